@@ -1,13 +1,14 @@
 """The implementation of attention that a config runs on a GPU, its communication over `context`, and why:
 `memory.attention: auto` and `mesh.context_method: auto`, resolved."""
 
+import math
 from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder, Vit
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice
-from jaxmem.kernels.fused_attention.context import METHODS, kv_repeats, traffic
+from jaxmem.kernels.fused_attention.context import METHODS
 from jaxmem.kernels.fused_attention.shapes import pairs
 from jaxmem.kernels.fused_attention.support import Request, choose, refusal
 from jaxmem.quant.precision import compute_dtype
@@ -118,13 +119,15 @@ def context_traffic(cfg: Config, method: str) -> tuple[float, float]:
     model, devices = cfg.model, cfg.mesh.context
     assert isinstance(model, Decoder)
     time, heads, kv_heads = cfg.row_length / devices, _heads(cfg, model.heads), _heads(cfg, model.kv_heads)
-    widening = 4 / (4 if cfg.precision.compute == "float32" else 2)
-    keys = 2 * kv_heads * model.head_dim
-    if method == "ring" and model.window is not None:
-        sent = min(model.window - 1, (devices - 1) * time) * keys
+    queries, keys = time * heads * model.head_dim, 2 * time * kv_heads * model.head_dim
+    if method == "ulysses":
+        sent = (2 * queries + keys * devices / math.gcd(kv_heads, devices)) * (devices - 1) / devices
+        return sent, 2 * sent
+    if model.window is not None:
+        sent = min((model.window - 1) / time, devices - 1) * keys
         return sent, sent
-    repeats = kv_repeats(kv_heads, devices) if method == "ulysses" else 1
-    return traffic(method, devices, time * heads * model.head_dim, time * keys * repeats, widening)
+    sent, widening = (devices - 1) * keys, 1 if cfg.precision.compute == "float32" else 2  # of gradients, in float32
+    return sent, sent + widening * (devices * keys if method == "ring" else sent)
 
 
 def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> float:

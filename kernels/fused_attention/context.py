@@ -11,7 +11,7 @@ the sequence to shards of the heads, attention to the complete sequence, and bac
 
 The backward pass saves the same arrays as attention on one device, its own shards of q, k, v, output and log-sum-exp,
 and repeats the communication. Kernels compute the gradients of a block of keys from the output and the log-sum-exp of
-all keys, so the log-sum-exp of a block is never differentiated. `traffic` states the bytes that are sent.
+all keys, so the log-sum-exp of a block is never differentiated.
 
 With a window a device needs only the keys before its own: `ring` is then `halo`, and positions are in order.
 """
@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import blockwise, ring
-from .arguments import CHECKS, Extras, Options, check_arguments
+from .arguments import CHECKS, Extras, check_arguments
+from .ring import Shard
 from .support import Request, refusal
 
 
@@ -55,49 +56,24 @@ def attention_over(
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
     why = refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
-    kernel = importlib.import_module(f"{__package__}.{implementation}")
+    shard = Shard(importlib.import_module(f"{__package__}.{implementation}"), axis, options)
     if method == "ring" and window is not None:
-        return _halo(kernel, axis, options, q, k, v, extras.segment_ids)
-    return _attend(METHODS[method], kernel, axis, options, q, k, v, extras.segment_ids)
+        return _halo(shard, q, k, v, extras.segment_ids)
+    return _attend(METHODS[method], shard, q, k, v, extras.segment_ids)
 
 
-def traffic(method: str, devices: int, queries: float, keys: float, widening: float) -> tuple[float, float]:
-    """Bytes that a device sends forward and backward. `queries` and `keys`: bytes of the queries, and of the keys and
-    values, of its own part of the sequence; `widening`: bytes of a gradient in float32 relative to those.
-
-    >>> traffic("ring", 8, 32.0, 16.0, 2.0), traffic("ulysses", 8, 32.0, 16.0, 2.0)
-    ((112.0, 368.0), (70.0, 140.0))
-    """
-    if method == "ulysses":
-        share = (devices - 1) / devices
-        return share * (2 * queries + keys), share * (4 * queries + 2 * keys)
-    sent = (devices - 1) * keys
-    returned = devices * keys if method == "ring" else sent
-    return sent, sent + widening * returned
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(method: Any, shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+    return _attend_forward(method, shard, q, k, v, ids)[0]
 
 
-def kv_repeats(kv_heads: int, devices: int) -> int:
-    """How often `ulysses` repeats each KV head, so that every device has those of its queries."""
-    return devices // math.gcd(kv_heads, devices)
+def _attend_forward(method: Any, shard: Shard, *own: Any) -> tuple[jax.Array, Any]:
+    out, lse = (checkpoint_name(x, blockwise.SAVED) for x in method[0](shard, *own))
+    return out, (own, out, lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(method: Any, kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
-    return _attend_forward(method, kernel, axis, options, q, k, v, ids)[0]
-
-
-def _attend_forward(
-    method: Any, kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any
-) -> tuple[jax.Array, Any]:
-    found = method[0](kernel, axis, options, q, k, v, ids)
-    out, lse = (checkpoint_name(x, blockwise.SAVED) for x in found)
-    return out, (q, k, v, ids, out, lse)
-
-
-def _attend_backward(method: Any, kernel: Any, axis: str, options: Options, saved: Any, d_out: jax.Array) -> Any:
-    q, k, v = saved[:3]
-    gradients = method[1](kernel, axis, options, *saved, d_out)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
+def _attend_backward(method: Any, shard: Shard, saved: Any, d_out: jax.Array) -> Any:
+    return *(d.astype(x.dtype) for d, x in zip(method[1](shard, *saved, d_out), saved[0], strict=False)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -106,24 +82,24 @@ _attend.defvjp(_attend_forward, _attend_backward)
 # ---------------------------------------------------------------- ulysses
 
 
-def _ulysses(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> Any:
-    arrays, extras = _to_heads(axis, q, *_repeated(axis, k, v)), _all_ids(axis, ids)
-    out, lse = kernel.attend(*arrays, options, extras)
-    return _to_sequence(axis, out)[0], lse
+def _ulysses(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+    arrays = _to_heads(shard.axis, q, *_repeated(shard.axis, k, v))
+    out, lse = shard.kernel.attend(*arrays, shard.options, _all_ids(shard.axis, ids))
+    return _to_sequence(shard.axis, out)[0], lse
 
 
-def _ulysses_backward(
-    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
-) -> Any:
+def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
+    axis, (q, k, v, ids) = shard.axis, own
     *arrays, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
-    found = kernel.gradients(*arrays, out, lse, d_out, options, _all_ids(axis, ids))
+    found = shard.kernel.gradients(*arrays, out, lse, d_out, shard.options, _all_ids(axis, ids))
     dq, *others = _to_sequence(axis, *found)
     return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others)
 
 
 def _repeated(axis: str, *arrays: jax.Array) -> list[jax.Array]:
-    times = kv_repeats(arrays[0].shape[2], jax.lax.axis_size(axis))
-    return [jnp.repeat(x, times, axis=2) for x in arrays]
+    """KV heads, as often as each device needs those of its queries."""
+    devices = jax.lax.axis_size(axis)
+    return [jnp.repeat(x, devices // math.gcd(x.shape[2], devices), axis=2) for x in arrays]
 
 
 def _to_heads(axis: str, *arrays: jax.Array) -> list[jax.Array]:
@@ -144,8 +120,9 @@ def _all_ids(axis: str, ids: jax.Array | None) -> Extras:
 # ---------------------------------------------------------------- a window
 
 
-def _halo(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+def _halo(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
     """Causal attention with a window: devices send the last keys of their part to those that need them."""
+    _, axis, options = shard
     if ids is None:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
     ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0 is what no device sent
@@ -159,11 +136,11 @@ def _halo(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids:
         parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
     k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     options = dataclasses.replace(options, window=min(options.window, k.shape[1]))
-    return kernel.attend(q, k, v, options, Extras(ids, key_ids))[0]
+    return shard.kernel.attend(q, k, v, options, Extras(ids, key_ids))[0]
 
 
 METHODS = {
     "ulysses": (_ulysses, _ulysses_backward),
     "ring": (ring.forward, ring.backward),
-    "all_gather": (ring.all_gather_forward, ring.all_gather_backward),
+    "all_gather": tuple(functools.partial(part, gathered=True) for part in (ring.forward, ring.backward)),
 }

@@ -1,9 +1,9 @@
-"""Attention to the keys of one device after the other, merged by log-sum-exp: the methods `ring` and `all_gather` of
-`context.py`, forward and backward."""
+"""Attention to the keys of one device after the other, merged by log-sum-exp: the methods `ring` and, if the keys are
+`gathered` first, `all_gather` of `context.py`. The sequence is the second dimension of all arrays."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,14 @@ import numpy as np
 from .arguments import Extras, Options
 
 Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment ids
+
+
+class Shard(NamedTuple):
+    """Properties of the attention of one device that are known at compile time."""
+
+    kernel: Any  # a module with `attend` and `gradients` as in `blockwise.py`
+    axis: str
+    options: Options
 
 
 def places(length: int, devices: int) -> np.ndarray:
@@ -26,118 +34,85 @@ def places(length: int, devices: int) -> np.ndarray:
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 
 
-def forward(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> Any:
-    meet, found = _blocks(kernel, axis, options, q, k, v, ids)
+def forward(shard: Shard, q: Any, k: Any, v: Any, ids: Any, *, gathered: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp."""
+
+    def attend(rows: tuple[jax.Array, Any], block: Block, options: Options) -> tuple[jax.Array, jax.Array]:
+        (q, ids), (k, v, key_ids) = rows, block
+        out, lse = shard.kernel.attend(q, k, v, options, Extras(ids, key_ids))
+        return out.astype(jnp.float32), lse.swapaxes(1, 2)
+
+    def meet(found: Any, block: Block, step: jax.Array) -> Any:
+        for rows, keys in _pairs(shard.axis, step):
+            part = attend(_half(rows, (q, ids)), _half(keys, block), all_seen)
+            found = _put(rows, found, _merged(_half(rows, found), part))
+        return found
+
+    all_seen, own = dataclasses.replace(shard.options, causal=False), (k, v, ids)
+    out, lse = _visited(shard.axis, meet, own, attend((q, ids), own, shard.options), gathered)
+    return out.astype(q.dtype), lse
+
+
+def backward(
+    shard: Shard, own: tuple[Any, ...], out: jax.Array, lse: jax.Array, d_out: jax.Array, *, gathered: bool = False
+) -> tuple[jax.Array, ...]:
+    """dq, dk and dv in float32. `own`: the arguments of `forward`."""
+    axis = shard.axis
+
+    def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
+        (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
+        parts = shard.kernel.gradients(q, k, v, out, lse.swapaxes(1, 2), d_out, options, Extras(ids, key_ids))
+        dq, dk, dv = (part.astype(jnp.float32) for part in parts)
+        return dq, (dk, dv)
+
+    def meet(found: Any, block: Block, step: jax.Array) -> Any:
+        dq, d_keys = found
+        # The gradients of these keys: so far none here, or those of the devices that the keys have passed.
+        d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _next(axis, d_keys)
+        for rows, keys in _pairs(axis, step):
+            more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
+            dq = _put(rows, dq, _half(rows, dq) + more)
+            d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_more))
+        return dq, _store(d_keys, d_block, _device(axis, step)) if gathered else d_block
+
+    q, k, v, ids = own
+    all_seen, mine = dataclasses.replace(shard.options, causal=False), (q, ids, out, lse, d_out)
+    dq, d_keys = gradients(mine, (k, v, ids), shard.options)
+    if gathered:
+        every = jax.tree.map(lambda x: jnp.zeros((jax.lax.axis_size(axis), *x.shape), x.dtype), d_keys)
+        d_keys = _store(every, d_keys, jax.lax.axis_index(axis))
+    dq, d_keys = _visited(axis, meet, (k, v, ids), (dq, d_keys), gathered)
+    return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _next(axis, d_keys))
+
+
+def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any, gathered: bool) -> Any:
+    """Calls `meet` with the keys of every other device, which are gathered, or sent on while they are used."""
+    last = jax.lax.axis_size(axis) - 1
+    if gathered:
+        every = jax.lax.all_gather(own, axis)
+
+        def read(found: Any, step: jax.Array) -> tuple[Any, None]:
+            device = _device(axis, step)
+            block = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), every)
+            return meet(found, block, step), None
+
+        return jax.lax.scan(read, found, jnp.arange(1, last + 1, dtype=jnp.int32))[0]
 
     def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
         found, block = state
         return (meet(found, block, step), _next(axis, block)), None
 
-    *steps, last = range(1, jax.lax.axis_size(axis))
-    (found, block), _ = jax.lax.scan(visit, (found, _next(axis, (k, v, ids))), jnp.asarray(steps, jnp.int32))
-    out, lse = meet(found, block, jnp.int32(last))
-    return out.astype(q.dtype), lse
+    (found, block), _ = jax.lax.scan(visit, (found, _next(axis, own)), jnp.arange(1, last, dtype=jnp.int32))
+    return meet(found, block, jnp.int32(last))
 
 
-def backward(
-    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
-) -> Any:
-    meet, dq, d_block = _block_gradients(kernel, axis, options, q, k, v, ids, out, lse, d_out)
-
-    def visit(state: tuple[Any, Any, Block], step: jax.Array) -> tuple[tuple[Any, Any, Block], None]:
-        dq, d_block, block = state
-        # The gradients of these keys come from the devices that they have passed.
-        return (*meet(dq, _next(axis, d_block), block, step), _next(axis, block)), None
-
-    *steps, last = range(1, jax.lax.axis_size(axis))
-    state = dq, d_block, _next(axis, (k, v, ids))
-    (dq, d_block, block), _ = jax.lax.scan(visit, state, jnp.asarray(steps, jnp.int32))
-    dq, d_block = meet(dq, _next(axis, d_block), block, jnp.int32(last))
-    return dq, *_next(axis, d_block)  # home again
-
-
-def all_gather_forward(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> Any:
-    meet, found = _blocks(kernel, axis, options, q, k, v, ids)
-    block, steps = _gathered(axis, (k, v, ids))
-    (out, lse), _ = jax.lax.scan(lambda found, step: (meet(found, block(step), step), None), found, steps)
-    return out.astype(q.dtype), lse
-
-
-def all_gather_backward(
-    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
-) -> Any:
-    meet, dq, own = _block_gradients(kernel, axis, options, q, k, v, ids, out, lse, d_out)
-    block, steps = _gathered(axis, (k, v, ids))
-    zeros = jax.tree.map(jnp.zeros_like, own)
-    dq, others = jax.lax.scan(lambda dq, step: meet(dq, zeros, block(step), step), dq, steps)
-    devices = jnp.arange(jax.lax.axis_size(axis), dtype=jnp.int32)
-
-    def home(own: jax.Array, others: jax.Array) -> jax.Array:
-        found = jnp.concatenate([own[None], others])[_before(axis, devices)]
-        return jax.lax.psum_scatter(found, axis)
-
-    return dq, *jax.tree.map(home, own, others)
-
-
-def _gathered(axis: str, own: Block) -> tuple[Callable[[jax.Array], Block], jax.Array]:
-    """A function that returns the block of the device `step` places before this one, and all steps."""
-    every = jax.tree.map(lambda x: jax.lax.all_gather(x, axis), own)
-
-    def block(step: jax.Array) -> Block:
-        device = _before(axis, step)
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), every)
-
-    return block, jnp.arange(1, jax.lax.axis_size(axis), dtype=jnp.int32)
-
-
-def _before(axis: str, step: jax.Array) -> jax.Array:
-    """The device `step` places before this one; also, how many places a device is before this one."""
+def _device(axis: str, step: jax.Array) -> jax.Array:
+    """The device whose keys need `step` messages to arrive here."""
     return (jax.lax.axis_index(axis) - step) % jax.lax.axis_size(axis)
 
 
-def _blocks(
-    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any
-) -> tuple[Callable[[Any, Block, Any], Any], tuple[jax.Array, jax.Array]]:
-    """A function that adds the keys of the device `step` places before this one to an output and log-sum-exp, and those
-    of its own keys. The sequence is the second dimension of all arrays."""
-
-    def attend(rows: tuple[jax.Array, Any], block: Block, options: Options) -> tuple[jax.Array, jax.Array]:
-        (q, ids), (k, v, key_ids) = rows, block
-        out, lse = kernel.attend(q, k, v, options, Extras(ids, key_ids))
-        return out.astype(jnp.float32), lse.swapaxes(1, 2)
-
-    def meet(found: Any, block: Block, step: jax.Array) -> Any:
-        for rows, keys in _pairs(axis, step):
-            part = attend(_half(rows, (q, ids)), _half(keys, block), all_seen)
-            found = _put(rows, found, _merged(_half(rows, found), part))
-        return found
-
-    all_seen = dataclasses.replace(options, causal=False)
-    return meet, attend((q, ids), (k, v, ids), options)
-
-
-def _block_gradients(
-    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
-) -> tuple[Callable[..., Any], jax.Array, tuple[jax.Array, jax.Array]]:
-    """A function that adds the contributions of a device's keys to dq and to the gradients of these keys, and those of
-    its own keys."""
-
-    def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
-        (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
-        parts = kernel.gradients(q, k, v, out, lse.swapaxes(1, 2), d_out, options, Extras(ids, key_ids))
-        dq, dk, dv = (part.astype(jnp.float32) for part in parts)
-        return dq, (dk, dv)
-
-    def meet(dq: jax.Array, d_block: Any, block: Block, step: jax.Array) -> Any:
-        for rows, keys in _pairs(axis, step):
-            more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
-            dq = _put(rows, dq, _half(rows, dq) + more)
-            d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_more))
-        return dq, d_block
-
-    all_seen = dataclasses.replace(options, causal=False)
-    mine = q, ids, out, lse, d_out
-    return meet, *gradients(mine, (k, v, ids), options)
+def _store(arrays: Any, block: Any, device: jax.Array) -> Any:
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, device, 0), arrays, block)
 
 
 def _next(axis: str, block: Any) -> Any:
