@@ -2,8 +2,8 @@
 
 Several GPUs: two of XLA's defaults leave communication exposed. It combines all gradients of a layer into one
 reduce-scatter, which has to wait for the last of them; and it runs one collective at a time, so that a layer's last
-reduction delays the next layer's all-gather. Llama 3 8B on 8 H100s, sequence length 4096, a ring over `context: 8`: 6 % of the
-communication time is exposed with the defaults, 0.02 % with these options, in the same memory. Tried and not used:
+reduction delays the next layer's all-gather. Llama 3 8B on 8 H100s, sequence length 4096, a ring over `context: 8`: 6 %
+of the communication time is exposed with the defaults, 0.02 % with these options, in the same memory. Not used:
 pipelined collectives (5 GiB more, no gain) and double-buffered loops (0.6 GiB more, no gain).
 """
 
