@@ -16,7 +16,7 @@ from jaxmem.planning.compile import compile_all, replicated_arrays
 from jaxmem.planning.hlo import dot_flops
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.planning.timeline import fused_instructions, timeline
+from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 from tests.support.communication_theory import volume
@@ -105,7 +105,9 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
     loops = 0
     for computation in step.module.computations:
         order = {one: place for place, one in enumerate(computation.instructions)}
-        products = [place for one, place in order.items() if any(map(dot_flops, (one, *fused_instructions(one))))]
+        products = [
+            place for one, place in order.items() if any(map(dot_flops, (one, *(one.inner() if one.is_fusion else ()))))
+        ]
         for start, begins in order.items():
             message = collective(start, TARGET.count, TARGET.per_host)
             if not message or message.kind != "all-gather" or not message.is_asynchronous:
