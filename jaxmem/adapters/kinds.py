@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxmem.adapters.trained_parts import prompt, tokens
-from jaxmem.config.sections import Adapter
+from jaxmem.config.adapter import Adapter
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network

@@ -32,8 +32,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmem.adapters.trained_parts import TokenRows
-from jaxmem.config.sections import LORA_WEIGHTS, Adapter
-from jaxmem.config.targets import LowRank, is_match, low_rank_layers
+from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch

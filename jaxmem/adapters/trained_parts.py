@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmem.config.sections import EMBEDDING_ROWS
+from jaxmem.config.adapter import EMBEDDING_ROWS
 from jaxmem.errors import UserError
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import RESIDUAL, take_rows

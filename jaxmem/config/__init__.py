@@ -3,13 +3,12 @@
 The modules that load, check and describe the sections are imported at their first use.
 """
 
+from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.mesh import MESH_AXES, Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Model, Rope, Vit
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.recompute import Memory, Save
 from jaxmem.config.sections import (
-    LOW_RANK,
-    Adapter,
     Batch,
     Checkpoint,
     Cluster,

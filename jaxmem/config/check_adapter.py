@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.networks import Convnet, Decoder
-from jaxmem.config.sections import LOW_RANK, Config
+from jaxmem.config.sections import Config
 from jaxmem.errors import required, unsupported
 
 MATMUL_FORMATS = ("nf4", "fp4", "int4", "int8")  # formats that kernels.dequant_matmul supports

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.optimizers import OPTIMIZERS
-from jaxmem.config.sections import LOW_RANK, Config, Generate
+from jaxmem.config.sections import Config, Generate
 from jaxmem.config.sources import SOURCES
 from jaxmem.errors import as_yaml, required, unsupported
 

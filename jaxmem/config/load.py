@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from jaxmem.config.adapter import Adapter
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
 from jaxmem.config.hub import local_directory
@@ -21,7 +22,7 @@ from jaxmem.config.networks import Decoder
 from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import rename, warn_of
-from jaxmem.config.sections import Adapter, Config
+from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest
 
 MAX_BYTES = 256 * 1024

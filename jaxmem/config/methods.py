@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.hub import is_id
 from jaxmem.config.load import config_of, read_config
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.presets import PRESETS
-from jaxmem.config.sections import LOW_RANK, Config
+from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
 
 STEPS = 1000  # steps of a run without `train`, in addition to its warmup

@@ -12,12 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxmem.config.adapter import Adapter, LowRank
 from jaxmem.config.base import Fraction
 from jaxmem.config.hf_modules import MODULES, HfModule, match_names, modules_of, select_names
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
-from jaxmem.config.sections import Adapter
-from jaxmem.config.targets import LowRank
 from jaxmem.errors import UserError, nearest
 
 CONFIG = "adapter_config.json"

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Texts, setting
+from jaxmem.config.adapter import EMBEDDING_ROWS, LORA_WEIGHTS, Adapter
+from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Model
 from jaxmem.config.optimizers import Optimizer
@@ -118,61 +119,6 @@ class Precision(Section):
     @property
     def stochastic_rounding(self) -> bool:
         return self.rounding == "stochastic" or (self.rounding == "auto" and self.is_quantized)
-
-
-LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
-LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
-EMBEDDING_ROWS = "embedding.lora.trained"  # the parameter of `adapter.token_indices`
-
-
-class HashableDict(dict[str, Any]):
-    """A dict that is never changed, so that the section that contains it is hashable."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-
-Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]
-Alphas = Annotated[dict[str, Positive], AfterValidator(HashableDict)]
-
-
-class Adapter(Section):
-    """Parameter-efficient fine-tuning: added parameters, or some parameters of the model; the others are frozen."""
-
-    kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = setting(
-        "none", "what is trained; none: all parameters"
-    )
-    rank: Count = setting(16, "rank of the added matrices")
-    alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
-    alpha_pattern: Alphas | None = setting(
-        None, "another alpha for some layers, {pattern: alpha}; the first match applies"
-    )
-    rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
-    lora_bias: bool = setting(False, "a trainable bias after B")
-    targets: Texts | Ranks = setting(
-        ("blocks.*",),
-        "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
-        " for adapter.kind: patterns, patterns of weights",
-    )
-    token_indices: ListOf[Annotated[int, Field(ge=0)]] = setting(
-        (), "ids of tokens whose rows of the embedding are trained too"
-    )
-    dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
-    base: StoredFormat | None = setting(
-        None, "stored format of the frozen weights; null: nf4 for qlora, else precision.parameters"
-    )
-    double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
-    hf: str | None = setting(
-        None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
-    )
-    lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
-    matmul: Literal["auto", "sliced", "triton"] = setting(
-        "auto",
-        "matmul with a quantized base; auto dequantizes a matrix at a time, sliced 8 M elements, triton in registers",
-    )
-    virtual_tokens: Count = setting(20, "trainable tokens before each row")
-    layers: Count = setting(1, "number of last layers to train")
-    base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
 
 
 class Train(Section):

@@ -23,11 +23,10 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
+from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
 from jaxmem.config.hf_modules import MODULES
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
-from jaxmem.config.sections import Adapter
-from jaxmem.config.targets import LowRank, low_rank_layers
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
     ADAPTER,

@@ -7,8 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.adapters import Lora, lora, merge
-from jaxmem.config.sections import Adapter
-from jaxmem.config.targets import LowRank
+from jaxmem.config.adapter import Adapter, LowRank
 from jaxmem.errors import UserError
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.linear import Linear

@@ -35,7 +35,7 @@ READ_HERE = {
     "base": "Config.base_precision",
     **dict.fromkeys(("trainable", "Adapter.layers"), "Config.trainable_patterns"),
     # Read by low_rank_layers, which returns the rank and scale of each layer.
-    **dict.fromkeys([f"Adapter.{name}" for name in ("alpha", "alpha_pattern", "targets", "rslora")], "config.targets"),
+    **dict.fromkeys([f"Adapter.{name}" for name in ("alpha", "alpha_pattern", "targets", "rslora")], "config.adapter"),
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(

@@ -37,7 +37,7 @@ FAULTS = {
     ),
     "lora": Fault(
         "LoRA without its scale",
-        "jaxmem/config/targets.py",
+        "jaxmem/config/adapter.py",
         "LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))",
         "LowRank(rank, alpha, 1.0)",
         "tests/adapters/test_lora.py",

@@ -1,0 +1,103 @@
+"""The section `adapter`, and the rank and the scale of the low-rank adapter of each layer."""
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field
+
+from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, StoredFormat, Texts, setting
+from jaxmem.config.names import split_layers
+
+LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
+LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
+EMBEDDING_ROWS = "embedding.lora.trained"  # the parameter of `adapter.token_indices`
+
+
+class HashableDict(dict[str, Any]):
+    """A dict that is never changed, so that the section that contains it is hashable."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]
+Alphas = Annotated[dict[str, Positive], AfterValidator(HashableDict)]
+
+
+class Adapter(Section):
+    """Parameter-efficient fine-tuning: added parameters, or some parameters of the model; the others are frozen."""
+
+    kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = setting(
+        "none", "what is trained; none: all parameters"
+    )
+    rank: Count = setting(16, "rank of the added matrices")
+    alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
+    alpha_pattern: Alphas | None = setting(
+        None, "another alpha for some layers, {pattern: alpha}; the first match applies"
+    )
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
+    lora_bias: bool = setting(False, "a trainable bias after B")
+    targets: Texts | Ranks = setting(
+        ("blocks.*",),
+        "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
+        " for adapter.kind: patterns, patterns of weights",
+    )
+    token_indices: ListOf[Annotated[int, Field(ge=0)]] = setting(
+        (), "ids of tokens whose rows of the embedding are trained too"
+    )
+    dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
+    base: StoredFormat | None = setting(
+        None, "stored format of the frozen weights; null: nf4 for qlora, else precision.parameters"
+    )
+    double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
+    hf: str | None = setting(
+        None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
+    )
+    lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
+    matmul: Literal["auto", "sliced", "triton"] = setting(
+        "auto",
+        "matmul with a quantized base; auto dequantizes a matrix at a time, sliced 8 M elements, triton in registers",
+    )
+    virtual_tokens: Count = setting(20, "trainable tokens before each row")
+    layers: Count = setting(1, "number of last layers to train")
+    base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
+
+
+class LowRank(NamedTuple):
+    """The adapter of one layer: y = x W + scale (x A) B."""
+
+    rank: int
+    alpha: float
+    scale: float
+
+
+def low_rank_layers(settings: Adapter, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
+    """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter."""
+
+    alphas = settings.alpha_pattern or {}
+
+    def of(layer: int) -> LowRank | None:
+        pattern = _first(settings.targets, name, layer, layers)
+        if pattern is None:
+            return None
+        rank = settings.targets[pattern] if isinstance(settings.targets, Mapping) else settings.rank
+        own = _first(alphas, name, layer, layers)
+        alpha = settings.alpha if own is None else alphas[own]
+        return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
+
+    return tuple(map(of, range(layers or 1)))
+
+
+def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
+    """
+    >>> is_match("blocks[-1:].*.q", "blocks.attention.q", 3, 4), is_match("head", "head", 0, None)
+    (True, True)
+    """
+    plain, some = split_layers(pattern)
+    return fnmatchcase(name, plain) and (some is None or (layers is not None and layer in range(layers)[some]))
+
+
+def _first(patterns: Iterable[str], name: str, layer: int, layers: int | None) -> str | None:
+    return next((pattern for pattern in patterns if is_match(pattern, name, layer, layers)), None)
