@@ -233,4 +233,4 @@ def test_importing_sections_loads_nothing_that_reads_or_checks_them():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("jaxmem.config.") for name in done.stdout.split()}
-    assert loaded == {"base", "mesh", "networks", "optimizers", "recompute", "sections", "sources"}
+    assert loaded == {"adapter", "base", "mesh", "names", "networks", "optimizers", "recompute", "sections", "sources"}
