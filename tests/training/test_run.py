@@ -154,7 +154,7 @@ def test_a_broken_record_is_found_before_compiling(config, tmp_path, monkeypatch
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "good"}\n' * 9 + '{"text": 3}\n' + '{"text": "good"}\n' * 90)
     monkeypatch.setattr("jaxmem.planning.plan_program", None)
-    with pytest.raises(UserError, match=r"broken\.jsonl, line 10: 'text' is not a string"):
+    with pytest.raises(UserError, match=r"broken\.jsonl, line 10: text must be a string"):
         run(config(data={"source": "jsonl", "path": str(broken)}))
 
 
@@ -348,8 +348,8 @@ def test_a_start_that_fails_leaves_no_directory(config, tmp_path, monkeypatch):
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(config, tmp_path, monkeypatch):
-    def cramped(built):
-        planned = plan_program(built)
+    def cramped(*built):
+        planned = plan_program(*built)
         return dataclasses.replace(planned, target=dataclasses.replace(planned.target, memory=100_000))
 
     monkeypatch.setattr("jaxmem.planning.plan_program", cramped)
