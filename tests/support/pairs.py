@@ -276,9 +276,9 @@ def trained(given: list[str]) -> list[float]:
 def tolerance(row: Row) -> float:
     """Of the losses: rounding, and with stored or computed values of few bits what rounding decides."""
     cfg = config(overrides(row))
-    if cfg.precision.compute in ("bfloat16", "float16"):
+    if cfg.precision.compute in ("bfloat16", "float16") or cfg.precision.gradients == "bfloat16":
         return 2e-2
-    is_coarse = cfg.precision.parameters != "float32" or cfg.precision.gradients == "bfloat16"
+    is_coarse = cfg.precision.parameters != "float32"
     return 5e-3 if is_coarse or cfg.optimizer.name != "sgd" else 1e-4
 
 
@@ -294,6 +294,8 @@ def failure(row: Row) -> str | None:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if any("loss_scale=dynamic" in text for text in given):  # the scale of a micro-batch decides which updates overflow
         mine, plain = mine[:1], plain[:1]
+    if any("optimizer.name=apollo" in text for text in given):  # it scales a gradient by its norm: noise if that is 0
+        mine, plain = mine[:2], plain[:2]
     off = max(abs(a / b - 1) for a, b in zip(mine, plain, strict=True))
     first = abs(mine[0] / plain[0] - 1)
     wrong = not (off < tolerance(row) and first < min(tolerance(row), 1e-2))
