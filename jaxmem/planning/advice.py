@@ -57,7 +57,7 @@ def _smaller_micro_batch(cfg: Config) -> str:
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
-    step, cfg = plan.compiled_step, plan.program.cfg
+    step = plan.compiled_step
     if not (count := recomputed_values(step.module)):
         return
     text = f"near the memory limit XLA recomputes {count} values, which memory.remat does not request"
@@ -66,6 +66,7 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
         saved = plan.unlimited.total - step.total
         memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
         text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
+    cfg = plan.program.cfg
     cure = _remedies(cfg, "memory.remat=full", _smaller_micro_batch(cfg), "more devices")
     yield PlanWarning("recomputed by XLA", text, cure)
 
