@@ -12,7 +12,8 @@ import jaxmem.hf
 import jaxmem.planning.result
 import jaxmem.training.run  # noqa: F401
 from jaxmem.cli import main
-from jaxmem.lab.tour import finetune, memory
+from jaxmem.data import text
+from jaxmem.lab.tour import docstrings, finetune, memory
 
 SERVER = multiprocessing.get_context("forkserver")
 
@@ -36,12 +37,14 @@ def _run(words: Sequence[str], place: Path, devices: Mapping[str, str], files: P
     os.environ.update(devices)
     jax.config.update("jax_platforms", devices["JAX_PLATFORMS"])  # which it has read already
     jax.config.update("jax_num_cpu_devices", int(devices["JAX_NUM_CPU_DEVICES"]))
-    _tours_do_less()
+    _do_less()
     main([*words])
 
 
-def _tours_do_less() -> None:
-    """They take no settings; with fewer updates and fewer rows they end as well."""
+def _do_less() -> None:
+    """A part of the standard library is text enough. Tours have no settings: fewer updates, and fewer rows."""
+    files = text.stdlib_files()[::30]
+    text.default_files = docstrings.stdlib_files = lambda: files
     for config in (finetune.PRETRAIN, finetune.FINETUNE):
         config["optimizer"]["warmup"], config["train"]["steps"] = 0, 4
     rows = memory.ROWS[0], memory.ROWS[-3]

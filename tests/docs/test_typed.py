@@ -1,7 +1,9 @@
 """What README and docs tell people to type, typed: page by page, each command after the one before."""
 
 import contextlib
+import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -17,10 +19,14 @@ from typing import Any
 import pytest
 import yaml
 
+from jaxmem import planning
 from jaxmem.cli import main
+from jaxmem.config.methods import METHODS
 from jaxmem.lab.bench import contest
 from jaxmem.lab.tour.docstrings import VOCAB, write_conversations, write_tokenizer
 from jaxmem.machine.devices import simulation_environment
+from jaxmem.search import candidates, comparison, fit, nearest
+from jaxmem.search.knobs import allowed
 from tests.docs import started
 from tests.docs.conftest import own_scripts, written
 
@@ -68,7 +74,8 @@ def cut_down(config: dict[str, Any]) -> str:
 def devices(place: Path, words: Sequence[str]) -> int:
     """As many as the config that is trained asks for."""
     for config in (place / word for word in words if word.endswith(".yaml")):
-        return math.prod(max(size, 1) for size in yaml.safe_load(config.read_text()).get("mesh", {}).values())
+        mesh = yaml.safe_load(config.read_text()).get("mesh", {})
+        return math.prod(max(size, 1) for size in mesh.values() if isinstance(size, int))  # and context_method
     return 1
 
 
@@ -124,11 +131,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(sorted((ROOT / "jaxmem").rglob("*.py")), place / "data/llama3")
     for name in CHATS:
         write_conversations([(f"What is {n}?", f"It is {n}.") for n in range(200)], place / name)
-    for name in TOKENS:
-        types(place, "jaxmem", "tokenize", "base.yaml", "--output", name)
+    types(place, "jaxmem", "tokenize", "base.yaml", "--output", TOKENS[0])
     types(place, "jaxmem", "train", "base.yaml")
-    for name in MODELS:
-        types(place, "jaxmem", "export", "runs/base", name)
+    types(place, "jaxmem", "export", "runs/base", MODELS[0])
+    for first, *others in (TOKENS, MODELS):
+        for name in others:
+            shutil.copytree(place / first, place / name)
     types(place, "jaxmem", "train", "before.yaml")
     (place / "runs/before").rename(place / "before")
     shutil.rmtree(place / "runs")
@@ -145,6 +153,20 @@ def no_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's benches run, and their numbers mean nothing."""
     monkeypatch.setattr(contest, "BURST", 0.0)
     monkeypatch.setattr(contest, "FEWEST", 1)
+
+
+PLAN = functools.lru_cache(maxsize=4)(planning.plan)  # pages plan the same with other options
+
+
+@pytest.fixture(autouse=True)
+def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/search has the full spaces, methods and advice."""
+    monkeypatch.setattr(candidates, "MAX_SIZE", 50)
+    monkeypatch.setitem(fit.fit.__kwdefaults__, "allow", ("remat", "batch"))
+    monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["remat"]))
+    monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "qlora")})
+    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
+    monkeypatch.setattr(planning, "plan", PLAN)
 
 
 @pytest.fixture(scope="module")
@@ -164,25 +186,27 @@ def test_what_a_page_says_is_typed(
     for config in (config for config in shown[::-1] if "hf" in config.get("model", {})):
         for name in OWN:
             (place / name).write_text(cut_down({"name": "mine", **config}))
-    for words in commands:
-        if words in answered:
+    done: list[list[str]] = []
+    for words in itertools.chain(*map(expanded, commands)):
+        if words in (*answered, *done):
             continue
+        done.append(words)
         if words[1] in ("plan", "fit") and words[2].startswith("configs/") and "--write" not in words:
             answered.append(words)
         for run in (place / word for word in words[2:] if word.startswith("runs/") and words[1] != "train"):
             if not run.exists():
                 shutil.copytree(place / "before", run)
         shutil.rmtree(place / "DIR", ignore_errors=True)
-        if words[0] != "make":  # `make test` is this; of `make demo` below
-            types(place, *words)
+        types(place, *words, seen=8 if "scripts/demo.py" in words else 0)
 
 
-def test_the_demo(place: Path) -> None:
-    """What `make demo` types, once it has installed."""
+def expanded(words: list[str]) -> list[list[str]]:
+    """A command; for `make demo` the commands of its recipe. `make test` is this, `make lint` is for contributors."""
+    if words[0] != "make":
+        return [words]
     recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
-    train, explain = re.findall(r"^\t@\$\(BIN\)/(.*)$", recipe, re.MULTILINE)
-    types(place, *shlex.split(train), seen=2)
-    types(place, *shlex.split(explain), seen=8)
+    lines = re.findall(r"^\t@\$\(BIN\)/(.*)$", recipe, re.MULTILINE) if words == ["make", "demo"] else []
+    return [shlex.split(line) for line in lines]
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/how-to/own-loop.md"])

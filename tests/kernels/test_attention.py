@@ -36,7 +36,7 @@ def test_every_implementation_ran_every_case():
     assert {way.split(",")[0] for way in WAYS} == set(IMPLEMENTATIONS) - {"cudnn"}
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(st.data())
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "reference"])
 def test_drawn_calls_equal_float64(way, data):
@@ -176,7 +176,7 @@ def test_mosaic_names_what_it_does_not_support(monkeypatch):
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("mosaic")])
 def test_mosaic_takes_heads_of_every_width(way, dim):
     """Each as it lies in shared memory, and several blocks of keys; of the backward pass the widest is another's."""
-    shape, options = (1, 130, 260, 2, 1, dim), {"causal": True}
+    shape, options = (1, 66, 130, 2, 1, dim), {"causal": True}
     arrays = drawn(shape, dtype="float16")
     assert_close(run(way, arrays, options), exact(*arrays, **options), 4e-3)
 
