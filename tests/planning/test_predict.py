@@ -74,7 +74,6 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 2},
             },
         ),
-        (4, {"memory": {"remat": "full"}, "mesh": {"context": 4}, "batch": {"global_size": 32, "accumulate": 2}}),
         (
             4,
             {
