@@ -20,7 +20,6 @@ from tests.step.conftest import SMALL, Trained, config
 
 # Every way by itself, and every two axes together in some row.
 LAYOUTS = {
-    "data": ({"fsdp": 2}, 0),
     "zero-1": ({"replica": 2, "fsdp": 2}, 1),
     "zero-2": ({"fsdp": 8}, 2),
     "fsdp": ({"fsdp": 8}, 3),
@@ -35,7 +34,7 @@ LAYOUTS = {
 
 
 # Those that go through the vocabulary in slices, as one device does not.
-SLICED = ("data", "zero-2", "hybrid x tensor", "context x tensor", "stage x fsdp x context")
+SLICED = ("data x context", "zero-2", "hybrid x tensor", "context x tensor", "stage x fsdp x context")
 
 
 def test_every_two_axes_meet():
@@ -51,7 +50,6 @@ SCHEDULED = {"hybrid x tensor": "sqrt", "context x tensor": "slots_1"}
 
 # Those that go through each layer in chunks of so many tokens of a device's time and groups of so many heads.
 IN_PIECES = {
-    "hybrid x tensor": {"mlp_chunk": 5, "head_groups": 2},
     "replica x context x tensor": {"mlp_chunk": 4, "head_groups": 2},
     "stage x fsdp x context": {"mlp_chunk": 7},
 }
