@@ -33,11 +33,10 @@ CASES = [
     ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
 MOSAIC = [
-    *[(dim, "bfloat16", {"causal": True}) for dim in (64, 96, 128, 256)],
+    *[(dim, "bfloat16", {"causal": True}) for dim in (96, 256)],
     (64, "float16", EVERYTHING),
     (128, "bfloat16", {}),
     (128, "bfloat16", {"causal": True, "soft_cap": 30.0, "window": 900, "segments": True}),
-    (64, "bfloat16", {"deterministic": True}),
     (128, "bfloat16", {"causal": True, "window": 900, "segments": True, "deterministic": True}),
 ]
 # jax 0.10 does not name a kernel that adds to what is there.

@@ -4,7 +4,9 @@ import pytest
 
 import jaxmem
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
+from jaxmem.planning import parse_target
 from jaxmem.step.attention_choice import attention_choice, resolved
 from tests.planning.conftest import SMALL, config
 
@@ -35,8 +37,19 @@ def calls(plan):
     return {kernel for kernel in (CUDNN, TRITON) if any(target.startswith(kernel) for target in found)}
 
 
-@pytest.mark.parametrize("gpu", PACKED)
-def test_packed_rows_on_each_gpu(gpu):
+def test_packed_rows_on_each_gpu():
+    """What is chosen; the next test looks into the modules."""
+    targets = {name: parse_target(f"{name}:2").gpu for name in PACKED}
+    cfg = for_devices(config(**SECTIONS), 2)
+    chosen = {
+        name: attention_choice(cfg, "gpu", round(10 * float(gpu.compute_capability)), gpu.kind).implementation
+        for name, gpu in targets.items()
+    }
+    assert chosen == {name: "cudnn" if kernel == CUDNN else "triton" for name, kernel in PACKED.items()}
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090-24gb", "h100-80gb"])
+def test_the_kernels_of_packed_rows(gpu):
     plan = jaxmem.plan(config(**SECTIONS), f"{gpu}:2")
     assert calls(plan) == {PACKED[gpu]}
     assert plan.step_as_json()["attention"]["implementation"] == ("cudnn" if PACKED[gpu] == CUDNN else "triton")

@@ -17,19 +17,25 @@ from jaxmem.step.compiler_options import compiler_options
 from tests.step.conftest import Trained, batch_for, config
 
 
-def test_the_seed_matters():
-    one, two = Trained(config(), updates=0), Trained(config(seed=1), updates=0)
-    assert not np.array_equal(one.params["embedding"]["weight"], two.params["embedding"]["weight"])
+@pytest.fixture(scope="module")
+def plain():
+    return Trained(config())
+
+
+def test_the_seed_matters(plain):
+    other = program(config(seed=1), jax.devices()[:1]).initialise()
+    assert not np.array_equal(plain.first["embedding"]["weight"], other.params["embedding"]["weight"])
 
 
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}])
-def test_micro_batches_add_up_to_the_large_batch(mesh):
+def test_micro_batches_add_up_to_the_large_batch(mesh, plain):
     """Though their masks keep different numbers of tokens."""
     devices = mesh.get("fsdp", 1)
-    whole = Trained(config(mesh=mesh), devices)
+    whole = Trained(config(mesh=mesh), devices) if mesh else plain
     batches = [batch_for(whole.built, update) for update in range(3)]
     cut = [{name: x.reshape(4, 2, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
-    Trained(config(mesh=mesh, batch={"global_size": 8, "accumulate": 4}), devices, batches=cut).agrees_with(whole)
+    micro = config(mesh=mesh, batch={"global_size": 8, "accumulate": 4})
+    Trained(micro, devices, batches=cut, begin=whole).agrees_with(whole)
 
 
 def test_what_is_deterministic_adds_in_no_order_that_changes():
@@ -89,10 +95,9 @@ def test_every_weight_learns():
         assert not np.array_equal(before, after), path
 
 
-def test_kernels_called_on_each_device_learn_the_same():
+def test_kernels_called_on_each_device_learn_the_same(plain):
     mesh = {"fsdp": 2, "tensor": 2}
-    one = Trained(config(), updates=2)
-    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=2, begin=one).agrees_with(one)
+    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, begin=plain).agrees_with(plain)
 
 
 def test_parameters_may_rest_in_bfloat16():
@@ -101,10 +106,10 @@ def test_parameters_may_rest_in_bfloat16():
     assert np.isfinite(trained.metrics[-1]["loss"])
 
 
-def test_the_state_is_donated():
-    trained = Trained(config(), updates=0)
-    before = jax.tree.leaves(trained.state.params)
-    trained.compiled(trained.state, trained.built.place(batch_for(trained.built)))
+def test_the_state_is_donated(plain):
+    state = jax.device_put(plain.begun, jax.tree.map(lambda x: x.sharding, plain.built.spec.state))
+    before = jax.tree.leaves(state.params)
+    plain.compiled(state, plain.built.place(batch_for(plain.built)))
     assert all(leaf.is_deleted() for leaf in before)
 
 

@@ -31,7 +31,7 @@ def test_only_what_is_chosen_moves(alone):
 
 
 def test_a_mesh_does_the_same(alone):
-    Trained(frozen(mesh={"fsdp": 4, "tensor": 2}), devices=8, updates=2).agrees_with(alone)
+    Trained(frozen(mesh={"fsdp": 4, "tensor": 2}), devices=8, updates=2, begin=alone).agrees_with(alone)
 
 
 def test_codes_stay_as_they_are():
@@ -77,7 +77,7 @@ def test_some_layers_learn_on_any_mesh():
     assert "blocks.mlp.down.weight of layer 1" not in alone.built.spec.gradient_names
     mesh = {"replica": 2, "fsdp": 2}
     split = config(model=model, optimizer=own, batch=batch, mesh=mesh, memory={"remat": "sqrt"})
-    Trained(split, devices=4, updates=2).agrees_with(alone)
+    Trained(split, devices=4, updates=2, begin=alone).agrees_with(alone)
 
 
 def test_the_backward_pass_stops_where_nothing_learns():

@@ -42,6 +42,13 @@ def plan() -> Plan:
     return plan_program(program(load_config(CONFIG), jax.devices()[:2]))
 
 
+@pytest.fixture
+def a_small_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/search/test_comparison.py searches further."""
+    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("remat", "batch"))
+    monkeypatch.setattr(nearest, "METHODS", {})
+
+
 def cramped(plan: Plan, share: float) -> Plan:
     limit = int(share * plan.compiled_step.total)
     return dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=limit))
@@ -51,6 +58,7 @@ def test_what_fits_is_left_alone(plan: Plan) -> None:
     check_fits(plan)
 
 
+@pytest.mark.usefixtures("a_small_search")
 def test_the_nearest_that_fit_are_named_and_do(
     plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +133,7 @@ def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
         assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
 
 
+@pytest.mark.usefixtures("a_small_search")
 def test_where_nothing_fits_no_config_is_named(plan: Plan) -> None:
     with pytest.raises(DoesNotFitError, match="no similar config fits"):
         check_fits(cramped(plan, 0.01))
