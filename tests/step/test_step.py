@@ -19,7 +19,7 @@ from tests.step.conftest import Trained, batch_for, config
 
 @pytest.fixture(scope="module")
 def plain():
-    return Trained(config())
+    return Trained(config(), updates=2)
 
 
 def test_the_seed_matters(plain):
@@ -31,11 +31,11 @@ def test_the_seed_matters(plain):
 def test_micro_batches_add_up_to_the_large_batch(mesh, plain):
     """Though their masks keep different numbers of tokens."""
     devices = mesh.get("fsdp", 1)
-    whole = Trained(config(mesh=mesh), devices) if mesh else plain
-    batches = [batch_for(whole.built, update) for update in range(3)]
+    whole = Trained(config(mesh=mesh), devices, updates=2) if mesh else plain
+    batches = [batch_for(whole.built, update) for update in range(2)]
     cut = [{name: x.reshape(4, 2, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
     micro = config(mesh=mesh, batch={"global_size": 8, "accumulate": 4})
-    Trained(micro, devices, batches=cut, begin=whole).agrees_with(whole)
+    Trained(micro, devices, updates=2, batches=cut, begin=whole).agrees_with(whole)
 
 
 def test_what_is_deterministic_adds_in_no_order_that_changes():
@@ -97,7 +97,7 @@ def test_every_weight_learns():
 
 def test_kernels_called_on_each_device_learn_the_same(plain):
     mesh = {"fsdp": 2, "tensor": 2}
-    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, begin=plain).agrees_with(plain)
+    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=2, begin=plain).agrees_with(plain)
 
 
 def test_parameters_may_rest_in_bfloat16():
