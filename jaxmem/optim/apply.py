@@ -74,7 +74,8 @@ def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[A
     except NotSeparableError:
         return None
     for _ in needed.shares:
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(share, first))
+        # A new function each time: jax would return the shapes that it traced for the sum before.
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: share(first)))
         add = lambda j, sums: jax.tree.map(jnp.add, sums, share(j))  # noqa: E731
         known = [*known, jax.lax.fori_loop(0, count, add, zeros)]
     return known
