@@ -188,7 +188,10 @@ def zero(step: Step) -> Row:
 
 
 TABLES: Mapping[str, tuple[Callable[[Step], Row], Mapping[str, Step]]] = {
-    "layouts": (layout, {name: Step("h100-80gb:8", "llama3-8b", own) for name, own in LAYOUTS.items()}),
+    "layouts": (
+        layout,
+        {name: Step("h100-80gb:8", "llama3-8b", f"memory.remat=full {own}") for name, own in LAYOUTS.items()},
+    ),
     "few-bytes": (few_bytes, FEW_BYTES),
     "optimizers": (
         optimizer,
