@@ -14,14 +14,16 @@ class SourceKind:
 
 
 _LINES = (".jsonl", ".ndjson")
+COLUMNS = (".parquet", ".arrow")
 
 SOURCES = {
     "stdlib": SourceKind("text:TextFiles", "text", needs_path=False),
     "text": SourceKind("text:TextFiles", "text"),
     "jsonl": SourceKind("jsonl:JsonTexts", "text", has_field=True, suffixes=_LINES),
-    "parquet": SourceKind("parquet:ParquetRows", "text", has_field=True, suffixes=(".parquet",)),
-    "chat": SourceKind("chat:Conversations", "chat", suffixes=_LINES),
-    "preference": SourceKind("preference:Preferences", "pairs", suffixes=_LINES),
+    "parquet": SourceKind("columns:ColumnTexts", "text", has_field=True, suffixes=(".parquet",)),
+    "arrow": SourceKind("columns:ColumnTexts", "text", has_field=True, suffixes=(".arrow",)),
+    "chat": SourceKind("chat:Conversations", "chat", suffixes=(*_LINES, *COLUMNS)),
+    "preference": SourceKind("preference:Preferences", "pairs", suffixes=(*_LINES, *COLUMNS)),
     "digits": SourceKind("digits:Digits", "images", needs_path=False),
     "tokens": SourceKind("cache:TokenCache", "tokens"),
 }

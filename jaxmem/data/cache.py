@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Config, Data, Source
+from jaxmem.config.sources import SOURCES
 from jaxmem.data.corpus import open_source, sources_of
 from jaxmem.data.records import Document, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, one_of
 from jaxmem.machine.atomic_directory import atomic_directory
 
 FORMAT = 1
@@ -100,11 +101,12 @@ def tokenize(
         raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, and mix the caches")
     [source] = sources_of(cfg)
     if source.kind.contents in ("chat", "pairs"):
-        raise UserError(
-            f"jaxmem tokenize does not support data.source={source.source}, which has targets; train on it directly"
-        )
+        texts = one_of(name for name, kind in SOURCES.items() if kind.contents == "text")
+        raise UserError(f"jaxmem tokenize does not support data.source={source.source}; use {texts}")
     if source.kind.contents != "text":
-        raise UserError(f"jaxmem tokenize does not support data.source={source.source}; use text, jsonl or parquet")
+        raise UserError(
+            f"jaxmem tokenize does not support data.source={source.source}; use text, jsonl, parquet or arrow"
+        )
     tokenizer = tokenizer_for(cfg.data.tokenizer)
     records = open_source(source, cfg.data, tokenizer)
     assert isinstance(records, TokenizedText)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
+from jaxmem.data.columns import Rows, is_columns
 from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, InvalidRecordError, RecordSource, TokenizedText, no_documents
 from jaxmem.data.tokenizer import Tokenizer
@@ -28,11 +29,12 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class JsonLines(RecordSource):
+class Lines:
     """The lines of JSONL files that are not empty."""
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
+    blocks = None
+
+    def __init__(self, paths: Sequence[Path]) -> None:
         self._files = OpenFiles()
         self._indexes = [_LineIndex(path, self._files) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
@@ -56,6 +58,27 @@ class JsonLines(RecordSource):
 
     def close(self) -> None:
         self._files.close()
+
+
+class JsonLines(RecordSource):
+    """Records that are lines of JSON, or rows of Parquet and Arrow files as lines of JSON."""
+
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        self._lines: Lines | Rows = Rows(paths) if is_columns(paths) else Lines(paths)
+        self.blocks = self._lines.blocks
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def line(self, index: int) -> bytes:
+        return self._lines.line(index)
+
+    def where(self, index: int) -> str:
+        return self._lines.where(index)
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 class JsonTexts(JsonLines, TokenizedText):

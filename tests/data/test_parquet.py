@@ -1,8 +1,10 @@
 """Rows of parquet as documents, a row group at a time."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,8 @@ import pytest
 
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
-from jaxmem.data.parquet import DECODED, ParquetRows
+from jaxmem.data.columns import DECODED, ColumnTexts
+from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.records import DocumentPiece
 from jaxmem.errors import UserError
 from tests.support.records import open_records
@@ -30,12 +33,12 @@ def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", texts[:30], 7),
         write_parquet(tmp_path / "b.parquet", texts[30:], 100),
     ]
-    records = open_records(ParquetRows, paths, "text")
+    records = open_records(ColumnTexts, paths, "text")
     assert records.blocks is not None
     assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
     for i in np.random.default_rng(0).permutation(50).tolist():
         assert records.piece(i) == DocumentPiece(texts[i], True, True)
-    assert records._column.cache_info().currsize == DECODED
+    assert records.rows.decoded.cache_info().currsize == DECODED
     assert records.where(31).endswith("b.parquet, row group 0, row 1")
 
 
@@ -53,15 +56,52 @@ def test_parquet_trains_a_row_group_at_a_time(config: Make, tmp_path: Path) -> N
 def test_broken_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["x", None], 10)
     with pytest.raises(UserError, match=r"a\.parquet: data\.field=txt is not a column; did you mean text\?"):
-        open_records(ParquetRows, [path], "txt")
+        open_records(ColumnTexts, [path], "txt")
     with pytest.raises(UserError, match=r"data.field=id has type int64"):
-        open_records(ParquetRows, [path], "id")
+        open_records(ColumnTexts, [path], "id")
     with pytest.raises(UserError, match="text is null"):
-        open_records(ParquetRows, [path], "text").piece(1)
-    records = open_records(ParquetRows, [path], "text")
+        open_records(ColumnTexts, [path], "text").piece(1)
+    records = open_records(ColumnTexts, [path], "text")
     path.write_bytes(b"PAR1 nothing like it PAR1")
-    with pytest.raises(UserError, match=r"a\.parquet: not a valid Parquet file"):
+    with pytest.raises(UserError, match=r"a\.parquet: not a valid parquet file"):
         records.piece(0)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"requires pyarrow; run pip install 'jaxmem\[parquet\]'"):
-        open_records(ParquetRows, [path], "text")
+    with pytest.raises(UserError, match=r"require pyarrow; run pip install 'jaxmem\[parquet\]'"):
+        open_records(ColumnTexts, [path], "text")
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def saved_dataset(place: Path, columns: dict[str, list[Any]], *, files: int = 2, batch: int = 3) -> Path:
+    """A directory as `datasets` saves it: streams of record batches."""
+    place.mkdir(parents=True)
+    rows = len(next(iter(columns.values())))
+    for i in range(files):
+        part = pa.table({name: values[i * rows // files : (i + 1) * rows // files] for name, values in columns.items()})
+        with pa.ipc.new_stream(str(place / f"data-{i:05}-of-{files:05}.arrow"), part.schema) as writer:
+            writer.write_table(part, max_chunksize=batch)
+    (place / "state.json").write_text("{}")
+    return place
+
+
+def test_directories_that_datasets_saved(config: Make, tmp_path: Path) -> None:
+    texts = [f"document {i}" for i in range(20)]
+    place = saved_dataset(tmp_path / "saved/train", {"text": texts, "id": [*range(20)]})
+    corpus = Corpus(config(source="arrow", path=str(place)))
+    assert corpus.sources[0].blocks.tolist() == [3, 3, 3, 1, 3, 3, 3, 1]
+    assert [bytes(corpus.documents(0, i)[0].tokens[:-1].tolist()).decode() for i in (0, 7, 19)] == [
+        texts[i] for i in (0, 7, 19)
+    ]
+    assert corpus.sources[0].where(13).endswith("data-00001-of-00002.arrow, row group 1, row 0")
+    (tmp_path / "saved/dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match=r"several splits; set data.path to .*saved/train"):
+        Corpus(config(source="arrow", path=str(tmp_path / "saved")))
+
+
+def test_conversations_in_columns(tmp_path: Path) -> None:
+    place = saved_dataset(tmp_path / "chats", {"messages": [CHAT] * 4, "note": [None] * 4}, files=1)
+    pq.write_table(pa.table({"messages": [CHAT] * 4}), tmp_path / "chats.parquet")
+    lines = [open_records(JsonLines, [path]) for path in (tmp_path / "chats.parquet", *place.glob("*.arrow"))]
+    assert [json.loads(one.line(2))["messages"] for one in lines] == [CHAT, CHAT]
+    assert [len(one) for one in lines] == [4, 4]
