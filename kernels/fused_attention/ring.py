@@ -107,7 +107,7 @@ def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, foun
 
 
 def _device(axis: str, step: jax.Array) -> jax.Array:
-    """The device whose keys need `step` messages to arrive here."""
+    """The device whose keys arrive here after `step` sends."""
     return (jax.lax.axis_index(axis) - step) % jax.lax.axis_size(axis)
 
 
