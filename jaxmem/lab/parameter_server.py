@@ -11,14 +11,13 @@ server's link is the bottleneck, by n^2 / (2 (n-1)), so `train` does not use a s
   at most s steps ahead of the slowest (stale synchronous parallel: Ho et al., 2013), so with n workers at most
   (n-1)(2s+1) updates of others fall between a pull and its push.
 
-Workers are threads of one process, each with a device. Gradients and weights move between devices, and are counted.
+Workers are threads of one process, each with a device. The bytes that move between devices are counted.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,19 +34,11 @@ from jaxmem.step.objective import means, objective
 Gradient = Callable[[Any, Any], tuple[jax.Array, Any]]  # (weights, batch) -> loss, gradients
 
 
-@dataclass
-class LinkTraffic:
-    """Bytes over the server's link."""
-
-    received: int = 0  # bytes of gradients
-    sent: int = 0  # bytes of weights
-
-
 class ParameterServer:
     """server = ParameterServer(params, optax.adam(1e-3), workers=4, device=jax.devices()[4])
     losses = train(server, gradient, batches, jax.devices()[:4])
 
-    Weights have the indices of `jax.tree.leaves`. In a step a worker pulls and pushes every index once.
+    `received` and `sent`: bytes of gradients and of weights over the server's link.
     """
 
     def __init__(
@@ -59,79 +50,53 @@ class ParameterServer:
         staleness: int | None = None,
     ) -> None:
         self.device, self.workers, self.staleness = device, workers, staleness
-        self.traffic = LinkTraffic()
+        self.received = self.sent = self.updates = 0
         self.worst_lead = 0  # the most steps that a worker was ahead of the slowest
         self.worst_staleness = 0  # the most updates between a worker's pull and its push
-        leaves = jax.tree.leaves(jax.device_put(params, device))
-        self.structure: Any = jax.tree.structure(params)
-        self._leaves = [jnp.copy(leaf) for leaf in leaves]  # a copy, because updates are in place
+        self._params = jax.tree.map(jnp.copy, jax.device_put(params, device))  # a copy, because updates are in place
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes on purpose
-            self._state = tx.init(jax.tree.unflatten(self.structure, self._leaves))
+            self._state = tx.init(self._params)
         self._update = jax.jit(partial(_update_weights, tx), donate_argnums=(0, 1))
-        self._version = 0  # number of updates
         self._changed = threading.Condition()
         self._stopped = False
         self._clocks = [0] * workers  # complete steps of each worker
-        self._left = [len(leaves)] * workers  # pushes until the end of each worker's step
-        self._based_on = [0] * workers  # the version that each worker pulled for its current step
-        rows = 1 if staleness is None else workers  # synchronous: summed in one buffer, in worker order
-        self._pushed: list[list[jax.Array | None]] = [[None] * len(leaves) for _ in range(rows)]
-        self._turn = [0] * len(leaves)
+        self._pulled = [0] * workers  # the number of updates at each worker's last pull
+        self._sum: Any = None  # synchronous: the gradients of the workers that have pushed, in their order
+        self._turn = 0  # synchronous: the worker whose push is next
 
     @property
     def params(self) -> Any:
         """A copy of the current weights."""
         with self._changed:
-            return self.structure.unflatten([jnp.copy(leaf) for leaf in self._leaves])
+            return jax.tree.map(jnp.copy, self._params)
 
-    @property
-    def updates(self) -> int:
-        return self._version
-
-    def pull(self, index: int, worker: int, to: jax.Device) -> jax.Array:
-        """One weight, copied to device `to`. Waits until the other workers have come far enough."""
+    def pull(self, worker: int, to: jax.Device) -> Any:
+        """The weights, copied to device `to`. Waits until the other workers have come far enough."""
         with self._changed:
-            clock = self._clocks[worker]
-            self._wait(
-                lambda: self._version == clock if self.staleness is None else clock - self._slowest <= self.staleness
-            )
-            if index == 0:
-                self._based_on[worker] = self._version
-                self.worst_lead = max(self.worst_lead, clock - self._slowest)
-            leaf = self._leaves[index]
-            self.traffic.sent += leaf.nbytes
-            # Copied before an update may donate it.
-            return jax.block_until_ready(jax.device_put(jnp.copy(leaf), to))
+            clock, staleness = self._clocks[worker], self.staleness
+            self._wait(lambda: self.updates == clock if staleness is None else clock - min(self._clocks) <= staleness)
+            self._pulled[worker] = self.updates
+            self.worst_lead = max(self.worst_lead, clock - min(self._clocks))
+            self.sent += _bytes(self._params)
+            # Copied before an update may donate them.
+            return jax.block_until_ready(jax.device_put(jax.tree.map(jnp.copy, self._params), to))
 
-    def push(self, index: int, gradient: jax.Array, worker: int) -> None:
-        """Sends one gradient; the last one of a step updates the weights."""
-        gradient = jax.device_put(gradient, self.device)
+    def push(self, gradients: Any, worker: int) -> None:
+        """Sends a worker's gradients; they update the weights, in synchronous mode with those of all workers."""
+        gradients = jax.device_put(gradients, self.device)
         with self._changed:
-            self.traffic.received += gradient.nbytes
+            self.received += _bytes(gradients)
             if self.staleness is None:
-                self._wait(lambda: self._turn[index] == worker)
-                pushed, total = self._pushed[0], self._pushed[0][index]
-                pushed[index] = gradient if total is None else total + gradient
-                self._turn[index] += 1
-                if all(turn == self.workers for turn in self._turn):
-                    self._turn = [0] * len(self._turn)
-                    self._apply(pushed, self.workers)
+                self._wait(lambda: self._turn == worker)
+                self._sum = gradients if self._sum is None else jax.tree.map(jnp.add, self._sum, gradients)
+                self._turn = (worker + 1) % self.workers
+                if self._turn == 0:
+                    self._apply(self._sum, self.workers)
+                    self._sum = None
             else:
-                pushed = self._pushed[worker]
-                pushed[index] = gradient
-                if None not in pushed:
-                    self.worst_staleness = max(self.worst_staleness, self._version - self._based_on[worker])
-                    self._apply(pushed, 1)
-            self._left[worker] -= 1
-            if not self._left[worker]:
-                self._left[worker] = len(self._leaves)
-                self._clocks[worker] += 1
-            self._changed.notify_all()
-
-    def leave(self, worker: int) -> None:
-        """This worker has ended: the others do not wait for it."""
-        with self._changed:
-            self._clocks[worker] = 1 << 60
+                self.worst_staleness = max(self.worst_staleness, self.updates - self._pulled[worker])
+                self._apply(gradients, 1)
+            self._clocks[worker] += 1
             self._changed.notify_all()
 
     @contextmanager
@@ -144,34 +109,39 @@ class ParameterServer:
                 self._stopped = True
                 self._changed.notify_all()
             raise
-        if self.staleness is not None:
-            self.leave(worker)
+        if self.staleness is not None:  # the others do not wait for a worker that has finished
+            with self._changed:
+                self._clocks[worker] = 1 << 60
+                self._changed.notify_all()
 
-    @property
-    def _slowest(self) -> int:
-        return min(self._clocks)
-
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: ready() or self._stopped)
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: is_ready() or self._stopped)
         if self._stopped:
             raise RuntimeError("another worker has failed")
 
-    def _apply(self, pushed: list[jax.Array | None], count: int) -> None:
-        gradients = self.structure.unflatten(pushed)
-        params = self.structure.unflatten(self._leaves)
-        params, self._state = jax.block_until_ready(self._update(params, self._state, gradients, count))
-        self._leaves = jax.tree.leaves(params)
-        self._version += 1
-        pushed[:] = [None] * len(pushed)
+    def _apply(self, gradients: Any, count: int) -> None:
+        updated = self._update(self._params, self._state, gradients, count)
+        self._params, self._state = jax.block_until_ready(updated)
+        self.updates += 1
 
 
 def train(
     server: ParameterServer, gradient: Gradient, batches: Sequence[Sequence[Any]], devices: Sequence[jax.Device]
 ) -> list[list[float]]:
     """Trains each worker on its batches on its device. Returns the losses [worker][step]."""
+
+    def work(worker: int) -> list[float]:
+        losses = []
+        with server.working(worker):
+            for batch in batches[worker]:
+                params = server.pull(worker, devices[worker])
+                loss, gradients = gradient(params, jax.device_put(batch, devices[worker]))
+                server.push(gradients, worker)
+                losses.append(float(np.asarray(loss)))
+        return losses
+
     with ThreadPoolExecutor(server.workers, "worker") as pool:
-        workers = range(server.workers)
-        return list(pool.map(lambda n: _work(server, gradient, n, batches[n], devices[n]), workers))
+        return list(pool.map(work, range(server.workers)))
 
 
 def gradient_of(program: Program) -> Gradient:
@@ -194,19 +164,8 @@ def busiest_link(parameter_bytes: int, workers: int) -> tuple[int, float]:
     return workers * parameter_bytes, 2 * parameter_bytes * (workers - 1) / workers
 
 
-def _work(
-    server: ParameterServer, gradient: Gradient, worker: int, batches: Sequence[Any], device: jax.Device
-) -> list[float]:
-    losses = []
-    with server.working(worker):
-        for batch in batches:
-            count = server.structure.num_leaves
-            params = server.structure.unflatten([server.pull(index, worker, device) for index in range(count)])
-            loss, gradients = gradient(params, jax.device_put(batch, device))
-            for index, leaf in enumerate(jax.tree.leaves(gradients)):
-                server.push(index, leaf, worker)
-            losses.append(float(np.asarray(loss)))
-    return losses
+def _bytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def _update_weights(

@@ -159,8 +159,8 @@ REFUSED = {
     "sliding_max": [
         ({"x": (2, 3)}, "x has shape (2, 3); it should be [numbers], with no empty dimension"),
         ({"x": "int32"}, "x is int32; it should be float32"),
-        ({"window": 0}, "window is 0; it should be from 1 to the 10 numbers of x"),
-        ({"window": 2**40}, "window is 1099511627776; it should be from 1 to the 10 numbers of x"),
+        ({"window": 0}, "window is 0; it should be from 1 to 10, the length of x"),
+        ({"window": 2**40}, "window is 1099511627776; it should be from 1 to 10, the length of x"),
     ],
 }
 CASES = [(operation, *case) for operation, cases in REFUSED.items() for case in cases]

@@ -74,7 +74,7 @@ def test_bytes_through_the_busiest_link(ordinary):
     by_server, by_ring = busiest_link(size, PAIR)
     server = ParameterServer(initial, built.spec.optimizer, PAIR, jax.devices()[PAIR])
     train(server, gradient_of(built), [share[:2] for share in shares(batches)], jax.devices()[:PAIR])
-    assert server.traffic.received == server.traffic.sent == 2 * by_server
+    assert server.received == server.sent == 2 * by_server
     counted = planned.as_json()["collectives"]["all-reduce"]["wire_bytes"]
     assert counted == pytest.approx(by_ring, rel=0.05)
 
@@ -114,10 +114,7 @@ def test_no_worker_is_further_ahead_than_allowed():
     server = ParameterServer(NOTHING, optax.sgd(0.1), 2, jax.devices()[7], staleness=2)
 
     def step():
-        for index in range(2):
-            server.pull(index, 0, jax.devices()[0])
-        for index in range(2):
-            server.push(index, jnp.ones_like(jax.tree.leaves(NOTHING)[index]), 0)
+        server.push(jax.tree.map(jnp.ones_like, server.pull(0, jax.devices()[0])), 0)
 
     for _ in range(3):
         step()

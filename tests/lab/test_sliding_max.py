@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxmem.lab.sliding_max import HOST, IMPLEMENTATIONS, SHAPES, sliding_max, triton
+from jaxmem.lab.sliding_max import HOST, IMPLEMENTATIONS, SHAPES, requested_bytes, sliding_max
 
 
 @given(st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=30), st.data())
@@ -51,8 +51,8 @@ def test_each_device_its_own_numbers():
 
 
 def test_bytes_asked():
-    assert triton.requested_bytes("straight", 1000, 100) == 4 * 901 * 101
-    assert triton.requested_bytes("shared", 10**6, 513) == pytest.approx(4 * 3 * 10**6, rel=0.01)
+    assert requested_bytes("straight", 1000, 100) == 4 * 901 * 101
+    assert requested_bytes("shared", 10**6, 513) == pytest.approx(4 * 3 * 10**6, rel=0.01)
     for shape in SHAPES.values():
-        straight, shared = (triton.requested_bytes(way, *shape) for way in ("straight", "shared"))
+        straight, shared = (requested_bytes(way, *shape) for way in ("straight", "shared"))
         assert shape.least_bytes < shared < 1.3 * shape.least_bytes < straight

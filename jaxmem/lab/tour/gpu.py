@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.config import load_config
-from jaxmem.lab.sliding_max import HOST, sliding_max, triton
+from jaxmem.lab.sliding_max import HOST, requested_bytes, sliding_max
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Bars, Lines
 from jaxmem.lab.tour.stop import Findings
@@ -162,7 +162,7 @@ def _windows(bandwidth: float) -> Iterator[Row]:
 
     for name in ("straight", "shared"):
         here = seconds(name) if jax.default_backend() == "gpu" else None
-        yield row(f"GPU, {name}", brute, triton.requested_bytes(name, NUMBERS, WINDOW), here)
+        yield row(f"GPU, {name}", brute, requested_bytes(name, NUMBERS, WINDOW), here)
     yield row("XLA, here", brute, 8 * NUMBERS, seconds("reference"))
 
 
