@@ -1,9 +1,8 @@
 """Operations on plain arrays, useful to anyone with jax; nothing here imports jaxmem outside of `jaxmem.kernels`.
 
-There is one folder per operation. It has `reference.py`, which defines the results, the implementations, the checks of
-arguments that they share, and the shapes with which they are tested and measured. An operation is imported when it is
-used first, an implementation when it is called first.
-"""
+Each operation has a folder with `reference.py`, which defines the results, the other implementations, the checks of
+their arguments, and the shapes with which they are tested and measured. An operation is imported at its first use, an
+implementation at its first call."""
 
 import importlib
 from typing import Any

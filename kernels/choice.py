@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,12 +69,10 @@ class Operation:
         sizes: tuple[int, ...],
         refusal: Callable[[str], str | None] = lambda _: None,
     ) -> Result:
-        """Runs `call` with the named implementation, or with the fastest. `kind`: discrete properties of a call that
-        its time depends on (a dtype, a format); `sizes`: continuous ones. `arrays`: all inputs of the call. `refusal`:
-        returns why an implementation does not support the call; None: it does."""
+        """Runs `call` with the named implementation, or with the fastest. `kind`: the discrete properties that the time
+        of a call depends on (a dtype, a format); `sizes`: the continuous ones. `arrays`: all inputs of the call.
+        `refusal`: returns why an implementation does not support the call; None: it does."""
         checks = Validator(self.name)
-        if implementation is not None:
-            self._check(checks, implementation)
 
         def run(choice: Choice) -> Result:
             why = refusal(choice.implementation)
@@ -86,6 +84,7 @@ class Operation:
             return result
 
         if implementation is not None:
+            self._check(checks, implementation)
             return run(Choice(implementation, "named", kind, sizes))
         choice = self.choose(kind, sizes)
         try:
@@ -119,31 +118,31 @@ class Operation:
         checks.require(implementation in self.implementations, f"{text}, nearest {near}")
 
 
-_failures: dict[tuple[str, str], str] = {}
-
-
-def failure(operation: str, implementation: str) -> str | None:
-    """The reason why this process does not use an implementation that failed its check; None: it did not fail."""
-    return _failures.get((operation, implementation))
-
-
-def record_failure(operation: str, implementation: str, why: str) -> None:
-    _failures[operation, implementation] = why
-
+# (operation, implementation) -> the reason why this process does not use an implementation that failed its check.
+FAILURES: dict[tuple[str, str], str] = {}
 
 _table: ContextVar[dict[str, Any] | None] = ContextVar("table", default=None)
 _recorded: ContextVar[list[Choice] | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
-def record_choices() -> Iterator[list[Choice]]:
-    """A context that records all choices, in order."""
-    recorded: list[Choice] = []
-    token = _recorded.set(recorded)
+def override(variable: ContextVar[Any], value: Result) -> Iterator[Result]:
+    """A context in which a context variable has this value."""
+    token = variable.set(value)
     try:
-        yield recorded
+        yield value
     finally:
-        _recorded.reset(token)
+        variable.reset(token)
+
+
+def record_choices() -> AbstractContextManager[list[Choice]]:
+    """A context that records all choices, in order."""
+    return override(_recorded, [])
+
+
+def use_table(table: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+    """A context that uses another table than the packaged one, to measure with new entries."""
+    return override(_table, table)
 
 
 @functools.cache
@@ -173,16 +172,6 @@ def nearest_entry(
     return min(entries, key=distance, default=None)
 
 
-@contextmanager
-def use_table(table: dict[str, Any]) -> Iterator[None]:
-    """A context that uses another table than that of the package, to measure with new entries."""
-    token = _table.set(table)
-    try:
-        yield
-    finally:
-        _table.reset(token)
-
-
 def tuned() -> dict[str, Any]:
     table = _table.get()
     return _packaged() if table is None else table
@@ -201,9 +190,7 @@ def device_kind() -> str:
 
 def capability(device: Any = None) -> int | None:
     """The compute capability of a device, by default of the one to compile for: 90 for 9.0; None for a CPU."""
-    absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is None and absent is None:
-        device = jax.devices()[0]
-    if device is not None:
-        return round(10 * float(device.compute_capability)) if device.platform == "gpu" else None
-    return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)
+    if device is None and getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
+        return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)
+    device = device or jax.devices()[0]
+    return round(10 * float(device.compute_capability)) if device.platform == "gpu" else None

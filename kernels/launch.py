@@ -1,4 +1,4 @@
-"""What the launchers of kernels share."""
+"""Common parts of the launchers of kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 def on_each_platform(
     name: str, flops: float, *, cpu: Callable[..., Any], gpu: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A kernel, as a function of arrays. `flops`: per number of its first output, which the compiled program carries as
-    metadata. XLA cannot batch it: under `jax.vmap` it runs once for each element. It raises where its gradient is asked
-    for: an operation's first gradient has kernels of its own; higher ones are plain JAX's."""
+    """A kernel as a function of arrays. `flops`: operations per element of its first output, which the compiled program
+    carries as metadata. XLA cannot batch a kernel, so under `jax.vmap` it runs once per element. Its gradient raises:
+    operations have separate kernels for their first gradients, and support higher ones in plain JAX only."""
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays: jax.Array) -> Any:
@@ -23,7 +23,7 @@ def on_each_platform(
 
     @once.defjvp
     def refuse(*_: Any) -> Any:
-        raise ValueError(f"{name}: a kernel has no gradient of its own; implementation='reference' has")
+        raise ValueError(f"{name}: a kernel has no gradient; use implementation='reference'")
 
     return once
 
@@ -33,5 +33,5 @@ def next_power_of_2(size: int) -> int:
 
 
 def block_size(most: int, size: int, least: int = 16) -> int:
-    """`most`, or the power of two that is enough for `size`."""
+    """`most`, or the next power of two of `size` if that is smaller."""
     return min(most, max(least, next_power_of_2(size)))

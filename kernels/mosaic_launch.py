@@ -1,8 +1,7 @@
-"""Launching kernels written for Pallas' Mosaic GPU, compiled for Hopper.
+"""Launching kernels written in Pallas' Mosaic GPU, which are compiled for Hopper.
 
-The warpgroups of a program, which `THREAD` numbers, talk through barriers. On a CPU nothing compiles them: tests put an
-evaluator of what jax traces in `EVALUATOR`.
-"""
+`THREAD` numbers the warpgroups of a program, which synchronize by barriers. CPUs cannot compile these kernels: tests
+set `EVALUATOR`, which evaluates the traced kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,15 +16,12 @@ from jaxmem.kernels.launch import on_each_platform
 THREAD = "mosaic_warpgroup"
 
 
-def _without_evaluator(*_: Any) -> Callable[..., Any]:
-    def refuse(*_: Any) -> Any:
-        raise ValueError("the mosaic implementation needs a Hopper GPU; use another one on a CPU")
-
-    return refuse
+def _refuse(*_: Any) -> Any:
+    raise ValueError("the mosaic implementation needs a Hopper GPU; use another one on a CPU")
 
 
-# (kernel's call, arrays, grid, warpgroups, outputs, sums) -> what a CPU calls on the arrays: gives outputs and sums.
-EVALUATOR: Callable[..., Callable[..., Any]] = _without_evaluator
+# (kernel's call, arrays, grid, warpgroups, outputs, sums) -> the function of the arrays that a CPU calls.
+EVALUATOR: Callable[..., Callable[..., Any]] | None = None
 
 
 def launch(
@@ -40,9 +36,9 @@ def launch(
     scratch: Mapping[str, Any],
     flops: float = 0.0,
 ) -> list[jax.Array]:
-    """`kernel(*arrays, *sums, *outputs, **scratch)` on a grid, its first dimension the fastest: outputs, then `sums`,
-    which begin as zeros and are added to. `flops`: as in `on_each_platform`, of the first of `sums`, if there are
-    any."""
+    """Runs `kernel(*arrays, *sums, *outputs, **scratch)` on a grid whose first dimension is the fastest. Returns the
+    outputs, then `sums`, which are initialized with zeros and to which the kernel adds. `flops`: as in
+    `on_each_platform`; if there are `sums`, per element of the first one."""
 
     def body(*refs: Any) -> None:
         pl.run_scoped(lambda **allocated: kernel(*refs, **allocated), collective_axes=THREAD, **scratch)
@@ -51,7 +47,7 @@ def launch(
         body,
         out_type=() if sums else list(outputs),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=warpgroups, thread_name=THREAD),
-        # By warpgroups, the default since jax 0.11, it does not find layouts.
+        # With the default since jax 0.11, lowering by warpgroups, it does not find layouts.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         name=name,
     )
@@ -65,7 +61,7 @@ def launch(
         return [*made[len(sums) :], *made[: len(sums)]]
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
-        evaluate = EVALUATOR(on_gpu, arrays, dict(grid), warpgroups, outputs, sums)
+        evaluate = _refuse if EVALUATOR is None else EVALUATOR(on_gpu, arrays, dict(grid), warpgroups, outputs, sums)
         return list(jax.pure_callback(evaluate, [*outputs, *sums], *arrays))
 
     return list(on_each_platform(name, flops, cpu=on_cpu, gpu=on_gpu)(*arrays))

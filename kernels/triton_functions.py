@@ -1,12 +1,11 @@
-"""Functions that the Triton kernels share: random words from positions, and 8-bit dynamic codes as arithmetic.
+"""Functions of the Triton kernels: random words from positions, and 8-bit dynamic codes computed by arithmetic.
 
-A block's numbers are scaled to -1 ... 1. The dynamic codes (`codes.dynamic_code`) divide each power of ten evenly, the
-larger ones twice as finely as the one before, so the position of a code among those of its sign, as a float, has the
-decade in its exponent and the part of the decade in its mantissa: arithmetic in registers replaces a lookup in a list
-of 256 by every thread. With h, the position and a half, and 2^o, the power of two that is not above h, a code without
-sign has the value 0.9e-7 * 5^o * (h - 8/9 * 2^o), a continuous function of h of which encoding is the inverse. Signed
-codes have half as many positions: there h is twice the position and one.
-"""
+The numbers of a block are scaled to -1 ... 1. Dynamic codes (`codes.dynamic_code`) divide each decade evenly, with
+twice as many codes as the decade below. So the index of a code among those of its sign, as a float, has the decade in
+its exponent and the position in the decade in its mantissa, and arithmetic in registers replaces a table of 256 values.
+With h = index + 1/2, and 2^o the largest power of two up to h, the value of an unsigned code is 0.9e-7 * 5^o * (h - 8/9
+* 2^o), a continuous function of h, whose inverse encodes. Signed codes have half as many indices: there h is twice the
+index plus 1."""
 
 import inspect
 from typing import Any
@@ -46,7 +45,7 @@ def float_bits(x):
 
 @program
 def dynamic8_value(code, signed: tl.constexpr):
-    """The value of an 8-bit dynamic code, to 2e-6 of it."""
+    """The value of an 8-bit dynamic code, with a relative error of 2e-6."""
     if signed:
         place = 2.0 * code.to(tl.float32) - 254.0
         h = tl.abs(place) + 1.0
@@ -58,7 +57,7 @@ def dynamic8_value(code, signed: tl.constexpr):
     # 0.9e-7 * 5^exponent, whose factors are exact.
     fives = tl.where((exponent & 1) != 0, 5.0, 1.0) * tl.where((exponent & 2) != 0, 25.0, 1.0)
     fives = fives * tl.where((exponent & 4) != 0, 625.0, 1.0) * tl.where((exponent & 8) != 0, 390625.0, 1.0) * 0.9e-7
-    # The last code is the end of its part, not the middle, which would be above one.
+    # The last code is the end of its interval; the middle would be above one.
     size = tl.minimum((h - 0.8888888888888888 * power) * fives, 1.0)
     size = tl.where(exponent == 0, 0.0, size)
     return tl.where(place < 0.0, -size, size)
@@ -66,15 +65,16 @@ def dynamic8_value(code, signed: tl.constexpr):
 
 @program
 def dynamic8_code(x, inverse, signed: tl.constexpr, zero: tl.constexpr):
-    """The nearest code of x * inverse, which lies in -1 ... 1; without `zero` at least the first code above it.
+    """The nearest code of x * inverse, which is in -1 ... 1; without `zero` at least the first code above zero.
 
-    A decade's last value is half a part below its end, and the next value half of a part five times as large above it:
-    numbers up to one (small) part above the end, 0.2 of the larger ones, belong below it. There a number is reduced by
-    those 0.2. So near an end both decades lead to the same code, and the decade need not be known exactly.
+    The last value of a decade is half an interval below its end, and the first value of the next decade is half an
+    interval, five times as large, above it. So numbers up to one small interval (0.2 large ones) above the end have the
+    code below it: they are reduced by 0.2. Near an end both decades then lead to the same code, so the decade need not
+    be known exactly.
     """
-    top: tl.constexpr = 64.0 if signed else 128.0  # parts of the last decade
+    top: tl.constexpr = 64.0 if signed else 128.0  # intervals of the last decade
     part: tl.constexpr = 0.5555555555555556 if zero else 1.1111111111111112
-    # Half of the first border: where a decade's would be once the numbers below are moved halfway to it.
+    # Half of the first border between two codes: where that of a decade is after the shift by a half.
     least: tl.constexpr = (2.85e-7 if signed else 2.175e-7) if zero else 2e-7
     scaled = x * (inverse * part)
     size = tl.abs(scaled)
@@ -82,8 +82,8 @@ def dynamic8_code(x, inverse, signed: tl.constexpr, zero: tl.constexpr):
         size = size + tl.maximum(size, least * part)
     else:
         size = tl.maximum(size, least * part)
-    # A float's bits rise nearly as its logarithm. Where 10/9 of the numbers that end a decade have risen by such a
-    # step, the logarithm is between 0.8 parts of the lesser decade too small and 0.2 too large for each of six decades.
+    # The bits of a float grow almost like its logarithm. With this step per decade, the logarithm of the end of each of
+    # six decades is at most 0.8 intervals of the lower decade too small and 0.2 too large.
     logarithm = (float_bits(size) - 0x3F800000).to(tl.float32) * 1.1920928955078125e-07
     decades = tl.floor((0.1125 - logarithm) * 0.29888218064439).to(tl.int32)  # below the last one; a step is 3.3458
     h = size * tl.exp2(decades.to(tl.float32) * 3.321928094887362) + 0.8888888888888888
@@ -95,5 +95,5 @@ def dynamic8_code(x, inverse, signed: tl.constexpr, zero: tl.constexpr):
         code = tl.where(scaled < 0.0, 127.0 - code, 127.0 + code)
     else:
         code = code - 1.0
-    code = tl.where(scaled >= (1.0 - 0.225 / top) * part, 255.0, code)  # 0.25 parts below one
+    code = tl.where(scaled >= (1.0 - 0.225 / top) * part, 255.0, code)  # 0.25 intervals below one
     return tl.minimum(tl.maximum(code, 0.0), 255.0).to(tl.int32).to(tl.uint8)

@@ -1,7 +1,7 @@
-"""Launching Triton kernels: through jax-triton on a GPU, by Triton's interpreter on a CPU, for tests.
+"""Launching Triton kernels: by jax-triton on a GPU, by Triton's interpreter on a CPU.
 
-jax-triton comes with the extras `cuda12`, `cuda13` and `dev`. Compiling for a GPU that is not there needs its compute
-capability; jax knows the name of the GPU inside a `jax.shard_map` over its mesh.
+jax-triton is part of the extras `cuda12`, `cuda13`, `plan` and `dev`. To compile for a GPU that is not installed, its
+compute capability must be known: inside `jax.shard_map` jax knows the name of the GPU from the mesh.
 """
 
 import functools
@@ -18,11 +18,11 @@ from .choice import capability
 from .launch import on_each_platform
 from .tuning import SHARED
 
-PTX = 87  # the first that knows compute capability 12.0: a ptxas older than Triton's own reads it too
+PTX = 87  # the first version with compute capability 12.0; newer ones need a newer ptxas
 
 
 def load_programs(module: str) -> Any:
-    """A module `...<operation>.triton_programs`; ValueError where Triton or jax-triton is not installed."""
+    """A module `...<operation>.triton_programs`; ValueError if Triton or jax-triton is not installed."""
     try:
         importlib.import_module("jax_triton")
         return importlib.import_module(module)
@@ -46,8 +46,8 @@ def launch(
     flops: float = 0.0,
     in_place: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
-    """`kernel(*arrays, *outputs, s=static)` on a grid. `in_place`: array number to the number of the output that reuses
-    its memory. `flops`: as in `on_each_platform`."""
+    """Runs `kernel(*arrays, *outputs, s=static)` on a grid. `in_place`: {index of an array: index of the output that
+    reuses its memory}. `flops`: as in `on_each_platform`."""
     compute_capability = capability()
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
@@ -75,29 +75,23 @@ def launch(
 
 @functools.cache
 def _triton_call() -> Any:
-    """jax-triton's call, in which compiling checks the shared memory; jax-triton leaves that to the launch."""
+    """jax-triton's call, with a check of the shared memory at compile time instead of at the launch."""
     library: Any = importlib.import_module("jax_triton.triton_lib")
     compiled = library.compile_ttir_inplace
 
     def check_shared_memory(module: Any, backend: Any, options: Any, target: Any, *rest: Any) -> Any:
         made = compiled(module, backend, options, target, *rest)
-        number = getattr(target, "arch", target)  # jax-triton 0.3 gives the compute capability itself
-        require_shared_memory(made.name, made.shared_mem_bytes, number)
+        number = getattr(target, "arch", target)  # jax-triton 0.3 passes the compute capability itself: 90 for 9.0
+        name = f"{number // 10}.{number % 10}"
+        if (needed := made.shared_mem_bytes) > SHARED.get(name, needed):
+            raise ValueError(
+                f"{made.name}: a block needs {needed:,} bytes of shared memory; compute capability {name} has"
+                f" {SHARED[name]:,}; use smaller blocks or another implementation"
+            )
         return made
 
     library.compile_ttir_inplace = check_shared_memory
     return library.triton_call
-
-
-def require_shared_memory(kernel: str, needed: int, number: int) -> None:
-    """ValueError where a GPU of compute capability `number` (90 for 9.0) has less."""
-    name = f"{number // 10}.{number % 10}"
-    most = SHARED.get(name)
-    if most is not None and needed > most:
-        raise ValueError(
-            f"{kernel}: a block needs {needed:,} bytes of shared memory; compute capability {name} has {most:,};"
-            " use smaller blocks or another implementation"
-        )
 
 
 # ---------------------------------------------------------------- interpreted
@@ -106,7 +100,7 @@ _ONE = threading.Lock()  # the interpreter replaces parts of triton.language whi
 
 
 class _Memory:
-    """An array as Triton's interpreter takes it."""
+    """An array in the form that Triton's interpreter needs."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -125,13 +119,13 @@ def _interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *a
             return args, kwargs
 
         def _restore_args_dev(self, *_: Any) -> None:
-            """The memory is the arrays' own."""
+            """Nothing to copy: programs write into the arrays."""
 
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A function that a kernel calls: interpreted too, where Triton would say that it is to be compiled."""
+        """Interprets a function that a kernel calls; otherwise Triton refuses to call it from Python."""
         return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
-    given = [np.ascontiguousarray(x) for x in arrays]
+    inputs = [np.ascontiguousarray(x) for x in arrays]
     made = [np.zeros(x.shape, x.dtype) for x in outputs]
     with _ONE, np.errstate(all="ignore"):
         refused, jit.JITFunction.__call__ = jit.JITFunction.__call__, called
@@ -139,7 +133,7 @@ def _interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *a
         try:
             function = interpreter.InterpretedFunction(kernel.fn)
             run = Executor(function.rewrite(), function.arg_names, grid)
-            run(*map(_Memory, [*given, *made]), s=static)
+            run(*map(_Memory, [*inputs, *made]), s=static)
         finally:
             jit.JITFunction.__call__ = refused
             del builder.cast_impl, builder.create_dot
@@ -147,7 +141,7 @@ def _interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *a
 
 
 def _with_bfloat16(interpreter: Any) -> Any:
-    """The interpreter holds bfloat16 as bits. It multiplies the bits, and cuts off what a GPU rounds."""
+    """Corrects the interpreter, which stores bfloat16 as bits: it would multiply the bits, and truncate casts."""
     builder = interpreter.interpreter_builder
     kind, held, bits = type(builder), interpreter.TensorHandle, jax.numpy.bfloat16
 

@@ -1,10 +1,9 @@
-"""Checks of operations' arguments, the same rules for all.
+"""Checks of arguments, with the same rules for all operations.
 
-Arrays are jax's or numpy's; a list, None or a number in their place is refused, as it has no dtype. Whole numbers are
-what Python takes as an index (an int, numpy's, an array without dimensions), numbers what `float` takes; strings and
-bools are neither, and both are known when the program is compiled. Anything else raises ValueError in one line: the
-operation, the argument, its value, and what is allowed.
-"""
+Arrays are those of jax or numpy; lists, None and numbers are refused, since they have no dtype. Whole numbers are
+values that Python accepts as an index (an int, a numpy integer, an array without dimensions), numbers are values that
+`float` accepts; strings, bools and traced values are neither. A wrong argument raises ValueError with one line: the
+operation, the argument, its value, and what is allowed."""
 
 import math
 import operator
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("float32", "bfloat16", "float16")
-# Implementations in plain JAX, which XLA's partitioner can shard; it cannot shard a kernel.
+# Implementations in plain JAX, which XLA's partitioner can shard. It cannot shard kernels.
 PLAIN = ("blockwise", "reference", "sliced")
 
 
@@ -29,7 +28,7 @@ class Validator:
             raise ValueError(f"{self.operation}: {message}")
 
     def array(self, name: str, x: Any, dims: str | None = None, dtypes: tuple[str, ...] = ()) -> jax.Array:
-        """`dims`: as "[..., time, embed]", none of which may be empty. `dtypes`: those allowed; none given: any."""
+        """`dims`: such as "[..., sequence, embed]", none of which may be empty. `dtypes`: allowed ones; (): any."""
         self.require(isinstance(x, jax.Array | np.ndarray), f"{name} is {describe(x)}; it should be an array")
         if dims is not None:
             least = dims.count(",") + 1 - dims.count("...")
@@ -69,8 +68,8 @@ class Validator:
         return bool(value)
 
     def unsharded(self, implementation: str, arrays: tuple[Any, ...]) -> None:
-        """ValueError where a kernel gets a sharded array. Of traced arrays jax tells the sharding only where mesh axes
-        are explicit; otherwise, under `jax.jit`, XLA gathers the array on every device without notice."""
+        """ValueError if the argument of a kernel is a sharded array. The sharding of a traced array is known only with
+        explicit mesh axes; otherwise, under `jax.jit`, XLA gathers the array on every device without a warning."""
         if implementation in PLAIN:
             return
         for x in jax.tree.leaves(arrays):
@@ -88,7 +87,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """A number or a string as it is, other values by type.
+    """A value in an error: numbers and strings literally, other values by type.
 
     >>> describe(2.5), describe("3"), describe([1, 2]), describe(None), describe(np.zeros(3, np.float32))
     ('2.5', "'3'", 'a list', 'None', 'an array, float32(3,)')

@@ -140,7 +140,7 @@ def _selection(
     *,
     seconds: float,
 ) -> Any:
-    from jaxmem.lab.bench.measure import BenchSelection
+    from jaxmem.lab.bench.kernels import BenchSelection
 
     names = {"shapes": shapes, "only": only, "without": without, "passes": passes}
     listed = {key: tuple(value or ()) for key, value in names.items()}

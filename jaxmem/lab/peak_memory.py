@@ -1,6 +1,6 @@
 """Planned and measured peak memory of a config, from a few steps in a process of its own.
 
-The peak that a device reports never falls, so each config needs its own process: `measure_apart` starts one.
+The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
 """
 
 import json
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def measure(cfg: Config) -> dict[str, Any]:
-    """Bytes of one device, planned and measured; `measured` is None where a device reports none (a CPU)."""
+    """Planned and measured bytes of one device; `measured` is None if the device does not report them (a CPU)."""
     import jax
     import numpy as np
 
@@ -26,7 +26,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     built = program(cfg)
     plan = plan_program(built)
     if not plan.fits:
-        raise UserError(f"{built.cfg.name} does not fit on this machine: {-plan.room} bytes are missing")
+        raise UserError(f"{built.cfg.name} does not fit on this machine; it needs {-plan.room:,} bytes more")
     batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
     state, metrics = initial_state(built), None
     for _ in range(STEPS):
@@ -44,7 +44,7 @@ def measure(cfg: Config) -> dict[str, Any]:
 
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
-    """`measure` in a process of its own, within `seconds`; a failure is returned as `error`."""
+    """`measure` in a process of its own, for at most `seconds`. The result of a failure has `error`."""
     command = [sys.executable, "-m", "jaxmem.lab.peak_memory", json.dumps(raw), str(simulate or "")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)  # noqa: S603

@@ -43,7 +43,7 @@ def checked_attention(build: Callable[[], Program], agree: Callable[[bool], bool
             raise UserError(
                 f"memory.attention={chosen.implementation} failed its check on this device: {why}; use auto"
             )
-        choice.record_failure(OPERATION, chosen.implementation, f"{chosen.implementation} failed its check: {why}")
+        choice.FAILURES[OPERATION, chosen.implementation] = f"{chosen.implementation} failed its check: {why}"
         yield f"warning: memory.attention={chosen.implementation} failed its check and is not used: {why}"
 
 

@@ -1,4 +1,4 @@
-"""Arguments of attention, checked in one place for all implementations."""
+"""The arguments of attention, and their checks for all implementations."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Options:
     window: int | None
     scale: float
     soft_cap: float | None
-    dropout: float  # the share of probabilities dropped
+    dropout: float  # the share of probabilities that are dropped
     deterministic: bool
     max_segments: int | None = None  # largest number of runs of equal segment ids in a row; None: unknown
 
@@ -53,19 +53,21 @@ def check_arguments(
     max_segments: Any = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError naming a wrong argument."""
-    q, k, v = (CHECKS.array(name, x, "[batch, time, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (
+        CHECKS.array(name, x, "[batch, sequence, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v))
+    )
     for name, x in (("k", k), ("v", v)):
         _require(x.dtype == q.dtype, f"{name} is {x.dtype} and q is {q.dtype}; they should be the same")
     _require(k.shape == v.shape, f"k has shape {k.shape} and v {v.shape}; they should be the same")
     batch, queries, heads, dim = q.shape
     _require(k.shape[0] == batch, f"k has batch {k.shape[0]} and q {batch}; they should be the same")
     _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
-    _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; they should divide the {heads} heads of q")
+    _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; the {heads} heads of q should be a multiple of them")
     causal, deterministic = CHECKS.flag("causal", causal), CHECKS.flag("deterministic", deterministic)
     if window is not None:
         window = CHECKS.whole_number("window", window)
-        _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the query's own place)")
-        window = min(window, k.shape[1])  # of 32 bits, as positions are
+        _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the position of the query)")
+        window = min(window, k.shape[1])  # so that it fits in 32 bits
     if soft_cap is not None:
         soft_cap = CHECKS.number("soft_cap", soft_cap)
         _require(soft_cap > 0, f"soft_cap is {soft_cap!r}; it should be above 0")
@@ -96,7 +98,7 @@ def check_arguments(
 
 
 def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:
-    return CHECKS.integers(name, ids, shape, "[batch, time], ").astype(jnp.int32)
+    return CHECKS.integers(name, ids, shape, "[batch, sequence], ").astype(jnp.int32)
 
 
 def _is_key(key: Any) -> bool:

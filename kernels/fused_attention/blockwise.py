@@ -1,14 +1,13 @@
 """Attention in plain JAX, one tile of scores at a time, for every device of XLA.
 
-A tile is a block of queries of every head by a block of keys. The forward pass keeps a running maximum and
-sum of each row (Milakov and Gimelshein, arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682) and skips tiles
-that are masked completely. It saves the output and the log-sum-exp of each row, from which the backward pass
-computes the probabilities of each tile (Dao et al., arXiv:2205.14135).
+A tile is a block of queries of every head by a block of keys. The forward pass keeps a running maximum and sum of each
+row (Milakov and Gimelshein, arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682) and skips completely masked tiles. It
+saves the output and the log-sum-exp of each row, from which the backward pass computes the probabilities of each tile
+(Dao et al., arXiv:2205.14135).
 
-Time, with P visible (query, key) pairs: 4 P dim operations a head forward, 10 P dim backward.
-Bytes beside inputs and outputs: batch x heads x (a few tiles + a few times time x dim), never time x time.
-
-Batch and heads stay dimensions of their own throughout, so that arrays sharded over them stay where they are.
+With P unmasked (query, key) pairs it needs 4 P dim operations per head forward and 10 P dim backward. In addition to
+inputs and outputs it stores batch x heads x (a few tiles + a few times sequence x dim) numbers, never sequence squared.
+Batch and heads remain separate dimensions, so arrays that are sharded over them are not moved.
 """
 
 import functools
@@ -24,15 +23,16 @@ from jaxtyping import Array, Float, Int32
 from .arguments import Extras, Options
 from .tiles import Keys, Outputs, Problem, Queries, Rows, Tile, finished, tile_backward, tile_forward
 
-# Up to so many scores a head, a row's softmax is taken in one piece: blocks of queries (in the backward pass,
-# of keys) are written out one after the other, each with just the keys (queries) that it has to do with.
+# With at most this many scores per head, the softmax of a row is computed at once: the blocks of queries (backward: of
+# keys) are unrolled, each with only the keys (queries) that it is not masked from.
 SHORT = 512 * 512
 SHORT_BLOCKS = 4
-# Beyond, a loop over tiles of at most so many queries and keys: the program does not grow with the sequence.
+# Otherwise a loop runs over tiles of at most this many queries and keys, so the program does not grow with the
+# sequence.
 LONG_BLOCK = 256
 
-# A remat policy that keeps this name (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass
-# a second forward pass through attention, for time x (dim + 1) values per head.
+# The name of the output and the log-sum-exp, sequence x (dim + 1) numbers per head. If a remat policy saves it
+# (`jax.checkpoint_policies.save_only_these_names`), the backward pass does not recompute attention.
 SAVED = "attention"
 
 
@@ -59,8 +59,8 @@ def gradients(
     options: Options,
     extras: Extras,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of k and v, and their contribution to the gradient of q. These may be some of the keys, but `out`
-    and `lse` must be of all keys."""
+    """The gradients with respect to q, k and v. `k` and `v` may be a part of the keys, if `out` and `lse` are those of
+    all keys; the first gradient is then the contribution of this part."""
     kv_heads = k.shape[2]
     arrays = _grouped(q, kv_heads).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     rows = lse.reshape(lse.shape[0], kv_heads, -1, lse.shape[2])
@@ -89,9 +89,9 @@ def _backward(options: Options, saved: Any, cotangents: tuple[Outputs, Rows]) ->
     q, k, v, extras, out, lse = saved
     d_out, d_lse = cotangents
     problem = Problem(options, extras, q.shape[3], k.shape[2])
-    # d(loss)/d(score) = p (dp - inner): the row's dot product of output and cotangent, less the cotangent of the
-    # log-sum-exp. In a row that sees nothing p = exp(-inf) = 0, once its lse of -inf is out of the way.
-    # A matmul with ones, because XLA:CPU of jax 0.10 takes 15 times as long for sums of so few numbers.
+    # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
+    # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
+    # The sum is a matmul with ones, because a sum of so few numbers takes 15 times as long with XLA:CPU of jax 0.10.
     both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
     inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).transpose(0, 2, 3, 1) - d_lse
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
@@ -111,7 +111,7 @@ def _is_short(problem: Problem) -> bool:
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-    """At most SHORT_BLOCKS ranges, of at least 64 where there are so many."""
+    """At most SHORT_BLOCKS ranges of at least 64 positions."""
     size = max(64, 16 * -(-length // (16 * SHORT_BLOCKS)))
     return [(first, min(first + size, length)) for first in range(0, length, size)]
 
@@ -164,16 +164,16 @@ def _block(length: int) -> int:
 
 
 def _lines(length: int, block: int, seen: Callable[[int, int], tuple[int, int]], step: int) -> Int32[np.ndarray, "n 3"]:
-    """For each block of queries: its first position, and the first and last position of the blocks of keys in which
-    something may be visible. With `queries_seeing`, the same for each block of keys."""
+    """For each block of queries its first position, and the range of the blocks of keys that are not completely masked.
+    With `queries_seeing`, the same for each block of keys."""
     ranges = [(first, *seen(first, min(first + block, length))) for first in range(0, length, block)]
     found = [(first, low // step * step, high) for first, low, high in ranges if low < high]
     return np.asarray(found, np.int32).reshape(-1, 3)
 
 
 def _visit_tiles(lines: Int32[np.ndarray, "n 3"], step: int, visit: Callable[..., Any], state: Any) -> Any:
-    """Calls `visit(first, other, state)` for every tile, one line of tiles after the other. The loop carries the
-    positions: a table of all tiles would grow with the square of the sequence."""
+    """Calls `visit(first, other, state)` for every tile, line by line. The loop carries the positions, since a
+    table of all tiles would grow with the square of the sequence."""
     if not len(lines):
         return state
     table = jnp.asarray(np.concatenate([lines, lines[-1:]]))
@@ -253,7 +253,7 @@ def _backward_long(
 def _fitted(
     problem: Problem, block_q: int, block_k: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Arrays, segment ids too, lengthened to whole blocks; the problem keeps its true lengths."""
+    """Arrays and segment ids, padded to complete blocks; the problem keeps the original lengths."""
     mine, theirs, seed = problem.extras
     if mine is not None and theirs is not None:
         mine, theirs = _padded(mine, 1, block_q), _padded(theirs, 1, block_k)

@@ -1,6 +1,6 @@
-"""Attention by cuDNN, which every installation of jax for NVIDIA GPUs contains, tuned by its vendor.
+"""Attention by cuDNN, which is part of every installation of jax for NVIDIA GPUs.
 
-XLA knows cuDNN's attention as two custom calls. `jax.nn.dot_product_attention(implementation="cudnn")` emits the same
+XLA has two custom calls for cuDNN's attention. `jax.nn.dot_product_attention(implementation="cudnn")` emits the same
 ones, but it queries the devices of this machine, so it cannot be compiled for other GPUs; it does not support
 documents; and the internal function that supports them reads grouped heads at wrong offsets before jax 0.12.1
 (github.com/jax-ml/jax/pull/39521). So this module emits the calls itself.
@@ -62,10 +62,6 @@ class Call:
     @property
     def pairs(self) -> int:
         return pairs(self.length, self.keys, causal=self.masked, window=self.window)
-
-
-def _refuse_cpu(*_: Any) -> Any:
-    raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another one on a CPU")
 
 
 # (target, call, arrays) -> outputs. CPUs have no cuDNN; tests set an emulation.
@@ -175,12 +171,12 @@ _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 class Packed:
     """The documents of all rows in cuDNN's format: one after the other, with empty ones at the end."""
 
-    number: Int32[Array, "batch time"]  # of each position's document
-    starts: Int32[Array, " ends"]  # first positions, rows one after the other, and the end of the last row
+    number: Int32[Array, "batch sequence"]  # the document of each position
+    starts: Int32[Array, " ends"]  # the first position of each document, over all rows; then the end of the last row
     count: Int32[Array, ""]
 
     @classmethod
-    def of(cls, call: Call, ids: Int32[Array, "batch time"]) -> Packed:
+    def of(cls, call: Call, ids: Int32[Array, "batch sequence"]) -> Packed:
         """A document is a run of equal ids within a row."""
         first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1).reshape(-1)
         number = jnp.cumsum(first, dtype=jnp.int32) - 1
@@ -188,30 +184,24 @@ class Packed:
         starts = jnp.append(starts.astype(jnp.int32), jnp.int32(first.size))
         return cls(number.reshape(ids.shape), starts, number[-1] + 1)
 
-    @property
-    def lengths(self) -> Int32[Array, " slots"]:
-        return self.starts[1:] - self.starts[:-1]
-
-    def rows_of(self, call: Call, stats: Float[Array, "slots heads time"]) -> Float[Array, "batch heads time"]:
+    def rows_of(self, call: Call, stats: Float[Array, "slots heads sequence"]) -> Float[Array, "batch heads sequence"]:
         """Values per position of a row, from values per position of a document."""
-        place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - self._start_of_each()
+        start = self.starts[jnp.minimum(self.number, self.starts.size - 1)]
+        place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - start
         found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
         return found.swapaxes(1, 2)
 
-    def stats_of(self, call: Call, rows: Float[Array, "batch heads time"]) -> Float[Array, "slots heads time"]:
+    def stats_of(self, call: Call, rows: Float[Array, "batch heads sequence"]) -> Float[Array, "slots heads sequence"]:
         """The inverse of `rows_of`. Values beyond the end of a document are not read."""
         flat = rows.swapaxes(1, 2).reshape(-1, call.heads)
         place = self.starts[:-1, None] + jnp.arange(call.length, dtype=jnp.int32)
         return flat[jnp.minimum(place, flat.shape[0] - 1)].swapaxes(1, 2)
 
-    def _start_of_each(self) -> Int32[Array, "batch time"]:
-        return self.starts[jnp.minimum(self.number, self.starts.size - 1)]
-
 
 def workspace(call: Call, itemsize: int) -> int:
     """Bytes that the backward pass allocates: dq in float32, a number per row of scores, and with grouped heads dk and
     dv of every head (cudnn-frontend, `scaled_dot_product_flash_attention.h`). Packed, XLA does not tell cuDNN that
-    documents share the rows, so each has room for a full row."""
+    documents share the rows, so each needs as much as a complete row."""
     rows = call.slots * call.heads * call.length
     every_head = 2 * call.slots * call.heads * call.keys * call.dim * itemsize
     return rows * 4 * (call.dim + 1) + (every_head if call.heads > call.kv_heads else 0)
@@ -237,13 +227,13 @@ def backward_part(call: Call) -> Call:
 
 
 def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
-    """Forward output and log-sum-exp, [documents, heads, time]; backward dq, dk and dv."""
+    """Forward the output and the log-sum-exp, [documents, heads, sequence]; backward dq, dk and dv."""
     q, k, v = arrays[:3]
     forward = target == _FORWARD
     more: tuple[jax.Array, ...] = ()
     if packed is not None:
         # The shapes are those of jax's own call.
-        lengths = packed.lengths.reshape(call.batch, call.max_segments)
+        lengths = jnp.diff(packed.starts).reshape(call.batch, call.max_segments)
         starts = jnp.pad(packed.starts, (0, call.batch - 1), mode="edge").reshape(call.batch, -1)
         strides = (call.heads * call.dim, call.kv_heads * call.dim)
         more = (lengths, lengths, *(starts * stride for stride in strides))
@@ -261,7 +251,7 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
             found = jax.ffi.ffi_call(
                 target,
                 [*shapes, jax.ShapeDtypeStruct((size,), jnp.uint8)],
-                # As [batch, time, heads, dim] in memory.
+                # In memory they are [batch, sequence, heads, dim].
                 output_layouts=[(3, 1, 2, 0) if i < transposed else None for i in range(len(shapes) + 1)],
                 vmap_method="sequential",
                 custom_call_api_version=_STATUS_RETURNING,
@@ -269,11 +259,13 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
             )(*arrays)
         return [x.swapaxes(1, 2) if i < transposed else x for i, x in enumerate(found[:-1])]
 
+    def refuse(*_: Any) -> Any:
+        raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another one on a CPU")
+
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
         if ON_CPU is not None:
             return ON_CPU(target, call, arrays)
-        outputs = jax.eval_shape(on_gpu, *arrays)
-        return list(jax.pure_callback(_refuse_cpu, outputs, *arrays, vmap_method="sequential"))
+        return list(jax.pure_callback(refuse, jax.eval_shape(on_gpu, *arrays), *arrays, vmap_method="sequential"))
 
     return tuple(jax.lax.platform_dependent(*arrays, *more, cpu=on_cpu, default=on_gpu))
 
@@ -318,7 +310,7 @@ def _backend_config(target: str, call: Call, dtype: Any) -> dict[str, Any]:
     return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
 
-# The matmuls of each call: contracted dimensions, and those of heads. Arrays are [batch, time, heads, dim], scores
+# The matmuls of each call: contracted dimensions, and those of heads. Arrays are [batch, sequence, heads, dim], scores
 # [batch, heads, queries, keys].
 _MATMULS = {
     _FORWARD: (("bmm1", (3, 3), (2, 2)), ("bmm2", (3, 1), (1, 2))),

@@ -1,7 +1,8 @@
-"""The part that the fused implementations share: the call around their kernels, and its gradient.
+"""The common part of the fused implementations: the call of their kernels, and its gradient.
 
-A kernel computes the output and the log-sum-exp of each row; two more compute dq, and dk and dv, or one computes all
-three. Packing sorts segments, so complete blocks can be skipped; they are computed here, before a kernel starts.
+One kernel computes the output and the log-sum-exp of each row. In the backward pass one kernel computes dq and another
+one dk and dv, or one computes all three. Packed rows have sorted segment ids, so kernels can skip complete blocks; the
+blocks to visit are computed here.
 """
 
 import functools
@@ -25,11 +26,11 @@ class Passes(NamedTuple):
 
     name: str
     forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, masks -> out, lse
-    # call, q, k, v, d_out, rows, masks -> dq, dk, dv, in sums whose order changes from run to run; None: two kernels.
+    # call, q, k, v, d_out, rows, masks -> dq, dk, dv, whose order of additions differs between runs; None: two kernels.
     one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    d_queries: Callable[..., jax.Array] | None = None  # the same -> dq
-    d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same -> dk, dv
-    two_kernels: Any = None  # the Passes whose d_queries and d_keys run; None: its own
+    d_queries: Callable[..., jax.Array] | None = None  # the same arguments -> dq
+    d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same arguments -> dk, dv
+    two_kernels: Any = None  # the Passes whose d_queries and d_keys are used; None: these
     min_block: int = 16  # positions
 
 

@@ -1,8 +1,5 @@
-"""The mask of attention and the mask of dropout, the same in every implementation.
-
-Both are functions of positions only, so every tiling of the score matrix, the reference and the backward pass compute
-the same bits without storing them.
-"""
+"""The masks of attention and of dropout, as functions of positions only: every implementation, tiling and backward pass
+computes the same bits, and none is stored."""
 
 from typing import Any
 
@@ -21,11 +18,9 @@ def visible(
     causal: bool,
     window: int | None,
 ) -> Bool[Array, "..."] | None:
-    """Whether the query at position `query` attends to the key at position `key` (they broadcast); None: always.
-
-    The diagonals are aligned at the end: query q is at key position q + `offset`, with `offset` = keys - queries. With
-    a window of w it attends to the w keys that end at this position.
-    """
+    """Whether the query at position `query` attends to the key at position `key` (they broadcast); None: always. Query
+    q is at key position q + `offset`, with `offset` = keys - queries. With a window of w it attends to the w keys that
+    end at this position."""
     if not causal and window is None:
         return None
     distance = query + jnp.int32(offset) - key
@@ -40,11 +35,8 @@ def keep_mask(
     key: Int32[Array, "..."],
     rate: float,
 ) -> Bool[Array, "..."]:
-    """Whether dropout keeps the probability at these positions (they broadcast).
-
-    The generator is counter-based: two scrambled words per row, shared by its keys, then one more round per element,
-    which takes about ten integer operations.
-    """
+    """Whether dropout keeps the probability at these positions (they broadcast). The generator is counter-based: two
+    scrambled words per row, and one more round, of about ten integer operations, per element."""
     return keep_from_words(*row_words(seed, batch_and_head, query), key, rate)
 
 
@@ -55,9 +47,9 @@ def row_words(seed: Any, batch_and_head: Int32[Array, "..."], query: Int32[Array
 
 
 def keep_from_words(first: Any, second: Any, key: Int32[Array, "..."], rate: float) -> Bool[Array, "..."]:
-    """`keep_mask`, from the words of each row."""
+    """`keep_mask`, from the `row_words` of each row."""
     word = scramble((key.astype(jnp.uint32) ^ first) * jnp.uint32(0x85EBCA6B) + second)
-    # `rate` of the 2**32 words fall below the threshold and are dropped.
+    # A share `rate` of the 2**32 words is below the threshold: these are dropped.
     return word >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 

@@ -1,12 +1,12 @@
-"""Attention for Hopper, compiled by Mosaic GPU, in FlashAttention-3's way (Shah et al., arXiv:2407.08608).
+"""Attention for Hopper, compiled by Mosaic GPU, following FlashAttention-3 (Shah et al., arXiv:2407.08608).
 
-A program is three warpgroups. One copies, by TMA; two multiply, by asynchronous `wgmma`, and forward they take turns,
-so that the matmuls of one overlap the softmax of the other. Heads of 64 and 128 go backward in one pass, of 5 matmuls:
-10 operations for each pair and dimension, dq in float32, and sums whose order changes from run to run. All other
-backward passes, `deterministic` ones and heads of other widths, are `triton.py`'s: 14 operations, equal bits for equal
-input.
+A program has three warpgroups. One copies, by TMA; two multiply, by asynchronous `wgmma`. In the forward pass these two
+alternate, so that the matmuls of one overlap the softmax of the other. The backward pass of heads of width 64 and 128
+is one kernel with 5 matmuls: 10 operations per pair and dimension, dq in float32, and sums whose order differs between
+runs. All other backward passes (`deterministic`, other widths) use the kernels of `triton.py`: 14 operations, and
+bitwise equal results for equal inputs.
 
-Supported are 16-bit dtypes, as of the tensor cores, and heads of `WIDTHS`; others are padded with zeros, in a copy.
+It supports 16-bit dtypes. Heads whose width is not in `WIDTHS` are padded with zeros in a copy.
 """
 
 import functools
@@ -28,8 +28,8 @@ from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, SharedGradie
 from .mosaic_programs import forward
 
 WIDTHS = (64, 96, 128, 256)
-# Backward: columns that two warpgroups share evenly, in tiles, and whose sums of dk and dv fit in a thread's 240
-# registers.
+# Widths of the one-kernel backward pass: two warpgroups share the columns evenly, in tiles, and the sums of dk and dv
+# fit in the 240 registers of a thread.
 ONE_PASS = (64, 128)
 
 
@@ -142,8 +142,7 @@ def _stream(
 def _shared_rows(
     count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool, line: int
 ) -> tuple[Any, ...]:
-    """`count` places in shared memory for blocks of `size` rows: of arrays like `like`, of one number per row, of
-    ids."""
+    """Shared memory for `count` blocks of `size` rows: `of` arrays like `like`, `numbers` float32 vectors, and ids."""
     wide = like.shape[-1]
     tiles = _tiles(like.dtype, line if wide % 64 == 0 else 64)
     rows = [jnp.float32] * numbers + [jnp.int32] * ids
@@ -152,7 +151,7 @@ def _shared_rows(
 
 
 def _tiles(dtype: Any, line: int) -> tuple[Any, Any]:
-    """`line` bytes lie together; `wgmma` reads tiles of 8 such lines."""
+    """The layout that `wgmma` reads: tiles of 8 rows of `line` bytes."""
     return plgpu.TilingTransform((8, line // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(line)
 
 
@@ -167,7 +166,7 @@ def _widened(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _filled(rows: Any, size: int) -> Any:
-    """Up to whole blocks: TMA wants rows to begin at multiples of 16 bytes."""
+    """Padded to complete blocks, because TMA needs rows that begin at multiples of 16 bytes."""
     return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))
 
 

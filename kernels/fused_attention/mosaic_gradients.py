@@ -1,8 +1,7 @@
 """The backward program of the Mosaic GPU kernels: dq, dk and dv in 5 matmuls. `mosaic.py` launches it.
 
-A program has some keys, sums their dk and dv in registers, and adds what they give to dq to memory, by TMA, in whatever
-order programs come.
-"""
+A program has a block of keys, accumulates their dk and dv in registers, and adds its part of dq to global memory by
+TMA. The order of these additions differs between runs."""
 
 from typing import Any
 
@@ -15,8 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmem.kernels.mosaic_launch import THREAD
 
 from . import mosaic_parts as parts
-from .block import LOG2E, Call, MaskArrays, capped_scores
-from .block_ranges import loop_over, visited_blocks
+from .block import LOG2E, Call, MaskArrays, capped_scores, loop_over, visited_blocks
 from .mosaic_parts import BATCH, BLOCK, BY_COLUMN, BY_ROW, COMPUTING, HEAD, ROWS, WGMMA, Own, SharedGradients, Stream
 
 
@@ -38,9 +36,9 @@ def gradients(
     queries: Stream,
     together: SharedGradients,
 ) -> None:
-    """dk, dv, and dq in float32, not yet times the scale, to which it adds. Scores lie transposed, keys by queries, as
-    the sums of dk and dv read them. That of dq goes over the keys of both warpgroups: each gives the other its part of
-    the scores' gradient, and makes half of dq's columns."""
+    """Writes dk and dv, and adds to dq, in float32 and not yet multiplied by the scale. The scores are transposed,
+    [keys, queries], as the matmuls of dk and dv read them. dq sums over the keys of both warpgroups: they share
+    their parts of the gradient of the scores, and each computes half of dq's columns."""
     number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
     masks = parts.select_batch(masks, batch)
     ranges = visited_blocks(call, block, masks, by_keys=True)
@@ -49,9 +47,9 @@ def gradients(
     size = call.blocks.queries
     shape = (ROWS, size)
     base = call.unit * LOG2E
-    # Where registers are enough, the matmul for the gradient runs while the scores become probabilities.
+    # If there are enough registers, the matmul of the gradient runs while the scores become probabilities.
     running = 1 if call.options.soft_cap is None and not call.options.dropout else 0
-    more = 1.0 / (1.0 - call.options.dropout)  # times what dropout leaves
+    kept_weight = 1.0 / (1.0 - call.options.dropout)
 
     @pl.when(number < COMPUTING)
     def _() -> None:
@@ -86,20 +84,20 @@ def gradients(
                     p = jnp.exp2(s * base - parts.broadcast_along(parts.load_as(lse, BY_COLUMN) * base, shape, 1))
                     if words is None:
                         shared = p
-                    else:  # what dropout takes away is remembered as a sign: no more registers
+                    else:  # the sign stores which probabilities are dropped, without more registers
                         p = jnp.where(parts.dropout_factor(call, words, key, shape, (1, 0)) > 0, p, -p)
-                        shared = jnp.maximum(p, 0.0) * more
+                        shared = jnp.maximum(p, 0.0) * kept_weight
                     plgpu.wgmma(dv, shared.astype(q.dtype), d_out)
                     dp = plgpu.wgmma_accumulator_load(change, wait_n=1)
                     if words is not None:
-                        p, dp = jnp.abs(p), jnp.where(p > 0.0, dp * more, 0.0) + less()
+                        p, dp = jnp.abs(p), jnp.where(p > 0.0, dp * kept_weight, 0.0) + less()
                     ds = p * dp
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
-                    _and_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
+                    _add_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
 
                 zeros = parts.zeros_in(shape, WGMMA)
-                # The matmul accumulates into what is to be subtracted from it: fewer registers.
+                # The matmul adds to the negative of `inner`, which saves registers.
                 starts = *sums, zeros, less() if words is None else zeros
                 dk, dv, *_ = pl.run_state(multiply)(tuple(map(plgpu.WGMMAAccumulatorRef.init, starts)))
                 plgpu.barrier_arrive(queries.free.at[slot])
@@ -110,7 +108,7 @@ def gradients(
         k, v = (x.at[number] for x in own.held[:2])
         zeros = parts.zeros_in((ROWS, k.shape[-1]), WGMMA)
         dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
-        _meet(together)  # until then the other warpgroup may read these keys
+        _synchronize(together)  # before this, the other warpgroup may read these keys
         k[...] = (dk * call.options.scale).astype(k.dtype)
         v[...] = dv.astype(v.dtype)
         parts.write_back((k, dk_ref.at[here]), (v, dv_ref.at[here]))
@@ -119,30 +117,24 @@ def gradients(
     def _() -> None:
         plgpu.set_max_registers(parts.FEW_REGISTERS, action="decrease")
 
-        def bring(g: Any, i: Any) -> None:
+        def copy_block(g: Any, i: Any) -> None:
             at, head = pl.ds(i * size, size), kv_head * groups + g
             here, rows = (batch, at, head), (batch, head, at)
-            parts.copy_next(
-                call,
-                queries,
-                g * count + i - begin,
-                q_ref.at[here],
-                d_out_ref.at[here],
-                lse_ref.at[rows],
-                inner_ref.at[rows],
-                parts.slice_ids(masks.ids, i * size, size),
-            )
+            sources = q_ref.at[here], d_out_ref.at[here], lse_ref.at[rows], inner_ref.at[rows]
+            ids = parts.slice_ids(masks.ids, i * size, size)
+            parts.copy_next(call, queries, g * count + i - begin, *sources, ids)
 
-        pl.loop(0, groups)(lambda g: pl.loop(begin, end)(lambda i: bring(g, i)))
+        pl.loop(0, groups)(lambda g: pl.loop(begin, end)(lambda i: copy_block(g, i)))
 
 
-def _and_to_dq(
+def _add_to_dq(
     together: SharedGradients, n: Any, number: Any, ds: jax.Array, dk: tuple[Any, Any], keys: Any, dq_ref: Any
 ) -> None:
-    """dk's matmul, and beside it this warpgroup's columns of dq's, over the keys of both; `n` counts them."""
+    """The matmul of dk, and this warpgroup's columns of the one of dq, over the keys of both warpgroups. `n` counts the
+    blocks of queries."""
     both = together.ds.at[lax.rem(n, 2)]
     both.at[number][...] = ds
-    _meet(together)
+    _synchronize(together)
     size, columns = together.dq.shape[-2:]
     half = pl.ds(number * columns, columns)
 
@@ -159,8 +151,8 @@ def _and_to_dq(
     pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((size, columns), jnp.float32))
 
 
-def _meet(together: SharedGradients) -> None:
-    """What a warpgroup wrote before is there for the other one after."""
+def _synchronize(together: SharedGradients) -> None:
+    """After this, each warpgroup sees what the other one has written to shared memory."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(together.here)
     plgpu.barrier_wait(together.here)

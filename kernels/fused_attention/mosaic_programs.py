@@ -1,8 +1,7 @@
-"""The forward program of the Mosaic GPU kernels: what the warpgroups of one program do. `mosaic.py` calls it.
+"""The forward program of the Mosaic GPU kernels. `mosaic.py` launches it.
 
-Two warpgroups compute, each for `ROWS` rows of its own, as many as one `wgmma` takes; a third brings what they read by
-TMA, some blocks ahead.
-"""
+Two warpgroups compute, each for `ROWS` rows, the number of rows of one `wgmma`; a third copies the blocks that they
+read by TMA, some blocks ahead."""
 
 from typing import Any
 
@@ -14,9 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmem.kernels.mosaic_launch import THREAD
 
 from . import mosaic_parts as parts
-from .block import LOG2E, Call, MaskArrays, capped_scores
-from .block_ranges import loop_over, visited_blocks
-from .mosaic_parts import BATCH, BY_COLUMN, BY_ROW, COMPUTING, HEAD, ROWS, WGMMA, Own, Stream
+from .block import LOG2E, Call, MaskArrays, capped_scores, loop_over, visited_blocks
+from .mosaic_parts import BATCH, BLOCK, BY_COLUMN, BY_ROW, COMPUTING, HEAD, ROWS, WGMMA, Own, Stream
 
 
 def forward(
@@ -35,10 +33,11 @@ def forward(
     rows_held: Any,
     turns: Any,
 ) -> None:
-    """The two warpgroups take turns: the matmuls of one, of its scores and with the probabilities of the block before,
-    hide the softmax of the other. Each program visits one block at least, so that there is something to begin with."""
+    """The two warpgroups alternate: the matmuls of one (its scores, and the probabilities of the previous block with
+    the values) overlap the softmax of the other. Each program visits at least one block, which begins the sums."""
     number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
-    block = parts.reversed_block(call.queries, call.blocks.queries)
+    # The last blocks start first, since they take longest if causal.
+    block = pl.cdiv(call.queries, call.blocks.queries) - 1 - lax.axis_index(BLOCK)
     masks = parts.select_batch(masks, batch)
     ranges = visited_blocks(call, block, masks, by_keys=False)
     begin = jnp.minimum(ranges[0].start, pl.cdiv(call.keys, call.blocks.keys) - 1)
@@ -65,8 +64,8 @@ def forward(
                 theirs = parts.load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
                 s = parts.masked_scores(call, s, at, key, mine, theirs, (0, 1))
             plgpu.barrier_arrive(keys.free.at[slot])
-            # The level that is subtracted is a whole power of two, so that multiplying it with the base is exact and
-            # sums shrink exactly. Until a row has seen a key it is -inf, and a difference of two of them no number.
+            # The subtracted level is an integer power of two, so that sums are rescaled exactly. A row without visible
+            # keys so far has a level of -inf, and -inf minus -inf is NaN.
             higher = jnp.maximum(top, lax.round(jnp.max(s, axis=1) * base, lax.RoundingMethod.TO_NEAREST_EVEN))
             level = jnp.where(higher == -jnp.inf, 0.0, higher)
             p = jnp.exp2(s * base - parts.broadcast_along(level, shape, 0))
@@ -96,7 +95,7 @@ def forward(
             return softmax(j, raw, out, top, total, masked=masked)
 
         plgpu.barrier_wait(keys.here.at[0])
-        (raw,) = parts.products(shape, (q, keys.held[0].at[0].transpose((1, 0))))
+        raw = parts.matmul(shape, q, keys.held[0].at[0].transpose((1, 0)))
         nothing = (
             parts.zeros_in((ROWS, q.shape[-1]), WGMMA),
             parts.zeros_in((ROWS,), BY_ROW) - jnp.inf,
@@ -107,7 +106,8 @@ def forward(
         out, p, top, total = loop_over(rest, visit, state)
         last = parts.slot_of(call, end - 1 - begin)
         plgpu.barrier_wait(values.here.at[last])
-        (out,) = parts.add_products((out, p, values.held[0].at[last]))
+        add_values = lambda accumulator: plgpu.wgmma(accumulator, p, values.held[0].at[last])  # noqa: E731
+        out = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(out))
         seen = total > 0
         total = jnp.where(seen, total, 1.0)
         q[...] = (out * parts.broadcast_along(1.0 / total, out.shape, 0)).astype(q.dtype)
@@ -117,4 +117,11 @@ def forward(
 
     @pl.when(number == COMPUTING)
     def _() -> None:
-        parts.copy_keys(call, batch, head, groups, begin, end, (k_ref, v_ref, masks.kv_ids), keys, values)
+        plgpu.set_max_registers(parts.FEW_REGISTERS, action="decrease")
+        kv_head, size = lax.div(head, jnp.int32(groups)), call.blocks.keys
+
+        @pl.loop(begin, end)
+        def _(j: Any) -> None:
+            here = (batch, pl.ds(j * size, size), kv_head)
+            parts.copy_next(call, keys, j - begin, k_ref.at[here], parts.slice_ids(masks.kv_ids, j * size, size))
+            parts.copy_next(call, values, j - begin, v_ref.at[here])

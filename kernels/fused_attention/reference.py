@@ -1,7 +1,5 @@
-"""Attention by its definition, with all scores at once. Tests compare all other implementations with it.
-
-Time and bytes grow with queries x keys. JAX differentiates it automatically.
-"""
+"""Attention by its definition, with all scores at once: its time and memory grow with queries x keys. Tests compare all
+other implementations with it."""
 
 import jax
 import jax.numpy as jnp

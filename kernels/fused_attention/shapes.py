@@ -1,4 +1,4 @@
-"""Shapes that networks really have, by name: what tests compile and benchmarks measure."""
+"""Shapes of known networks, which tests compile and benchmarks measure."""
 
 from typing import NamedTuple
 
@@ -14,24 +14,20 @@ class Shape(NamedTuple):
     window: int | None = None
 
     @property
-    def pairs(self) -> int:
-        """(query, key) pairs that see each other, of one head and one row of the batch."""
-        return pairs(self.queries, self.keys, causal=self.causal, window=self.window)
-
-    @property
     def flops(self) -> int:
-        """Of the forward pass: two matmuls of 2 dim operations per pair. The backward pass has five: 2.5 times."""
-        return 4 * self.batch * self.heads * self.pairs * self.dim
+        """Operations of the two matmuls of the forward pass. The five of the backward pass need 2.5 times as many."""
+        visible = pairs(self.queries, self.keys, causal=self.causal, window=self.window)
+        return 4 * self.batch * self.heads * visible * self.dim
 
 
 def pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
-    """(query, key) pairs that see each other."""
+    """The number of (query, key) pairs that are not masked."""
     if not causal and window is None:
         return queries * keys
     reach = keys if window is None else min(window, keys)
 
     def below(end: int) -> int:
-        """Of queries that stand before `end` keys or fewer, down to none."""
+        """Keys that the queries at positions below `end` attend to."""
         full, rising = max(end - reach, 0), max(min(end, reach), 0)
         return full * reach + rising * (rising + 1) // 2
 
@@ -47,6 +43,6 @@ SHAPES = {
     "mistral-7b": Shape(1, 16384, 16384, 32, 8, 128, window=4096),
     "qwen2.5-7b": Shape(1, 8192, 8192, 28, 4, 128),
     "vit-b16": Shape(32, 197, 197, 12, 12, 64, causal=False),
-    "probe": Shape(4, 4096, 4096, 16, 16, 128),  # what XLA's own attention needs 10 GiB for, backward
+    "probe": Shape(4, 4096, 4096, 16, 16, 128),  # the backward pass of XLA's own attention needs 10 GiB
     "long": Shape(1, 16384, 16384, 16, 16, 128),
 }

@@ -1,7 +1,7 @@
-"""Which implementation supports a call of attention, known before anything is compiled, and which one is chosen.
+"""Which implementations support a call of attention, and which one is chosen, before anything is compiled.
 
-The order: the fastest that was measured on this kind of device; cuDNN, which its vendor tunes; `mosaic` on Hopper;
-`triton` on NVIDIA GPUs from Ampere on; plain JAX.
+The first of these that supports the call is chosen: the fastest one measured on this kind of device; cuDNN; `mosaic` on
+Hopper; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from jaxmem.kernels.validation import FLOATS
 from .arguments import Extras, Options
 
 OPERATION = "attention"
-ORDER = ("cudnn", "mosaic", "triton")
+ORDER = {  # the reason for each, if it is chosen
+    "cudnn": "cuDNN supports it",
+    "mosaic": "the kernel for compute capability 9.0",
+    "triton": "the kernel for compute capability 8.0 and newer",
+}
 PLAIN = "blockwise"  # runs wherever XLA does
 SIXTEEN = ("bfloat16", "float16")
 MAX_WORKSPACE = 4 * 2**30  # bytes of cuDNN for packed rows; a kernel without a workspace is as fast
@@ -40,19 +44,14 @@ class Request:
     dropout: bool = False
     deterministic: bool = False
     has_segments: bool = False
-    keys_have_own: bool = False  # segment ids, which may differ from those of the queries
+    keys_have_own: bool = False  # the keys have segment ids of their own
     max_segments: int | None = None  # per row; None: unknown
 
     @classmethod
     def of(cls, q: Any, k: Any, options: Options, extras: Extras, *, keys_have_own: bool = False) -> Request:
         batch, queries, heads, dim = q.shape
         return cls(
-            dtype=q.dtype.name,
-            queries=queries,
-            keys=k.shape[1],
-            heads=heads,
-            dim=dim,
-            batch=batch,
+            *(q.dtype.name, queries, k.shape[1], heads, dim, batch),
             masked=options.causal or options.window is not None,
             window=options.window is not None,
             soft_cap=options.soft_cap is not None,
@@ -79,7 +78,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """The part of a call that an entry of `tuned.json` must share."""
+        """The properties that an entry of `tuned.json` must have in common with a call."""
         return f"{self.dtype} {'causal' if self.masked else 'full'}"
 
     @property
@@ -87,7 +86,7 @@ class Request:
         return self.queries, self.keys, self.heads, self.dim
 
 
-Failures = Iterator[tuple[bool, str, str]]  # whether a rule is broken, what was given, what is supported
+Rules = Iterator[tuple[bool, str, str]]  # (whether a rule is broken, the value, the values that are supported)
 
 
 def refusal(name: str, call: Request, capability: int | None) -> str | None:
@@ -98,43 +97,43 @@ def refusal(name: str, call: Request, capability: int | None) -> str | None:
     'q is float32; the cudnn implementation supports bfloat16 and float16'
     >>> refusal("cudnn", Request("bfloat16", 4096, 4096, 32, 128), 90)
     """
-    for broken, given, allowed in _RULES[name](call, capability) if name in _RULES else ():
+    for broken, value, allowed in _RULES[name](call, capability) if name in _RULES else ():
         if broken:
-            return f"{given}; the {name} implementation {allowed}"
+            return f"{value}; the {name} implementation {allowed}"
     return None
 
 
-def _flash(call: Request, max_dim: int, dtypes: tuple[str, ...]) -> Failures:
+def _common(call: Request, capability: int | None, max_dim: int, dtypes: tuple[str, ...]) -> Rules:
+    older = capability is not None and capability < 80
+    yield older, _has(capability), "needs 8.0 or newer"
     yield call.dim > max_dim, f"q has dim {call.dim}", f"supports at most {max_dim}"
     yield call.dtype not in dtypes, f"q is {call.dtype}", f"supports {' and '.join(dtypes)}"
 
 
-def _triton(call: Request, capability: int | None) -> Failures:
-    yield from _flash(call, 256, FLOATS)
-    yield _is_older(capability), _has(capability), "needs 8.0 or newer"
+def _triton(call: Request, capability: int | None) -> Rules:
+    yield from _common(call, capability, 256, FLOATS)
 
 
-def _mosaic(call: Request, capability: int | None) -> Failures:
-    yield from _flash(call, 256, SIXTEEN)
+def _mosaic(call: Request, capability: int | None) -> Rules:
     yield capability not in (None, 90), _has(capability), "needs 9.0"
+    yield from _common(call, capability, 256, SIXTEEN)
 
 
-def _cudnn(call: Request, capability: int | None) -> Failures:
+def _cudnn(call: Request, capability: int | None) -> Rules:
     """cuDNN 9 as XLA calls it (docs.nvidia.com/deeplearning/cudnn, "Scaled Dot Product Attention")."""
-    yield from _flash(call, 256 if capability == 90 else 128, SIXTEEN)
-    yield _is_older(capability), _has(capability), "needs 8.0 or newer"
+    yield from _common(call, capability, 256 if capability == 90 else 128, SIXTEEN)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
     yield call.soft_cap, "soft_cap is set", "does not support it"
     yield call.dropout, "dropout is set", "does not support a mask that depends on positions alone"
     # Its deterministic backward pass stores the gradients of all scores.
-    yield call.deterministic, "deterministic is True", "does not support it"
+    yield call.deterministic, "deterministic is set", "does not support it"
     lengths = f"q has {call.queries} positions and k {call.keys}"
     yield call.masked and call.queries != call.keys, lengths, "needs as many queries as keys for a causal mask"
-    # Offsets count numbers from the first one, in 32 bits.
+    # Offsets of segments are counted in numbers, with 32 bits.
     numbers = call.batch * call.queries * call.heads * call.dim
     yield call.has_segments and numbers >= 2**31, f"q has {numbers:,} numbers", "supports fewer than 2^31 with segments"
-    packed = capability is None or capability == 90 or 100 <= capability < 120
-    yield call.has_segments and not packed, f"{_has(capability)}", "needs 9.0 or 10.0 for segments"
+    packs = capability is None or capability == 90 or 100 <= capability < 120
+    yield call.has_segments and not packs, _has(capability), "needs 9.0 or 10.0 for segments"
     unknown = call.has_segments and call.max_segments is None
     yield unknown, "segment_ids are set without max_segments", "needs both"
     size = 0 if unknown or not call.has_segments else _packed_workspace(call)
@@ -154,19 +153,15 @@ def _packed_workspace(call: Request) -> int:
     return workspace(Call(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, segments), 2)
 
 
-def _is_older(capability: int | None) -> bool:
-    return capability is not None and capability < 80
-
-
 def _has(capability: int | None) -> str:
     return f"compute capability is {(capability or 0) / 10}"
 
 
-_RULES: dict[str, Callable[[Request, int | None], Failures]] = {"cudnn": _cudnn, "mosaic": _mosaic, "triton": _triton}
+_RULES: dict[str, Callable[[Request, int | None], Rules]] = {"cudnn": _cudnn, "mosaic": _mosaic, "triton": _triton}
 
 
 def choose(call: Request, capability: int | None, device: str) -> Choice:
-    """The implementation for a call where none is named, and why. `device`: its name, as `tuned.json` has it.
+    """The implementation of a call that names none, and why. `device`: its name in `tuned.json`.
 
     >>> choose(Request("bfloat16", 4096, 4096, 32, 128), 90, "NVIDIA H100").implementation
     'cudnn'
@@ -184,22 +179,11 @@ def choose(call: Request, capability: int | None, device: str) -> Choice:
     fastest = () if measured is None else (measured["implementation"],)
     refused: list[str] = []
     for name in (*fastest, *ORDER):
-        why = choice.failure(OPERATION, name) or _missing(name) or refusal(name, call, capability)
+        installed = name != "triton" or importlib.util.find_spec("jax_triton")
+        missing = None if installed else "the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+        why = choice.FAILURES.get((OPERATION, name)) or missing or refusal(name, call, capability)
         if why is None:
-            reason = "the fastest that was measured" if name in fastest else _REASONS[name]
+            reason = "the fastest that was measured" if name in fastest else ORDER[name]
             return chosen(name, "; ".join([reason, *refused]))
         refused.append(why if name in why else f"{name}: {why}")
     return chosen(PLAIN, "; ".join(refused))
-
-
-_REASONS = {
-    "cudnn": "cuDNN supports it",
-    "mosaic": "the kernel for compute capability 9.0",
-    "triton": "the kernel for compute capability 8.0 and newer",
-}
-
-
-def _missing(name: str) -> str | None:
-    if name == "triton" and importlib.util.find_spec("jax_triton") is None:
-        return "the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
-    return None

@@ -1,8 +1,7 @@
-"""Tiles of the score matrix: which ones matter, and the mathematics of one.
+"""Tiles of the score matrix: the ranges that are not masked, and the computation of one tile.
 
-Queries come grouped by the key head that they share, [batch, kv_heads, group, queries, dim]; keys and values
-as [batch, kv_heads, keys, dim]. Nothing is copied for grouped-query attention: a group's queries are rows of
-one matmul.
+Queries are grouped by the key head that they share, [batch, kv_heads, group, queries, dim]; keys and values are [batch,
+kv_heads, keys, dim]. The queries of a group are rows of one matmul, so grouped-query attention copies nothing.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ Scores = Float[Array, "batch kv_heads a b c"]
 
 
 class Tile(NamedTuple):
-    """First query and first key, which may be traced, and how many of each."""
+    """The first query and first key, which may be traced, and the numbers of both."""
 
     query: Any
     queries: int
@@ -32,19 +31,19 @@ class Tile(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Which dimension of a tile's scores is which; batch and kv_heads come first."""
+    """The dimensions of a tile's scores, after batch and kv_heads."""
 
     group: int
     query: int
     key: int
 
 
-FORWARD = Order(group=2, query=3, key=4)  # sums over keys run along the last dimension
-BACKWARD = Order(group=3, query=4, key=2)  # keys are the rows: the matmuls for dk and dv read the tile as it lies
+FORWARD = Order(group=2, query=3, key=4)  # sums over keys are along the last dimension
+BACKWARD = Order(group=3, query=4, key=2)  # keys are rows, as the matmuls of dk and dv read them
 
 
 class Problem(NamedTuple):
-    """All that the tiles of one call share."""
+    """The properties of a call that its tiles share."""
 
     options: Options
     extras: Extras
@@ -53,11 +52,11 @@ class Problem(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Query q stands at key q + offset: the diagonals are aligned at the end."""
+        """Query q is at the position of key q + offset."""
         return self.keys - self.queries
 
     def keys_seen(self, first: int, last: int) -> tuple[int, int]:
-        """The range of keys outside of which queries first..last-1 see nothing."""
+        """The range of keys that the queries first..last-1 attend to."""
         o, low, high = self.options, 0, self.keys
         if o.causal or o.window is not None:
             high = min(high, last + self.offset)
@@ -66,7 +65,7 @@ class Problem(NamedTuple):
         return low, max(low, high)
 
     def queries_seeing(self, first: int, last: int) -> tuple[int, int]:
-        """The range of queries outside of which none sees keys first..last-1."""
+        """The range of queries that attend to the keys first..last-1."""
         o, low, high = self.options, 0, self.queries
         if o.causal or o.window is not None:
             low = max(low, first - self.offset)
@@ -112,17 +111,18 @@ def apply_dropout(problem: Problem, p: Scores, tile: Tile, order: Order) -> Scor
 
 
 def merge_groups(q: Queries) -> Keys:
-    """A group's queries as rows of one matrix."""
+    """The queries of a group as rows of one matrix."""
     return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
 def tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any = None) -> tuple[Any, ...]:
-    """Weighted sum of values, maximum and sum of each row, with those of the tiles `before`."""
+    """The weighted sum of values, the maximum and the sum of each row, combined with the results `before` of other
+    tiles."""
     s, _ = scores(problem, q, k, tile, FORWARD)
     top = jnp.max(s, axis=-1)
     if before is not None:
         top = jnp.maximum(top, before[1])
-    finite = jnp.where(jnp.isneginf(top), 0.0, top)  # of rows that have seen nothing yet
+    finite = jnp.where(jnp.isneginf(top), 0.0, top)  # a row without visible keys so far has -inf
     p = jnp.exp(s - finite[..., None])
     total = jnp.sum(p, axis=-1)
     p = apply_dropout(problem, p, tile, FORWARD).astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
@@ -143,11 +143,8 @@ def finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple
 def tile_backward(
     problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, d_out: Queries, lse: Rows, inner: Rows
 ) -> tuple[Any, ...]:
-    """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv.
-
-    Every matmul's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
-    `k_turned` is there for the one of dq.
-    """
+    """A tile's part of dq, [batch, kv_heads, dim, group, queries], of dk and of dv. Every matmul contracts the last
+    dimension of its left side, which is fast on CPUs; `k_turned`, the transposed keys, serves the one of dq."""
     batch, heads, groups, queries, dim = q.shape
     shape = (batch, heads, tile.keys, groups * queries)
     s, slope = scores(problem, q, k, tile, BACKWARD)
@@ -173,7 +170,7 @@ def _seen(problem: Problem, tile: Tile, order: Order) -> Bool[Array, "..."] | No
     at_query, at_key = _along(query, (order.query,)), _along(key, (order.key,))
     parts = [visible(at_query, at_key, offset=problem.offset, causal=options.causal, window=options.window)]
     if not isinstance(tile.key, int) and problem.keys % tile.keys:
-        parts.append(at_key < problem.keys)  # the loop's last tile reaches beyond the keys
+        parts.append(at_key < problem.keys)  # the last tile of the loop extends beyond the keys
     if extras.segment_ids is not None and extras.kv_segment_ids is not None:
         mine = jax.lax.dynamic_slice_in_dim(extras.segment_ids, tile.query, tile.queries, axis=1)
         theirs = jax.lax.dynamic_slice_in_dim(extras.kv_segment_ids, tile.key, tile.keys, axis=1)
@@ -189,7 +186,7 @@ def _positions(first: Any, count: int) -> jax.Array:
 
 
 def _along(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    """`x` with its dimensions at these places of a tile's five, to broadcast over the others."""
+    """`x` with its dimensions at these positions of the five of a tile, to broadcast over the others."""
     shape = [1] * 5
     for dim, length in zip(dims, x.shape, strict=True):
         shape[dim] = length

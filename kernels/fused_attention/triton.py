@@ -1,15 +1,14 @@
 """Attention as Triton kernels, launched through jax-triton: NVIDIA GPUs from Ampere on.
 
-Forward (Dao, arXiv:2307.08691): a program holds a block of queries and goes over the keys that these see, a block at a
-time, with a running maximum and sum of each row. Key blocks that every query sees whole are not masked; those without
-a key of the queries' segments are not visited. Backward, two kernels without atomic additions, so that equal input
-gives equal bits: one holds a block of queries and sums dq, one holds a block of keys and sums dk and dv over the
-queries of all heads that share them. Both recompute the probabilities from the rows' log-sum-exp.
+Forward (Dao, arXiv:2307.08691), a program has a block of queries and visits the keys that these attend to block by
+block, with a running maximum and sum of each row. Blocks of keys without masked elements are computed without a mask;
+blocks without a key of the queries' segments are skipped. Backward there are two kernels without atomic additions, so
+equal inputs have bitwise equal gradients: one has a block of queries and sums dq, the other one has a block of keys and
+sums dk and dv over the queries of all heads that share them. Both recompute the probabilities from the log-sum-exp.
 
-Bytes beside inputs and outputs: batch x heads x time x 2 numbers, never time x time. Time, with P visible pairs: 4 P
-dim operations per head forward, 14 P dim backward (10, and the scores and their gradients a second time).
-
-On a CPU Triton's interpreter runs the same programs, for tests.
+In addition to inputs and outputs they store batch x heads x sequence x 2 numbers, never sequence squared. With P
+unmasked pairs they need 4 P dim operations per head forward, and 14 P dim backward: 10, and the scores and their
+gradients a second time. On a CPU Triton's interpreter runs the same programs.
 """
 
 import functools
@@ -29,7 +28,7 @@ from .flash import Passes
 
 @dataclass(frozen=True)
 class Static:
-    """What is known at compile time. `rows` and `columns`: queries and keys of a block."""
+    """Compile-time values of the programs. `rows` and `columns`: queries and keys of a block."""
 
     queries: int
     keys: int
@@ -43,13 +42,13 @@ class Static:
     window: int | None
     segments: bool
     dropout: bool
-    threshold: int  # words below it are dropped
+    threshold: int  # a probability with a random word below it is dropped
     kept_weight: float
     scale: float
-    factor: float  # scores are this times the dot product of q and k
-    tanh_factor: float | None  # with a soft cap: 2 log2(e) times what tanh takes
+    factor: float  # score / dot product of q and k
+    tanh_factor: float | None  # with a soft cap: 2 log2(e) times the argument of tanh / dot product of q and k
     unit: float  # `Call.unit`
-    base: float  # what a difference of scores is multiplied with to be an exponent of 2
+    base: float  # exponent of 2 / difference of scores
 
     @property
     def groups(self) -> int:
@@ -129,9 +128,9 @@ def _run(
     by_keys: bool,
 ) -> list[jax.Array]:
     programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
-    nothing = jnp.zeros(1, jnp.int32)  # stands where a program reads nothing
+    unused = jnp.zeros(1, jnp.int32)  # for pointers that a program does not read
     seed = jnp.zeros(2, jnp.uint32) if masks.seed is None else masks.seed
-    extra = [nothing if x is None else x for x in (masks.ids, masks.kv_ids, masks.begin, masks.end)]
+    extra = [unused if x is None else x for x in (masks.ids, masks.kv_ids, masks.begin, masks.end)]
     batch, _, heads, _ = q.shape
     kv_heads = k.shape[2]
     blocks = -(-call.keys // call.blocks.keys) if by_keys else -(-call.queries // call.blocks.queries)

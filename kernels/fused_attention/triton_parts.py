@@ -1,7 +1,7 @@
-"""What the Triton programs of attention share: blocks of rows, masks, and which blocks a program visits.
+"""Functions of the Triton programs of attention: blocks of rows, masks, and the blocks that a program visits.
 
-Queries, keys and outputs are [batch, time, heads, dim] as they lie in memory. `s` is what is known at compile time
-(`triton.Static`), so each branch on it is taken then.
+Queries, keys and outputs are [batch, sequence, heads, dim] in memory. `s` has the compile-time values
+(`triton.Static`), so each branch on it is decided when the program is compiled.
 """
 
 import triton.language as tl
@@ -12,9 +12,8 @@ from jaxmem.kernels.triton_functions import program, scramble
 
 @program
 def dropout_factor(seed_ptr, row, query, key, s: tl.constexpr):
-    """What dropout makes of each probability's weight (`mask.keep_mask`): 0, or 1 / (1 - rate)."""
-    first = scramble(row.to(tl.uint32) ^ tl.load(seed_ptr)) + query.to(tl.uint32) * 0x9E3779B9
-    first = scramble(first)
+    """The factor of each probability: 0 if it is dropped (`mask.keep_mask`), otherwise 1 / (1 - rate)."""
+    first = scramble(scramble(row.to(tl.uint32) ^ tl.load(seed_ptr)) + query.to(tl.uint32) * 0x9E3779B9)
     second = scramble(first ^ tl.load(seed_ptr + 1))
     word = scramble((key.to(tl.uint32) ^ first) * 0x85EBCA6B + second)
     return tl.where(word >= s.threshold, s.kept_weight, 0.0)
@@ -22,8 +21,8 @@ def dropout_factor(seed_ptr, row, query, key, s: tl.constexpr):
 
 @program
 def capped_scores(raw, s: tl.constexpr):
-    """Scores in units of `s.unit`, and what soft-capping makes of a change in them. exp2 overflows to infinity or
-    to 0, and both give the right end of tanh."""
+    """Scores in units of `s.unit`, and the derivative of soft-capping. exp2 may overflow to infinity or underflow to 0;
+    tanh is then 1 or -1, as it should be."""
     if s.tanh_factor is None:
         score, slope = raw * s.factor, raw
     else:
@@ -46,7 +45,7 @@ def seen_in_block(query, key, mine, theirs, s: tl.constexpr):
 
 @program
 def load_block(ptr, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
-    """Rows from `first` on of a matrix whose rows lie `stride` apart; where they begin takes 64 bits."""
+    """Rows from `first` on of a matrix with this stride. The offset of the first row needs 64 bits."""
     row, column = tl.arange(0, size), tl.arange(0, s.wide)
     mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
     ptr += first.to(tl.int64) * stride
@@ -72,7 +71,8 @@ def load_ids(ptr, at, limit, s: tl.constexpr):
 
 @program
 def ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, size: tl.constexpr, s: tl.constexpr):
-    """First and last block to visit, and between them those that need no mask; as `block_ranges.py`."""
+    """The first block to visit, the first and last that need no mask, and the last to visit (ends are exclusive), as in
+    `block.visited_blocks`."""
     begin = low // size
     end = (high + size - 1) // size
     if s.segments:
@@ -110,7 +110,7 @@ def ranges_of_queries(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
     low = first * 0
     whole_low = first * 0
     high = first * 0 + s.queries
-    # A last block that is not full may be whole: its empty rows add nothing.
+    # The rows beyond the end of the last block add zero, so it needs no mask.
     whole_high = first * 0 + (s.queries + s.rows - 1) // s.rows * s.rows
     if s.causal:
         low = tl.maximum(first - s.offset, 0)

@@ -1,7 +1,8 @@
-"""The Triton programs of attention: what one block of queries, or of keys, does. `triton.py` launches them.
+"""The Triton programs of attention, for one block of queries or of keys. `triton.py` launches them.
 
-Triton overlaps the loads of the blocks to come with the matmuls of this one: cp.async on Ampere and Ada, asynchronous
-wgmma on Hopper, tcgen05 after it.
+A program visits up to three ranges of blocks: partly masked ones, unmasked ones, and partly masked ones again. With
+segments there is one range, whose blocks are all masked. Triton overlaps the loads of the next blocks with the matmuls
+of the current one: with cp.async on Ampere and Ada, asynchronous wgmma on Hopper, tcgen05 on Blackwell.
 """
 
 import triton.language as tl
@@ -36,7 +37,7 @@ def forward_over(
             seen = seen_in_block(at[:, None], key[None, :], mine[:, None], theirs[None, :], s)
             scores = tl.where(seen, scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        # Until a row has seen a key its maximum is -inf, and a difference of two of them no number.
+        # A row without visible keys so far has a maximum of -inf, and -inf minus -inf is NaN.
         level = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2((scores - level[:, None]) * s.base)
         shrink = tl.exp2((top - level) * s.base)
@@ -53,7 +54,7 @@ def forward_over(
 def attention_forward(
     q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, out_ptr, lse_ptr, s: tl.constexpr
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under `causal` the last blocks take the longest
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the last blocks take longest and start first
     head, batch = tl.program_id(1), tl.program_id(2)
     row = batch * s.heads + head
     first = block * s.rows
@@ -68,16 +69,11 @@ def attention_forward(
     out = tl.zeros((s.rows, s.wide), tl.float32)
     top = tl.full((s.rows,), -float("inf"), tl.float32)
     total = tl.zeros((s.rows,), tl.float32)
-    a, b, c, d = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
-    out, top, total = forward_over(
-        a, b, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
-    )  # fmt: skip
-    if not s.segments:
+    ends = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
+    for part in tl.static_range(1 if s.segments else 3):
         out, top, total = forward_over(
-            b, c, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, False, s
-        )  # fmt: skip
-        out, top, total = forward_over(
-            c, d, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
+            ends[part], ends[part + 1], q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row,
+            part != 1, s,
         )  # fmt: skip
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
@@ -134,16 +130,11 @@ def attention_d_queries(
     k_ptr += kv_place
     v_ptr += kv_place
     dq = tl.zeros((s.rows, s.wide), tl.float32)
-    a, b, c, d = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
-    dq = d_queries_over(
-        a, b, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
-    )  # fmt: skip
-    if not s.segments:
+    ends = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
+    for part in tl.static_range(1 if s.segments else 3):
         dq = d_queries_over(
-            b, c, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, False, s
-        )  # fmt: skip
-        dq = d_queries_over(
-            c, d, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
+            ends[part], ends[part + 1], dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row,
+            part != 1, s,
         )  # fmt: skip
     store_block(dq_ptr + place, dq * s.scale, first, s.rows, s.queries, s.stride, s)
 
@@ -153,8 +144,8 @@ def d_keys_over(
     start, stop, dk, dv, k, v, q_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, seed_ptr, theirs, key, row,
     masked: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
-    """Scores lie transposed, keys by queries, as both matmuls read them. Rows beyond the last query are zeros in q
-    and d_out and add nothing."""
+    """The scores are transposed, [keys, queries], as both matmuls read them. Rows beyond the last query are zeros in q
+    and d_out, so they add zero."""
     for i in range(start, stop):
         first = i * s.rows
         at = first + tl.arange(0, s.rows)
@@ -197,24 +188,16 @@ def attention_d_keys(
     ids_ptr += batch * s.queries
     dk = tl.zeros((s.columns, s.wide), tl.float32)
     dv = tl.zeros((s.columns, s.wide), tl.float32)
-    a, b, c, d = ranges_of_queries(block, batch, begin_ptr, end_ptr, s)
+    ends = ranges_of_queries(block, batch, begin_ptr, end_ptr, s)
     for g in range(s.groups):
         head = kv_head * s.groups + g
         row = batch * s.heads + head
         place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
         first_row = row.to(tl.int64) * s.queries
-        dk, dv = d_keys_over(
-            a, b, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row, inner_ptr + first_row,
-            ids_ptr, seed_ptr, theirs, key, row, True, s,
-        )  # fmt: skip
-        if not s.segments:
+        for part in tl.static_range(1 if s.segments else 3):
             dk, dv = d_keys_over(
-                b, c, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row, inner_ptr + first_row,
-                ids_ptr, seed_ptr, theirs, key, row, False, s,
-            )  # fmt: skip
-            dk, dv = d_keys_over(
-                c, d, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row, inner_ptr + first_row,
-                ids_ptr, seed_ptr, theirs, key, row, True, s,
+                ends[part], ends[part + 1], dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row,
+                inner_ptr + first_row, ids_ptr, seed_ptr, theirs, key, row, part != 1, s,
             )  # fmt: skip
     store_block(dk_ptr + kv_place, dk * s.scale, first, s.columns, s.keys, s.kv_stride, s)
     store_block(dv_ptr + kv_place, dv, first, s.columns, s.keys, s.kv_stride, s)

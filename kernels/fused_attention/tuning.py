@@ -1,4 +1,4 @@
-"""The sizes of the kernels' blocks: the usual ones fit every GPU from Ampere on; others, where there is room."""
+"""Block sizes of the attention kernels: defaults that fit every GPU from Ampere on, and the sizes to measure."""
 
 import functools
 import itertools
@@ -11,9 +11,9 @@ from .block import Blocks
 
 PASSES = ("forward", "d_queries", "d_keys")  # of `triton`; `mosaic` has forward and "gradients"
 
-# By the bytes of a number and the width of a head, up to which they hold. A forward block takes (queries + 2 keys
-# stages) width numbers of shared memory: a consumer GPU gives it 99 KB. d_keys keeps two sums of keys x width in
-# registers, so its blocks of queries are small: more, and they spill.
+# By the largest bytes of a number and width of a head that they support. A forward block needs (queries + 2 keys
+# stages) width numbers of shared memory, of which a consumer GPU has 99 KB. d_keys keeps two sums of keys x width in
+# registers, which would spill with larger blocks of queries.
 USUAL = {
     "forward": {
         (2, 64): Blocks(128, 64, 8, 3),
@@ -37,7 +37,7 @@ USUAL = {
         (4, 256): Blocks(16, 16, 4, 1),
     },
 }
-# The two warpgroups of `mosaic` that compute are 8 warps.
+# The two computing warpgroups of `mosaic` are 8 warps.
 MOSAIC = {
     ("forward", 2, 64): Blocks(128, 128, 8, 3),
     ("forward", 2, 128): Blocks(128, 128, 8, 2),
@@ -48,7 +48,8 @@ MOSAIC = {
 
 
 def space(implementation: str, of: str, wide: int, itemsize: int, shared: int) -> list[Blocks]:
-    """What may be measured for a pass of heads of `wide`: what has room in shared memory and in registers."""
+    """The block sizes to measure for a pass with heads of width `wide`: those that fit in shared memory and
+    registers."""
     if implementation == "mosaic":  # two warpgroups of 64 rows
         own, others = (128,), (64, 128, 192)
         sizes = itertools.product(*((others, own) if of == "gradients" else (own, others)), (8,), (2, 3, 4))
@@ -60,14 +61,15 @@ def space(implementation: str, of: str, wide: int, itemsize: int, shared: int) -
 
 def _fits(of: str, blocks: Blocks, wide: int, itemsize: int, shared: int) -> bool:
     queries, keys, warps, stages = blocks
-    stays, comes, sums, scores = {
+    # Rows of `wide` numbers that stay in shared memory and that are streamed; of sums, and scores, in registers.
+    stays, streamed, sums, scores = {
         "forward": (queries, 2 * keys, queries, queries * keys),
         "d_queries": (2 * queries, 2 * keys, queries, 2 * queries * keys),
         "d_keys": (2 * keys, 2 * queries, 2 * keys, 2 * queries * keys),
-        # The gradient of the scores too stays, twice, and dq, in float32, on its way.
+        # Shared memory also has the gradient of the scores, twice, and dq in float32.
         "gradients": (2 * keys + 2 * keys * queries // wide + 2 * queries, 2 * queries, 2 * keys, 2 * queries * keys),
     }[of]
-    held = (stays + comes * stages) * wide * itemsize
+    held = (stays + streamed * stages) * wide * itemsize
     threads = 32 * warps
     return held <= shared and (sums * wide + scores) / threads <= tuning.REGISTERS and queries * keys >= 8 * threads
 
@@ -83,8 +85,8 @@ def usual(implementation: str, of: str, wide: int, itemsize: int) -> Blocks:
 
 
 def blocks(implementation: str, of: str, q: jax.Array, k: jax.Array, wide: int) -> Blocks:
-    """What a pass is cut into."""
+    """The block sizes of a pass."""
     itemsize = q.dtype.itemsize
     room = functools.partial(space, implementation, of, wide, itemsize)
-    asked = tuning.Asked(f"{implementation} {of}", f"{q.dtype.name} {wide}", (q.shape[1], k.shape[1]), room)
-    return tuning.blocks("attention", asked, usual(implementation, of, wide, itemsize))
+    request = tuning.KernelCall(f"{implementation} {of}", f"{q.dtype.name} {wide}", (q.shape[1], k.shape[1]), room)
+    return tuning.blocks("attention", request, usual(implementation, of, wide, itemsize))

@@ -1,4 +1,4 @@
-"""A matmul with a quantized weight, which is never dequantized whole. `reference.py` is the contract.
+"""A matmul with a quantized weight. `reference.py` defines the results.
 
 A new implementation is a module with `multiply` and `of_activations` as in `reference.py`, and a line in
 IMPLEMENTATIONS; it raises ValueError for calls that it does not support. `tests/kernels/test_quantized_matmul.py` tests
@@ -24,7 +24,7 @@ def dequant_matmul(
     codes: ArrayLike,
     scale: Any,  # an array, or QuantizedScales
     *,
-    format: str,  # noqa: A002 - the word everybody uses
+    format: str,  # noqa: A002 - the usual name
     block_size: int,
     inputs: int | None = None,
     transposed: bool = False,
@@ -35,8 +35,9 @@ def dequant_matmul(
     x is [..., inputs] (transposed [..., outputs]), codes [inputs / codes per byte, outputs], scale [blocks, outputs].
     `format`: nf4, fp4, int4 (two codes per byte along `inputs`, the first in the high bits, uint8) or int8. `scale`
     has a float32 for each `block_size` inputs of each output, or is `QuantizedScales`. Values are dequantized in
-    float32 and rounded to the dtype of x; sums are in float32. x alone has a gradient, made from the same codes.
-    `inputs`: by default as many as x, or the codes, have. `implementation`: a name in IMPLEMENTATIONS; None picks one.
+    float32 and rounded to the dtype of x; sums are in float32. Only x has a gradient, computed from the same codes.
+    `inputs`: by default that of x, or of the codes. `implementation`: a name in IMPLEMENTATIONS; None: chosen by
+    `kernels.choice`.
     """
     transposed = Validator("dequant_matmul").flag("transposed", transposed)
     x, codes, scale, call = check_arguments(x, codes, scale, format, block_size, inputs, transposed)

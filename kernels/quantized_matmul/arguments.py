@@ -1,4 +1,4 @@
-"""Arguments of the matmul, checked in one place for all implementations."""
+"""The arguments of the matmul, and their checks for all implementations."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class QuantizedScales(NamedTuple):
     signed 8-bit dynamic code."""
 
     codes: UInt8[Array, "blocks outputs"]
-    scale: Float[Array, "groups outputs"]  # each of equally many blocks
+    scale: Float[Array, "groups outputs"]  # one per group of blocks
     mean: Float[Array, "1 1"]
 
 
@@ -29,12 +29,12 @@ class Form:
 
     @property
     def together(self) -> int:
-        """Codes per byte, neighbours along `inputs`, the first in the highest bits."""
+        """Codes per byte: neighbours along `inputs`, the first in the high bits."""
         return 8 // self.bits
 
     @property
     def steps(self) -> int:
-        """From 0 to 1, of evenly spaced values."""
+        """Steps from 0 to 1 of evenly spaced values."""
         return 2 ** (self.bits - 1) - 1
 
 
@@ -43,7 +43,7 @@ FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "int4": Form(4), "int8": Form
 
 @dataclass(frozen=True)
 class Call:
-    """What is known at compile time."""
+    """Compile-time properties of a call."""
 
     form: Form
     block: int  # inputs that share a scale
@@ -59,7 +59,7 @@ class Call:
 def check_arguments(
     x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Any, transposed: bool
 ) -> tuple[jax.Array, jax.Array, Any, Call]:
-    """The arrays and what is known at compile time; ValueError naming a wrong argument."""
+    """The arrays and the compile-time properties; ValueError names a wrong argument."""
     checks = Validator("dequant_matmul")
     known = isinstance(format_, str) and format_ in FORMS
     checks.require(known, f"format is {describe(format_)}; it should be one of {', '.join(FORMS)}")
@@ -91,7 +91,7 @@ def check_arguments(
             f"scale has groups of shape {scale.scale.shape} and a mean of {scale.mean.shape}; they should be"
             f" [groups, {outputs}] and [1, 1]",
         )
-    if blocks == 1:  # a block that ends far beyond the inputs is one that ends a little beyond them
+    if blocks == 1:  # the size of a block that extends beyond the inputs does not matter; a small one fits in 32 bits
         block = min(block, max(2, 1 << (inputs - 1).bit_length()))
     return x, codes, scale, Call(form, block, inputs, outputs)
 

@@ -1,7 +1,4 @@
-"""The matmul by definition: the weight dequantized whole, then multiplied. The contract.
-
-Beside its arguments it holds the weight in the dtype of x, inputs x outputs numbers, and writes and reads it once more.
-"""
+"""The matmul by its definition: the complete weight is dequantized to the dtype of x, then multiplied."""
 
 from typing import Any
 
@@ -28,7 +25,7 @@ def of_activations(
 
 
 def decoded(call: Call, codes: jax.Array, scale: Any, dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
-    """The weight, or as many of its rows as `call` has inputs."""
+    """The first `call.inputs` rows of the weight, dequantized."""
     form = call.form
     if form.bits == 4:
         codes = jnp.stack([codes >> 4, codes & 15], axis=1).reshape(-1, codes.shape[1])[: call.inputs]

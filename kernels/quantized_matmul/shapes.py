@@ -1,4 +1,4 @@
-"""Shapes that networks really have, by name: what tests compile and benchmarks measure."""
+"""Shapes of known networks, which tests compile and benchmarks measure."""
 
 from typing import NamedTuple
 
@@ -13,19 +13,8 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the matmul, forward or with respect to activations."""
+        """The matmul forward, or its gradient with respect to x."""
         return 2 * self.tokens * self.inputs * self.outputs
-
-    @property
-    def weight_bytes(self) -> float:
-        """As stored: codes and scales."""
-        bits = 8 if self.format == "int8" else 4
-        return self.inputs * self.outputs * (bits / 8 + (1 if self.double else 4) / self.block)
-
-    @property
-    def least_bytes(self) -> float:
-        """Codes read once, x read and the result written once, both in 16 bits."""
-        return self.weight_bytes + 2 * self.tokens * (self.inputs + self.outputs)
 
 
 SHAPES = {

@@ -1,12 +1,10 @@
-"""The matmul in plain JAX, a slice of the weight at a time: runs wherever XLA does.
+"""The matmul in plain JAX, one slice of the weight at a time, for every device of XLA.
 
-A slice of 8 M numbers is dequantized and used at once: 16 MiB in bfloat16, which the second-level caches of large GPUs
-hold, in place of the whole weight (896 MiB of a 16384 x 28672 one). Forward a slice is some of the outputs, backward
-some of the inputs, so that each slice makes its own part of the result and nothing is summed in memory. x
-(backward, the output's gradient) is read once for each slice.
-"""
+Each slice of 8 M numbers is dequantized and used at once: 16 MiB in bfloat16, which fit in the second-level cache of a
+large GPU, instead of the complete weight (896 MiB for 16384 x 28672). A slice is a range of outputs, backward a range
+of inputs, so each slice computes its own part of the result. x (backward: the gradient of the output) is read once per
+slice."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,7 @@ from jaxtyping import Array, Float
 from .arguments import Call, QuantizedScales
 from .reference import block_scales, decoded
 
-SLICE = 1 << 23  # numbers that are dequantized at once
+SLICE = 1 << 23  # numbers of a slice
 
 
 def multiply(
@@ -31,18 +29,27 @@ def multiply(
 
         return x @ decoded(call, cut(codes), jax.tree.map(cut, scale), x.dtype)
 
-    return _in_slices(part, call.outputs, width, jnp.zeros((x.shape[0], call.outputs), x.dtype))
+    if width == call.outputs:
+        return part(jnp.zeros((), jnp.int32))
+
+    def step(i: jax.Array, made: jax.Array) -> jax.Array:
+        # The last slice begins earlier if it would extend beyond the end: it then computes some values twice.
+        first = jnp.minimum(i * width, call.outputs - width)
+        return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=1)
+
+    empty = jnp.zeros((x.shape[0], call.outputs), x.dtype)
+    return jax.lax.fori_loop(0, -(-call.outputs // width), step, empty)
 
 
 def of_activations(
     call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens inputs"]:
     blocks = max(1, SLICE // call.outputs // call.block)
-    blocks += blocks * call.block % call.form.together  # bytes are not cut
+    blocks += blocks * call.block % call.form.together  # so that slices begin at complete bytes
     height = blocks * call.block
     if height >= call.inputs:
         return g @ decoded(call, codes, scale, g.dtype).T
-    own = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # a 64th of the weight's numbers
+    own = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's numbers
 
     def put(made: jax.Array, first: Any, count: int) -> jax.Array:
         some, together = replace(call, inputs=count), call.form.together
@@ -55,16 +62,3 @@ def of_activations(
     made = jnp.zeros((g.shape[0], call.inputs), g.dtype)
     made = jax.lax.fori_loop(0, slices, lambda i, made: put(made, i * height, height), made)
     return put(made, slices * height, rest) if rest else made
-
-
-def _in_slices(part: Callable[[jax.Array], jax.Array], size: int, width: int, empty: jax.Array) -> jax.Array:
-    """`part(first)` where it belongs. The last slice begins earlier where it would reach beyond the end, and
-    computes some values twice."""
-    if width == size:
-        return part(jnp.zeros((), jnp.int32))
-
-    def step(i: jax.Array, made: jax.Array) -> jax.Array:
-        first = jnp.minimum(i * width, size - width)
-        return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=1)
-
-    return jax.lax.fori_loop(0, -(-size // width), step, empty)

@@ -1,13 +1,13 @@
-"""The matmul as Triton kernels: codes are dequantized in registers, on their way to a matmul.
+"""The matmul as Triton kernels, which dequantize codes in registers.
 
-Forward, a program makes a tile of the result: at each step it reads a tile of x and one of codes. Where a byte holds
-two codes, those are neighbours along the sum, so the bytes' first codes meet the even columns of x and their second
-ones the odd columns: two matmuls, and no value changes its place. For that x comes with its even columns first, which
-is the one copy made: 4 bytes per number of x, where decoding the weight first writes and reads 4 bytes per number of
-it. Backward the same tiles of codes, the sum along the outputs; it gives even and odd columns apart.
+Forward, a program computes a tile of the result; at each step it reads a tile of x and a tile of codes. The two codes
+of a byte are neighbours along the sum: the first codes of the bytes are multiplied with the even columns of x and the
+second ones with the odd columns, in two matmuls that move no values. For this x is copied with its even columns first,
+4 bytes per number of x; dequantizing the weight first would write and read 4 bytes per number of the weight. Backward
+the sum is along the outputs, and even and odd columns are separate results.
 
-With T tokens the codes are read T / 128 times, all but the first from the second-level cache, as programs that share a
-tile of codes start one after the other.
+With T tokens the codes are read T / 128 times, all but the first from the second-level cache, because programs that
+share a tile of codes start one after the other.
 """
 
 import functools
@@ -30,7 +30,7 @@ PROGRAMS = "jaxmem.kernels.quantized_matmul.triton_programs"
 
 
 class Blocks(NamedTuple):
-    """Sizes of a program's tiles: powers of two, at least 16 for the tensor cores."""
+    """Tile sizes of a program: powers of two, at least 16 for the tensor cores."""
 
     tokens: int
     rows: int  # of codes
@@ -45,7 +45,7 @@ USUAL = {"forward": Blocks(128, 32, 128, 8, 3), "backward": Blocks(128, 32, 64, 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What a program knows at compile time."""
+    """Compile-time values of a program."""
 
     tokens: int
     outputs: int
@@ -118,12 +118,12 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
 def _blocks(direction: str, call: Call, x: jax.Array) -> Blocks:
     room = functools.partial(space, direction, call.form.together, x.dtype.itemsize)
     sizes = x.shape[0], call.inputs, call.outputs
-    asked = tuning.Asked(f"triton {direction}", f"{call.form.bits} bits {x.dtype.name}", sizes, room)
-    return _fitting(call, x.shape[0], tuning.blocks("dequant_matmul", asked, USUAL[direction]))
+    request = tuning.KernelCall(f"triton {direction}", f"{call.form.bits} bits {x.dtype.name}", sizes, room)
+    return _fitting(call, x.shape[0], tuning.blocks("dequant_matmul", request, USUAL[direction]))
 
 
 def space(direction: str, together: int, itemsize: int, shared: int) -> list[Blocks]:
-    """Sizes to measure, of those that fit in shared memory and registers. Tiles of the weight pass through both."""
+    """The sizes to measure: those that fit in shared memory and registers. Tiles of the weight need both."""
 
     def fits(blocks: Blocks) -> bool:
         tokens, rows, outputs, warps, stages = blocks
@@ -137,7 +137,7 @@ def space(direction: str, together: int, itemsize: int, shared: int) -> list[Blo
 
 
 def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:
-    """A tile of codes lies in one block of scales, or has a power of two of them."""
+    """Sizes for this call: a tile of codes is inside one block of scales, or has a power of two of them."""
     together = call.form.together
     rows = block_size(most.rows, -(-call.inputs // together))
     if call.unit >= rows or call.unit & (call.unit - 1):

@@ -1,4 +1,5 @@
-"""The Triton programs of the matmul; `triton.py` launches them. `s` is `triton.Tiling`, known at compile time."""
+"""The Triton programs of the matmul; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
+time."""
 
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
@@ -8,7 +9,7 @@ from jaxmem.kernels.triton_functions import dynamic8_value, program
 
 @program
 def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
-    """[rows, outputs] block scales of a tile of codes, which lies in one block or holds several."""
+    """The block scales of a tile of codes, [rows, outputs]. The tile is inside one block or has several."""
     several: tl.constexpr = s.blocks_of_tile
     block = tile * s.rows // s.unit + tl.arange(0, several)
     real = (block < s.blocks)[:, None] & (output < s.outputs)[None, :]
@@ -25,8 +26,8 @@ def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
 
 @program
 def decoded(tile, output, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
-    """The values of a tile of codes in float32: of a byte's first and second code; of int8 twice the same. Rows and
-    columns beyond the weight's end give some finite number."""
+    """The values of a tile of codes in float32: those of the first and of the second code of each byte; for int8 both
+    are the same. Rows and columns beyond the end of the weight have some finite value."""
     row = tile * s.rows + tl.arange(0, s.rows)
     real = (row < s.code_rows)[:, None] & (output < s.outputs)[None, :]
     codes_ptr += row.to(tl.int64)[:, None] * s.outputs + output[None, :]

@@ -1,4 +1,4 @@
-"""Optimizer steps on 8-bit numbers, fused into one pass over memory. `reference.py` is the contract.
+"""Fused optimizer steps on 8-bit numbers. `reference.py` defines the results.
 
 A new implementation is a module with `adam8` and `int8_add` as in `reference.py`, and a line in IMPLEMENTATIONS.
 """
@@ -29,11 +29,12 @@ def adam8_update(
     block_size: int = 256,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Moments8]:
-    """Adam's direction for a gradient [..., rows, columns], in its dtype, and the new state, in place of the old.
+    """Adam's direction for a gradient [..., rows, columns], in its dtype, and the new state, which replaces the old one
+    in place if it is donated.
 
-    `state`: dynamic codes of 8 bits (Dettmers et al., arXiv:2110.02861) in blocks along `axis`, -1 or -2. A second
-    moment never becomes zero: it is at least the smallest value that a code has. `unbiased`: 1 - beta1^t and
-    1 - beta2^t, [2], by which the moments are divided.
+    `state`: 8-bit dynamic codes (Dettmers et al., arXiv:2110.02861) in blocks along `axis`, -1 or -2. A second moment
+    never becomes zero: it is at least the smallest nonzero value of a code. `unbiased`: 1 - beta1^t and 1 - beta2^t,
+    [2], by which the moments are divided.
     """
     checks = Validator("adam8_update")
     checks.require(isinstance(state, Moments8), f"state is {describe(state)}; it should be Moments8")
@@ -60,11 +61,11 @@ def int8_add(
     block_size: int = 256,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights in int8, value = code / 127 * scale, plus an update: dequantized, added, quantized again with stochastic
-    rounding, so that an update far below a step moves the weight by the right amount in the mean. In place.
+    """Adds an update to int8 weights, value = code / 127 * scale, and quantizes the sum with stochastic rounding, so
+    that updates far below a quantization step are correct on average. In place if the arrays are donated.
 
-    `seeds`: a word per block. The number drawn for an element depends on that word and the element's place in the
-    block, so a block with the same word draws the same in whatever part of an array it lies."""
+    `seeds`: a random word per block. The number drawn for an element depends on this word and on the position in the
+    block, so blocks with the same word draw the same numbers in any part of an array."""
     numbers, scales = {"codes": (codes, "int8")}, {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
     checks = Validator("int8_add")
     update, found, blocks = check_arguments(checks, "update", update, numbers, scales, axis, block_size)

@@ -1,4 +1,4 @@
-"""Arguments of the updates, checked in one place for all implementations."""
+"""The arguments of the updates, and their checks for all implementations."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,16 +29,16 @@ class Adam:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which numbers share a scale."""
+    """The blocks of numbers that share a scale."""
 
-    along: int  # the dimension that blocks run along, counted from the end: -1 or -2
+    along: int  # the dimension that is divided into blocks: -1 or -2
     size: int
 
 
 def check_arguments(
     checks: Validator, name: str, like: Any, numbers: NamedArrays, scales: NamedArrays, axis: Any, block_size: Any
 ) -> tuple[jax.Array, dict[str, jax.Array], Blocks]:
-    """`like` (the gradient, the update), the arrays by name, and how blocks lie; ValueError naming a wrong argument.
+    """`like` (the gradient or the update), the arrays by name, and the blocks; ValueError names a wrong argument.
     `numbers` have the shape of `like`, `scales` one element per block."""
     like = checks.array(name, like, "[..., rows, columns]", FLOATS)
     blocks = Blocks(checks.whole_number("axis", axis), checks.whole_number("block_size", block_size))
@@ -47,7 +47,7 @@ def check_arguments(
     size = like.shape[blocks.along]
     checks.require(
         size % blocks.size == 0,
-        f"block_size {blocks.size} does not divide the {size} numbers along axis {blocks.along}",
+        f"block_size is {blocks.size}; the {size} numbers along axis {blocks.along} should be a multiple of it",
     )
     lines = list(like.shape)
     lines[blocks.along] = size // blocks.size

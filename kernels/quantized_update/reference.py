@@ -1,7 +1,6 @@
-"""The updates by definition, in plain JAX: dequantize, step, quantize. The contract; runs wherever XLA does.
+"""The updates by their definition, in plain JAX: dequantize, step, quantize.
 
-XLA makes several passes over memory, as a block's absmax is known only after the last number of the block: some 30
-bytes per number, 2 of the gradient and 4 of codes among them.
+XLA reads and writes about 30 bytes per number, because the absmax of a block is known only after its last number.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ def int8_add(
 
 
 def _encoded(x: jax.Array, blocks: Blocks, encode: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # As bits, in whose order NaN is above all numbers: XLA's maximum on a CPU drops NaN.
+    # The maximum of the bits, in whose order NaN is above all numbers: XLA's maximum of floats ignores NaN on a CPU.
     most = jnp.max(jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis=1)
     most = jax.lax.bitcast_convert_type(most, jnp.float32)
     inverse = jnp.where(most > 0, 1 / jnp.where(most > 0, most, 1), 0)

@@ -1,4 +1,4 @@
-"""Shapes that networks really have, by name: what tests compile and benchmarks measure."""
+"""Shapes of known networks, which tests compile and benchmarks measure."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Shape(NamedTuple):
 
     @property
     def least_bytes(self) -> float:
-        """Of Adam with a gradient in 16 bits: each array read once and written once."""
+        """Adam with a 16-bit gradient: each array is read once and written once."""
         return self.numbers * (8 + 16 / self.block)
 
 

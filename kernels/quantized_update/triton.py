@@ -1,9 +1,7 @@
 """The updates as Triton kernels: each array is read once and written once, codes and scales in place.
 
-A program holds some whole blocks in registers, so a block's absmax is known before its codes are written. Bytes per
-number, with a 16-bit gradient and blocks of 256: Adam reads 4 and writes 4, with scales 8.06; int8 weights with a
-16-bit update 4.05.
-"""
+A program has complete blocks in registers, so the absmax of a block is known before its codes are written. With a
+16-bit gradient or update and blocks of 256, Adam moves 8.06 bytes per number and int8 weights 4.05."""
 
 import functools
 import itertools
@@ -23,14 +21,14 @@ PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 
 
 class Share(NamedTuple):
-    """What one program updates."""
+    """The part of the arrays that one program updates."""
 
     numbers: int
-    columns: int  # at least, where blocks run along the rows: memory is read in lines of 32 bytes
-    warps: int  # for this count of numbers; a program that has to hold more has more warps
+    columns: int  # the least number of columns if blocks are along rows: memory is read in lines of 32 bytes
+    warps: int  # for this count of numbers; proportionally more if a program has more
 
 
-# 32 numbers per thread; two programs or more share a multiprocessor, and one computes while another waits for memory.
+# 32 numbers per thread: at least two programs share a multiprocessor, so that one computes while another one waits.
 USUAL = Share(4096, 32, 4)
 MAX_WARPS = 32
 MAX_BLOCK = 16384  # numbers of a block
@@ -39,13 +37,13 @@ REGISTERS = {"adam8_update": 5, "int8_add": 3}  # per number of a thread
 
 @dataclass(frozen=True)
 class Tiling:
-    """What a program knows at compile time."""
+    """Compile-time values of a program."""
 
     along_columns: bool  # blocks along the last dimension; otherwise along the rows
     size: int  # numbers of a block
     padded: int  # the next power of two
     count: int  # blocks of a program
-    blocks: int  # in all, along columns
+    blocks: int  # of all programs; along columns only
     columns: int
     beta1: float = 0.0
     beta2: float = 0.0
@@ -93,8 +91,8 @@ def _run(
             f"{operation}: block_size is {blocks.size}; the triton implementation supports at most {MAX_BLOCK}"
         )
     kind, sizes = f"{like.dtype.name} along {blocks.along}", (like.size, blocks.size)
-    asked = tuning.Asked("triton update", kind, sizes, functools.partial(space, operation, blocks.along))
-    numbers, least, warps = tuning.blocks(operation, asked, USUAL)
+    request = tuning.KernelCall("triton update", kind, sizes, functools.partial(space, operation, blocks.along))
+    numbers, least, warps = tuning.blocks(operation, request, USUAL)
     total = like.size // blocks.size
     if along_columns:
         each = max(1, numbers // padded)
@@ -116,7 +114,7 @@ def _run(
 
 
 def space(operation: str, along: int, _: int) -> list[Share]:
-    """Shares to measure, of those that fit in registers; shared memory holds sums alone."""
+    """The shares to measure: those that fit in registers. Shared memory has only sums."""
     columns = (USUAL.columns,) if along == -1 else (16, 32, 64)
     shares = itertools.starmap(Share, itertools.product((2048, 4096, 8192), columns, (4, 8, 16)))
     return [one for one in shares if REGISTERS[operation] * one.numbers / (32 * one.warps) <= tuning.REGISTERS]

@@ -1,4 +1,5 @@
-"""The Triton programs of the updates; `triton.py` launches them. `s` is `triton.Tiling`, known at compile time."""
+"""The Triton programs of the updates; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
+time."""
 
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
@@ -8,8 +9,8 @@ from jaxmem.kernels.triton_functions import dynamic8_code, dynamic8_value, float
 
 @program
 def tile(s: tl.constexpr):
-    """Of this program's whole blocks: each number's place in its block, offset and mask, and each block's offset and
-    mask. Offsets of the first number and the first block, which take 64 bits, come apart."""
+    """For the blocks of this program: each number's position in its block, the offset of the first number (64 bits),
+    the other numbers' offsets from it, and their mask; the same for the blocks: the first one, offsets, and mask."""
     if s.along_columns:
         block = tl.program_id(0) * s.count + tl.arange(0, s.count)
         place = tl.arange(0, s.padded)[None, :]
@@ -44,8 +45,8 @@ def over_block(x, s: tl.constexpr):
 
 @program
 def largest(x, steps: tl.constexpr, s: tl.constexpr):
-    """The absmax of each block, and the factor that brings its numbers to -steps ... steps, at most 2^126. Compared are
-    bits, in whose order NaN is above all numbers: a GPU's maximum of floats drops NaN."""
+    """The absmax of each block, and the factor that scales its numbers to -steps ... steps, at most 2^126. The maximum
+    is that of the bits, in whose order NaN is above all numbers: a GPU's maximum of floats ignores NaN."""
     most = tl.max(float_bits(tl.abs(x)), axis=1 if s.along_columns else 0).to(tl.float32, bitcast=True)
     return most, tl.minimum(steps / most, 8.507059173023462e37)
 
@@ -55,10 +56,10 @@ def adam8_update(
     g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, factors_ptr, u_ptr, new_m_ptr, new_v_ptr, new_m_scale_ptr,
     new_v_scale_ptr, s: tl.constexpr,
 ):  # fmt: skip
-    """m in units of 1 - beta1 and v of 1 - beta2, so that g and its square are added as they are."""
+    """m is in units of 1 - beta1 and v in units of 1 - beta2, so that g and its square are added without a factor."""
     _, first, offset, mask, first_block, block_offset, block_mask = tile(s)
     g = tl.load(g_ptr + first + offset, mask=mask, other=0.0).to(tl.float32)
-    # Where nothing is stored, the code of zero.
+    # Outside of the mask: the code of zero.
     old_m = dynamic8_value(tl.load(m_ptr + first + offset, mask=mask, other=127), True)
     old_v = dynamic8_value(tl.load(v_ptr + first + offset, mask=mask, other=0), False)
     m_scale = tl.load(m_scale_ptr + first_block + block_offset, mask=block_mask, other=0.0)

@@ -1,9 +1,9 @@
-"""Planned and measured peak memory on the GPU of this machine, for configs of different shape; JSON with --output.
+"""Planned and measured peak memory on the GPU of this machine, for configs of different shapes, as JSON.
 
     python scripts/measure/measure_plan.py --output docs/benchmarks/measured-plan.json
 
-Each config runs three steps in a process of its own; after --minutes the rest is reported as not run. On a machine
-without a GPU the same configs run on tiny shapes, without measurements, since a CPU reports no peak.
+Each config runs three steps in a process of its own; configs that have not started after --minutes are not run. On a
+machine without a GPU the same configs run with tiny shapes, without measurements, since a CPU reports no peak.
 """
 
 import argparse
@@ -30,34 +30,34 @@ NO_TIME = "not run: out of time"
 
 
 def commit() -> str | None:
-    """The commit of the sources; with `+` if they have uncommitted changes."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    ask = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    done = subprocess.run(ask, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+    """The commit of the sources, with `+` if there are uncommitted changes."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    return (done.stdout.strip() or None) if done else None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where the JSON goes; default: standard output")
+    parser.add_argument("--output", type=Path, help="the file of the JSON; default: standard output")
     parser.add_argument("--first", type=int, help="run only the first N configs")
-    parser.add_argument("--minutes", type=float, default=8.5, help="what is left then is reported as not run")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--minutes", type=float, default=8.5, help="time after which no config is started")
+    args = parser.parse_args(arguments)
     gpus = devices.nvidia_gpus() if devices.has_nvidia_gpu() else []
     if not gpus:
-        print("no GPU here: tiny shapes on the CPU, nothing is measured", file=sys.stderr)
+        print("no GPU on this machine: tiny shapes on the CPU, without measurements", file=sys.stderr)
     start, rows = time.monotonic(), list[dict[str, Any]]()
-    every = configs(tiny=not gpus)[: given.first]
-    for raw in every:
-        left = 60 * given.minutes - (time.monotonic() - start)
+    for raw in configs(tiny=not gpus)[: args.first]:
+        left = 60 * args.minutes - (time.monotonic() - start)
         row = measure_apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}
         rows.append(row | {"config": raw})
         line = row.get("error") or f"planned {row['planned']:,} measured {row['measured']}"
         print(f"{raw['name']}: {line}", file=sys.stderr)
-        # After each config, so that an interrupted script leaves its results.
-        write(given.output, summary(rows, gpus), done=len(rows) == len(every))
+        text = json.dumps(summary(rows, gpus), indent=2) + "\n"
+        if args.output:  # after each config, so that an interrupted script leaves its results
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(text)
+    if not args.output:
+        print(text, end="")
     return int(any("error" in row for row in rows))
 
 
@@ -73,15 +73,6 @@ def summary(rows: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> d
         "largest_difference": max(off, default=None),
         "median_difference": statistics.median(off) if off else None,
     }
-
-
-def write(output: Path | None, found: dict[str, Any], *, done: bool) -> None:
-    text = json.dumps(found, indent=2) + "\n"
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text)
-    elif done:
-        print(text, end="")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What optimizers and precisions cost in quality: one small model trained with each, from the same weights on the same
-batches, for several seeds. The table and the figure of docs/optimizers.md.
+"""The quality of optimizers and precisions: one small model is trained with each, from the same weights on the same
+batches, for several seeds. Makes the table and the figure of docs/optimizers.md.
 
     python scripts/measure/optimizer_quality.py train                  # resumes; some hours on two cores
     python scripts/measure/optimizer_quality.py train adamw8bit -s 0   # one method, one seed
-    python scripts/measure/optimizer_quality.py table --png FILE       # of what has been recorded
+    python scripts/measure/optimizer_quality.py table --png FILE       # of the recorded runs
 
-Each run adds a record to docs/benchmarks/optimizer-quality.jsonl. Compared is the loss on held-out documents after the
-last update, of each method with that of float32 AdamW of the same seed.
-"""
+Each run adds a record to docs/benchmarks/optimizer-quality.jsonl. The table compares the loss on held-out documents
+after the last update with that of float32 AdamW with the same seed. The methods are in optimizer_quality.yaml."""
 
 import argparse
 import datetime as dt
@@ -21,6 +20,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import yaml
+
 from jaxmem.lab.tour.table import Table
 from jaxmem.report.figure import figure
 
@@ -29,27 +30,7 @@ CONFIG = ROOT / "configs/quality.yaml"
 RECORDS = ROOT / "docs/benchmarks/optimizer-quality.jsonl"
 SEEDS = (0, 1, 2)
 BASE = "adamw"
-# A short run refreshes its projection more often. After 400 updates 1e-2, 2e-2, 4e-2 ended at 1.816, 1.729, 1.742
-# (AdamW with 3e-3, 6e-3 at 1.673, 1.728).
-LOW_RANK = "optimizer.learning_rate=2e-2 optimizer.refresh_every=50"
-QGALORE = f"precision.parameters=int8 optimizer.name=qgalore {LOW_RANK}"
-APOLLO = "optimizer.name=apollo_mini optimizer.learning_rate=1e-2"
-METHODS: dict[str, tuple[str, float | None]] = {  # overrides, and the goal: the most that its loss may be above AdamW's
-    BASE: ("", None),
-    "bfloat16": ("precision.parameters=bfloat16", None),
-    "bfloat16, stochastic": ("precision.parameters=bfloat16 precision.rounding=stochastic", 0.01),
-    "bfloat16, remainder16": ("precision.parameters=bfloat16 precision.master=remainder16", 0.002),
-    "bfloat16, remainder8": ("precision.parameters=bfloat16 precision.master=remainder8", 0.002),
-    "adamw8bit": ("optimizer.name=adamw8bit", 0.002),
-    "adamw4bit": ("optimizer.name=adamw4bit", None),
-    "galore": (f"optimizer.name=galore_adamw {LOW_RANK}", 0.03),
-    "galore 8-bit": (f"optimizer.name=galore_adamw8bit {LOW_RANK}", None),
-    "galore, residual": (f"optimizer.name=galore_adamw optimizer.residual=true {LOW_RANK}", 0.03),
-    "qgalore, int8": (QGALORE, 0.05),
-    "qgalore, int8, residual": (QGALORE.replace("qgalore", "qgalore optimizer.residual=true"), 0.05),
-    "apollo_mini": (APOLLO, 0.02),
-    "apollo_mini, int8": (f"precision.parameters=int8 {APOLLO}", 0.10),
-}
+METHODS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())  # name -> overrides, goal
 PEERS = {"adamw, torch": BASE, "galore, galore-torch": "galore"}  # recorded by tests/optim/galore_torch.py
 
 
@@ -91,7 +72,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def compared() -> Iterator[dict[str, Any]]:
-    """A row per method: means over its seeds, and the standard error of the difference to AdamW's loss."""
+    """A row per method: means over seeds, and the standard error of the difference from AdamW's loss."""
     found = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
     for method in (*METHODS, *PEERS):
         seeds = [seed for seed in SEEDS if (method, seed) in found and (BASE, seed) in found]
@@ -103,7 +84,7 @@ def compared() -> Iterator[dict[str, Any]]:
                 "loss": statistics.mean(found[method, seed] for seed in seeds),
                 "above AdamW": f"{statistics.mean(above):+.4f}",
                 "error": f"{statistics.stdev(above) / len(above) ** 0.5:.4f}" if len(above) > 1 else None,
-                "goal": METHODS.get(method, ("", None))[1],
+                "goal": METHODS.get(method, (None, None))[1],
             }
 
 
@@ -127,7 +108,7 @@ def main() -> None:
     options.add_argument("what", choices=["train", "table"])
     options.add_argument("methods", nargs="*", default=list(METHODS))
     options.add_argument("-s", "--seeds", nargs="+", type=int, default=list(SEEDS))
-    options.add_argument("--steps", type=int, help="other than the config's: to find learning rates")
+    options.add_argument("--steps", type=int, help="number of updates, instead of that of the config")
     options.add_argument("--png", type=Path, help="the table as a figure")
     args = options.parse_args()
     if unknown := set(args.methods) - set(METHODS):

@@ -1,12 +1,12 @@
-"""What few bits cost: the tables of docs/quantization.md.
+"""The errors and losses of few bits: the tables of docs/quantization.md.
 
     python scripts/measure/quantization.py formats [--json FILE]    # bits, error, speed on normal values
     jaxmem train configs/quality.yaml
     python scripts/measure/quantization.py run runs/quality [--json FILE] [--png FILE]
     python scripts/measure/quantization.py run runs/quality --embeddings nf4
 
-`run`: the held-out loss of a run with every matrix quantized once after training, in blocks of 64 along its inputs;
-vectors are not. `--embeddings`: with the embedding and output matrices alone, and with the layers alone.
+`run`: the held-out loss of a run whose matrices are quantized after training, in blocks of 64 along their inputs.
+`--embeddings`: with only the embedding and output matrices quantized, and with only the layers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jaxmem.lab.tour.table import Row, Table
 from jaxmem.quant import FORMATS, quantize
 
 SHAPE = (4096, 4096)
-SMALLEST = 1e-4  # nats per byte: differences below are drawn here
+SMALLEST = 1e-4  # nats per byte; smaller differences are drawn here
 SERIES = {  # formats with more and more bits
     "symmetric": ("int2", "int3", "int4", "int5", "int6", "int8"),
     "affine": ("uint2", "uint3", "uint4", "uint5", "uint6", "uint8"),
@@ -39,7 +39,7 @@ SERIES = {  # formats with more and more bits
 
 
 def formats() -> Iterator[Row]:
-    """Times are of the fastest of five calls."""
+    """Bits, errors and speeds of each format; times are those of the fastest of five calls."""
     normal = jax.random.normal(jax.random.key(0), SHAPE, jnp.float32)
     for name in FORMATS:
         x = jnp.abs(normal) if name.startswith("udynamic") else normal
@@ -73,11 +73,11 @@ def losses(run: str, batches: int) -> Iterator[Row]:
 
 
 def by_part(run: str, batches: int, form: str) -> Iterator[Row]:
-    """The loss above float32's with the embedding and output matrices alone quantized, and with the layers alone."""
+    """The loss above float32 with only the embedding and output matrices quantized, and with only the layers."""
     program, params = open_run(run)
 
     def quantized(name: str, part: Any) -> Any:
-        axis = -1 if name == "embedding" else -2  # an embedding's blocks lie along its rows
+        axis = -1 if name == "embedding" else -2  # the blocks of an embedding are along its rows
         return jax.tree.map(lambda x: rounded(x, form, axis), part)
 
     with Evaluator(program) as held_out:

@@ -1,10 +1,10 @@
-"""What N layers save for the backward pass under each recompute policy, and the arithmetic: docs/activations.md.
+"""The activations that N layers save under each recompute policy, and the arithmetic: docs/activations.md.
 
     python scripts/measure/recompute.py --json docs/benchmarks/recompute.json --png docs/recompute.png
 
-Layers of llama3-8b's shape in bfloat16 and one sequence of 2,048 tokens, compiled for a target that need not be
-present. The bytes are those of the gradient with respect to the input of the stack, the arithmetic is that of the
-gradient with respect to the weights as well. Ten seconds of a core for each.
+The layers are those of llama3-8b in bfloat16, with one sequence of 2,048 tokens, compiled for a target that need not be
+installed. The bytes are those of the gradient with respect to the input of the layers; the arithmetic also has the
+gradient with respect to the weights. A row takes ten seconds on one core.
 """
 
 import argparse

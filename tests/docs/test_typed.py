@@ -23,7 +23,7 @@ from jaxmem import planning
 from jaxmem.cli import main
 from jaxmem.config.methods import METHODS
 from jaxmem.lab.bench import contest
-from jaxmem.lab.tour.docstrings import VOCAB, write_conversations, write_tokenizer
+from jaxmem.lab.tour.docstrings import write_conversations, write_tokenizer
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.search import candidates, comparison, fit, nearest
 from jaxmem.search.knobs import allowed
@@ -33,7 +33,7 @@ from tests.docs.conftest import own_scripts, written
 ROOT = Path(__file__).parents[2]
 
 # What readers have, under the names that the pages have for it; all of it small, the models of configs/ too.
-MODEL = {"vocab": VOCAB, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
+MODEL = {"vocab": 512, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
 MODELS = ("HF_DIR", "my-hf-dir", "llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 CHATS = ("chats.jsonl", "conversations.jsonl", "data/chats.jsonl")
 TOKENS = ("tokens", "data/llama3-tokens")

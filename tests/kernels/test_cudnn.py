@@ -214,7 +214,7 @@ def test_a_measurement_comes_first_and_a_failure_goes_to_the_next(monkeypatch):
     with support.choice.use_table({"attention": {"H100": [entry]}}):
         assert choose(CALL, 90, "H100").implementation == "mosaic"
         assert choose(CALL, 90, "H200").implementation == "cudnn"
-    monkeypatch.setitem(support.choice._failures, ("attention", "cudnn"), "it is off by 3")
+    monkeypatch.setitem(support.choice.FAILURES, ("attention", "cudnn"), "it is off by 3")
     one = choose(CALL, 90, "H200")
     assert (one.implementation, "it is off by 3" in one.why) == ("mosaic", True)
 

@@ -83,13 +83,16 @@ CALLS = {
 }  # fmt: skip
 REFUSED = {
     "attention": [
-        ({"q": (2, 8, 4)}, "q has shape (2, 8, 4); it should be [batch, time, heads, dim], with no empty dimension"),
-        ({"q": (2, 0, 4, 8)}, "q has shape (2, 0, 4, 8); it should be [batch, time, heads, dim], with no empty"),
+        (
+            {"q": (2, 8, 4)},
+            "q has shape (2, 8, 4); it should be [batch, sequence, heads, dim], with no empty dimension",
+        ),
+        ({"q": (2, 0, 4, 8)}, "q has shape (2, 0, 4, 8); it should be [batch, sequence, heads, dim], with no empty"),
         ({"k": (2, 8, 4, 8, 1)}, "k has shape"),
         ({"v": (2, 9, 4, 8)}, "k has shape (2, 8, 4, 8) and v (2, 9, 4, 8); they should be the same"),
         ({"k": (3, 8, 4, 8), "v": (3, 8, 4, 8)}, "k has batch 3 and q 2"),
         ({"k": (2, 8, 4, 4), "v": (2, 8, 4, 4)}, "k has dim 4 and q 8"),
-        ({"k": (2, 8, 3, 8), "v": (2, 8, 3, 8)}, "k has 3 heads; they should divide the 4 heads of q"),
+        ({"k": (2, 8, 3, 8), "v": (2, 8, 3, 8)}, "k has 3 heads; the 4 heads of q should be a multiple of them"),
         ({"k": "bfloat16"}, "k is bfloat16 and q is float16; they should be the same"),
         ({"q": "int32"}, "q is int32; it should be one of"),
         ({"window": 0}, "window is 0; it should be at least 1"),
@@ -100,7 +103,7 @@ REFUSED = {
         ({"dropout": 0.1}, "dropout is 0.1; it should be a pair, (a jax random key, a rate)"),
         ({"dropout": (0, 0.1)}, "dropout's key is 0; it should be one key of jax.random"),
         ({"dropout": (jax.random.split(KEY), 0.1)}, "dropout's key is an array, key<fry>(2,); it should be one key"),
-        ({"segment_ids": ((2, 9), "int32")}, "segment_ids has shape (2, 9); it should be [batch, time], (2, 8)"),
+        ({"segment_ids": ((2, 9), "int32")}, "segment_ids has shape (2, 9); it should be [batch, sequence], (2, 8)"),
         ({"segment_ids": ((2, 8), "float32")}, "segment_ids is float32; it should be an integer dtype"),
         ({"segment_ids": ((2, 8), "int32"), "kv_segment_ids": ((2, 7), "int32")}, "kv_segment_ids has shape (2, 7)"),
         (
@@ -140,7 +143,7 @@ REFUSED = {
         ({"beta1": 1}, "beta1 is 1.0; it should be in [0, 1)"),
         ({"beta2": -0.1}, "beta2 is -0.1; it should be in [0, 1)"),
         ({"epsilon": -1.0}, "epsilon is -1.0; it should not be negative"),
-        ({"block_size": 48}, "block_size 48 does not divide the 64 numbers along axis -1"),
+        ({"block_size": 48}, "block_size is 48; the 64 numbers along axis -1 should be a multiple of it"),
         ({"m": (4, 32)}, "m has shape (4, 32); it should be g's, (4, 64)"),
         ({"v": "int8"}, "v is int8; it should be uint8"),
         ({"m_scale": (4, 2)}, "m_scale has shape (4, 2); with blocks of 64 it should be (4, 1)"),

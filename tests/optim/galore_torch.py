@@ -23,7 +23,7 @@ import torch
 
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
-from jaxmem.lab.bench.torch_peer import network_of
+from jaxmem.lab.bench.step import torch_network
 from jaxmem.step import program
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts/measure"))
@@ -35,7 +35,7 @@ def train(method: str, seed: int) -> None:
     overrides, _ = METHODS[PEERS[method]]
     cfg = load_config(CONFIG, [*overrides.split(), f"seed={seed}", f"name=quality-{seed}"])
     built = program(cfg, jax.devices()[:1])
-    network = network_of(built, built.initialise().params)
+    network = torch_network(built, built.initialise().params)
     optimizer = make_optimizer(cfg, network)
     curve = []
     loader = Loader(cfg, "train")

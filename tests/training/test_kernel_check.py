@@ -18,7 +18,7 @@ CALL = Request("bfloat16", 4096, 4096, 32, 16, has_segments=True, max_segments=3
 @pytest.fixture(autouse=True)
 def own_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choice, "_failures", {})
+    monkeypatch.setattr(choice, "FAILURES", {})
 
 
 def test_a_right_kernel_passes_once(monkeypatch):

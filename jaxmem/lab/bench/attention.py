@@ -1,4 +1,4 @@
-"""Attention as it is measured: compared with jax.nn's own, by XLA and cuDNN, and with PyTorch's."""
+"""The measurement of attention, compared with jax.nn's, by XLA and cuDNN, and with PyTorch's."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
 from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
-EXACT = 1024  # positions at most that are compared with float64
-# Bytes of scores in float32 that these implementations, which hold all of them several times, may have.
+EXACT = 1024  # the most positions that are compared with float64
+# The most bytes of float32 scores for these implementations, which store all scores several times.
 SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
 GRADIENTS = {
     "gradients": (0, 1, 2),
@@ -31,7 +31,7 @@ def small(shape: Shape) -> Shape:
 
 
 def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
-    """`options`: in addition to the shape's own."""
+    """`options`: in addition to those of the shape."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
     q, k, v, d_out = (
@@ -45,7 +45,7 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
         "forward": BenchPass(run, partial(_exact, options), forward, step),
         "backward": BenchPass(run, partial(_exact, options), 2.5 * forward, step, gradients=(0, 1, 2)),
     }
-    # Each by itself and in full size: compared with plain JAX.
+    # Single kernels in full size, compared with plain JAX.
     kernels = {"forward": BenchPass(run, "blockwise", forward, step)}
     for of, which in GRADIENTS.items():
         own = partial(_run, shape, options | {"deterministic": of != "gradients"})
@@ -54,10 +54,10 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
 
 
 def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
-    """As it is, and with each option at a length that is not divisible by any block."""
+    """The shape itself, and each option with lengths that are not a multiple of any block."""
     row = shape._replace(batch=1, queries=min(shape.queries, EXACT), keys=min(shape.keys, EXACT))
     if row.window is not None:
-        row = row._replace(window=min(row.window, row.keys // 4))  # so that it excludes something
+        row = row._replace(window=min(row.window, row.keys // 4))  # so that it masks some keys
     odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
     ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
     options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None], "max_segments": 5}
@@ -77,7 +77,7 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
 def _run(shape: Shape, options: dict[str, Any], implementation: str | None, q: Any, k: Any, v: Any) -> jax.Array:
     holds = 4 * shape.batch * shape.heads * shape.queries * shape.keys
     if implementation is not None and holds > SCORES.get(implementation, holds):
-        raise ValueError(f"{implementation} holds all scores several times, {holds / 2**30:.0f} GiB each")
+        raise ValueError(f"{implementation} stores all scores several times, {holds / 2**30:.0f} GiB each")
     if implementation in OTHERS:
         window = None if shape.window is None else (shape.window - 1, 0)
         own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": implementation.split()[1]}

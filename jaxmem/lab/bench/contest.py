@@ -1,5 +1,5 @@
-"""Contestants that take turns: medians of bursts of calls, so that whatever else the device does slows all of them. One
-that fails, for lack of memory say, is left out, and the others go on."""
+"""Contestants that take turns: medians of alternating bursts of calls, so that other load on the device slows all of
+them. A contestant that fails, for example for lack of memory, is left out, and the others continue."""
 
 import contextlib
 import statistics
@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 
 Call = Callable[[], Any]  # starts work on the device; returns its future result
-Say = Callable[[str], None]  # reports whose turn begins, to the process that watches
+Say = Callable[[str], None]  # reports whose turn begins to the parent process
 Row = dict[str, Any]
-BURST = 0.02  # s of calls between two looks at the clock
-FEWEST = 5  # bursts of each, however little time there is
-RIGHT = 8.0  # steps of error beyond which a result is wrong
+BURST = 0.02  # seconds of a burst
+FEWEST = 5  # bursts of each contestant, at least
+RIGHT = 8.0  # the largest error of a correct result, in steps
 
 
 @dataclass
 class Contestant:
-    """`call` does `amount` (TFLOP or GB) of work. `seconds` of a call in each turn; `enqueued`: until a call returned
-    control."""
+    """`call` does `amount` (TFLOP or GB) of work. In each turn, `seconds` per call, and `enqueued`: seconds until the
+    first call returned."""
 
     name: str
-    of: str  # which pass
+    of: str  # its pass
     call: Call
     wait: Callable[[Any], Any] = jax.block_until_ready
     amount: float = 1.0
@@ -35,7 +35,7 @@ class Contestant:
     failed: str | None = None
 
     def burst(self, calls: int) -> tuple[float, float]:
-        """Seconds per call, and until the first one was enqueued: only then the device has nothing else to do."""
+        """Seconds per call, and until the first call was enqueued, when the device is idle."""
         start = time.perf_counter()
         result = self.call()
         enqueued = time.perf_counter() - start
@@ -49,8 +49,8 @@ class Contestant:
         return self.amount / statistics.median(self.seconds)
 
     def times(self) -> Row:
-        """Median, least and most work per second, and what was measured. If more than half of the time passes before
-        the device has its work, the host is what is measured."""
+        """The median, minimum and maximum of work per second, and the times. `by_host`: enqueuing took more than half
+        of the time, so the host is the limit."""
         rates = [self.amount / seconds for seconds in self.seconds]
         seconds, enqueued = statistics.median(self.seconds), statistics.median(self.enqueued)
         return {
@@ -65,11 +65,11 @@ class Contestant:
 
 
 def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> None:
-    """Bursts of as many calls as last `BURST`, until the time is over; at least `FEWEST` of each."""
+    """Runs alternating bursts of `BURST` seconds until the time is over; at least `FEWEST` of each contestant."""
     bursts: dict[int, int] = {}
     for one in contestants:
         with _record_failure(one, say):
-            one.burst(1)  # warm
+            one.burst(1)  # warms up
             bursts[id(one)] = max(1, round(BURST / one.burst(3)[0]))
     end, turn = time.perf_counter() + seconds, 0
     while turn < FEWEST or time.perf_counter() < end:
@@ -86,7 +86,7 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
 
 @contextlib.contextmanager
 def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
-    """An error in here is one contestant's own."""
+    """A context whose errors only exclude this contestant."""
     say(f"{one.name} {one.of}")
     try:
         yield
@@ -97,10 +97,10 @@ def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
 def error_line(error: BaseException) -> str:
     """The first line of an error, or the name of its class."""
     lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
-    return lines[-1 if "Traceback" in lines[0] else 0]  # a callback's error ends with its message
+    return lines[-1 if "Traceback" in lines[0] else 0]  # the error of a callback ends with its message
 
 
-CEILING = "this device"  # as a contestant: what everything can be compared with
+CEILING = "this device"  # the contestant that measures the limits of the device
 
 
 def ceilings(size: int) -> Iterator[Contestant]:

@@ -1,28 +1,84 @@
-"""How fast the kernels are on this device, compared with peers, and whether they are right.
+"""How fast the kernels are on this device, compared with peers, and whether they are correct.
 
-Each shape is measured in a process of its own, where there is a GPU (`apart.py`; `measure.py` has what is done in it);
-a contestant that hangs or ends its process is left out of the rest. On a CPU everything runs here, on shapes of some
-dozen numbers: that shows that the benchmark works, but no speed.
-"""
+On a GPU each shape is measured in a process of its own (`isolated.py`): results first, written to outputs initialized
+with NaN, then times. A row reports a contestant's pass as soon as it is known: `check` and its error; then its times,
+their ratios to the other contestants and to a matmul or copy on this device in the same turns; or the reason why they
+are missing. A contestant that hangs or ends its process is left out of the rest. On a CPU everything runs in this
+process, on tiny shapes: this shows that the benchmark works, but no speed."""
 
+import datetime as dt
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.lab.bench import apart, measure
-from jaxmem.lab.bench.contest import Row
-from jaxmem.lab.bench.measure import BenchSelection, Job, measured
+from jaxmem.lab.bench import isolated
+from jaxmem.lab.bench.contest import CEILING, RIGHT, Call, Contestant, Row, Say, ceilings, error_line, take_turns
 from jaxmem.lab.bench.operations import OPERATIONS, choice_for
-from jaxmem.lab.bench.torch_kernels import PEERS
+from jaxmem.lab.bench.torch_kernels import PEERS, wait
 from jaxmem.lab.bench.work import BenchOperation
 from jaxmem.machine import devices
 
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    *("nvidia-cublas", "nvidia-cuda-nvcc", "triton", "jax-triton", "torch", "bitsandbytes", "torchao"),
+)
+
+
+@dataclass(frozen=True)
+class BenchSelection:
+    """What a command measures; (): the usual shapes of the operation, all contestants, all passes."""
+
+    shapes: tuple[str, ...] = ()
+    operation: str | None = None
+    only: tuple[str, ...] = ()  # contestants, or single passes of them
+    without: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()  # whose block sizes are tuned
+    seconds: float = 5.0  # approximate time for each shape or kernel
+
+    def has(self, name: str, of: str, without: Sequence[str]) -> bool:
+        """Whether a contestant's pass is selected. A name selects all names that begin with its words: `torch` also
+        `torch flash`, `mosaic` all its passes.
+
+        >>> BenchSelection().has("torch flash", "forward", ["torch"])
+        False
+        >>> BenchSelection(only=("mosaic forward",)).has("mosaic", "forward", ())
+        True
+        """
+        words = f"{name} {of} ".replace("  ", " ")
+        # `only` may name one pass of a peer whose passes are created together.
+        is_named = not self.only or any(words.startswith(f"{one} ") or f"{one} ".startswith(words) for one in self.only)
+        return is_named and not any(words.startswith(f"{one} ") for one in without)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measurement of one shape of an operation."""
+
+    operation: str
+    shape: str
+    selection: BenchSelection
+    dry: bool = False
+    check: bool = False  # only check results, with every option
+    peers: bool = True
+    known: tuple[Row, ...] = ()  # entries of the table that are not measured again
+    table: Mapping[str, Any] = field(default_factory=dict)  # has the block sizes to use
+
+    @property
+    def sizes(self) -> Any:
+        return OPERATIONS[self.operation].shape(self.shape, dry=self.dry)
+
 
 def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path | None = None) -> Iterator[Row]:
-    """The device, then each row when it is known, by default of attention. `check`: only whether results are right,
-    with every option. `write`: a file to which each row is added at once, as a line of JSON."""
+    """The device, then each row as soon as it is known; by default those of attention. `check`: only check the results,
+    with every option. `write`: a file to which each row is appended at once, as a line of JSON."""
     operation = selection.operation or "attention"
     own = check_selection(operation, selection)
     if write is not None:
@@ -41,57 +97,165 @@ def explain(selection: BenchSelection) -> list[Row]:
     """For each operation and shape the implementation that is chosen on this device, and why."""
     rows = []
     for operation in [selection.operation] if selection.operation else OPERATIONS:
-        own = check_selection(operation, selection)
-        for name in selection.shapes or own.shapes:
-            choice = choice_for(operation, name)
+        for name in selection.shapes or check_selection(operation, selection).shapes:
+            found = choice_for(operation, name)
             rows.append(
-                {"operation": operation, "shape": name, "implementation": choice.implementation, "why": choice.why}
+                {"operation": operation, "shape": name} | {"implementation": found.implementation, "why": found.why}
             )
     return rows
 
 
 def device_row() -> Row:
-    """`measure.where`, for a GPU in a process that ends, because jax would keep most of its memory."""
-    here = next(apart.rows(measure.where, None, without=[], limit=apart.LIMIT if devices.has_nvidia_gpu() else None))
+    """The device. A GPU is queried in a process that ends, because jax would keep most of its memory."""
+    limit = isolated.LIMIT if devices.has_nvidia_gpu() else None
+    here = next(isolated.rows(device_facts, None, without=[], limit=limit))
     if "why_not" in here:
         raise UserError(f"bench: {here['why_not']}")
     return here
 
 
-def run_jobs(work: apart.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
-    """Each job in a process of its own; on a CPU in this one. A job is made when those before it are done."""
-    limit = None if here["dry_run"] else apart.LIMIT
+def run_jobs(work: isolated.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
+    """The rows of each job, in a process of its own; on a CPU in this one. A job is created after the previous one has
+    ended."""
+    limit = None if here["dry_run"] else isolated.LIMIT
     for job in jobs:
-        for row in apart.rows(work, job, without=without, limit=limit):
+        for row in isolated.rows(work, job, without=without, limit=limit):
             yield {"operation": job.operation, "shape": job.shape} | row
 
 
 def check_file(path: Path) -> None:
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--write {path}: there is no folder {path.parent}")
+        raise UserError(f"--write {path}: there is no folder {path.parent}; create it or use another one")
     if path.is_dir():
-        raise UserError(f"--write {path}: is a folder; use the name of a file")
+        raise UserError(f"--write {path} is a folder; use the name of a file")
 
 
 def check_selection(operation: str, selection: BenchSelection) -> BenchOperation:
-    """The operation, if everything selected exists: contestants, words with which some begin, or a contestant and its
-    pass."""
-    if operation not in OPERATIONS:
-        raise _unknown("operation", operation, OPERATIONS)
+    """The operation, if everything that is selected exists."""
+
+    def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
+        for name in names:
+            if name not in known and not any(f"{one} ".startswith(f"{name} ") for one in prefixes):
+                raise UserError(f"unknown {kind} {name!r}{nearest(name, known)}")
+
+    check("operation", [operation], OPERATIONS)
     own = OPERATIONS[operation]
-    for name in selection.shapes:
-        if name not in own.shapes:
-            raise _unknown("shape", name, own.shapes)
     contestants = [*own.implementations, *own.others, *PEERS.get(operation, ())]
-    known = [name for one in contestants for name in (one, *(f"{one} {of}" for of in own.passes))]
-    for name in (*selection.only, *selection.without):
-        if not any(f"{one} ".startswith(f"{name} ") for one in known):
-            raise _unknown("contestant", name, contestants)
-    for name in selection.passes:
-        if name not in own.passes:
-            raise _unknown("pass", name, own.passes)
+    passes = [f"{one} {of}" for one in contestants for of in own.passes]
+    check("shape", selection.shapes, own.shapes)
+    check("contestant", (*selection.only, *selection.without), contestants, passes)
+    check("pass", selection.passes, own.passes)
     return own
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    return UserError(f"unknown {kind} {name!r}{nearest(name, known)}")
+# ---------------------------------------------------------------- in the process that measures
+
+
+def device_facts(_: None, **__: Any) -> Iterator[Row]:
+    """The device, the versions of its software, and the time."""
+    device, gpus = jax.devices()[0], devices.nvidia_gpus()
+    yield {
+        "device": device.device_kind,
+        "dry_run": device.platform == "cpu",
+        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "driver": gpus[0]["driver"] if gpus else None,
+        "gpus": gpus,
+        "versions": devices.package_versions(PACKAGES),
+    }
+
+
+def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    """The errors of all contestants, then their times."""
+    checked = [row for row in done if "check" in row]
+    for row in _checks(job, checked, without, say):
+        checked.append(row)
+        yield row
+    if job.check:
+        return
+    refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
+    contestants: list[Contestant] = []
+    for name, of, make in _candidates(job):
+        if not job.selection.has(name, of or "", without) or (name, of) in refused:
+            continue
+        say(f"{name} {of or ''}".strip())
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001 (each compiler and library has errors of its own)
+            yield {"contestant": name} | ({"pass": of} if of else {}) | {"why_not": error_line(error)}
+        else:
+            contestants += [one for one in made if job.selection.has(name, one.of, without)]
+    for row in _timed(job, contestants, checked, say):
+        yield {"sizes": job.sizes._asdict()} | row
+
+
+def _candidates(job: Job) -> Iterator[tuple[str, str | None, Any]]:
+    """(name, pass, function that returns contestants); for a peer the pass is None, and it returns all passes."""
+    own = OPERATIONS[job.operation]
+    work = own.work(job.sizes)
+
+    def contestant(name: str, of: str, call: Call, wait: Any = jax.block_until_ready) -> Contestant:
+        return Contestant(name, of, call, wait, work.passes[of].amount, work.unit)
+
+    def compile_pass(name: str, of: str) -> list[Contestant]:
+        return [contestant(name, of, work.passes[of].compiled(name, work))]
+
+    def make_peer(name: str) -> list[Contestant]:
+        calls = PEERS[job.operation][name](job.sizes)
+        return [contestant(name, of, call, wait) for of, call in calls.items()]
+
+    for name in (*own.implementations, *(own.others if job.peers else ())):
+        for of in work.passes:
+            yield name, of, partial(compile_pass, name, of)
+    for name in PEERS.get(job.operation, ()) if job.peers else ():
+        yield name, None, partial(make_peer, name)
+
+
+def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    own = OPERATIONS[job.operation]
+    known = {(row["check"], row["contestant"], row["pass"]) for row in done}
+    checks = {"as it is": lambda: own.work(job.sizes)} if own.checks is None else own.checks(job.sizes)
+    for check in checks if job.check else list(checks)[:1]:
+        say(f"float64 {check}")
+        work = checks[check]()
+        for of, one in work.passes.items():
+            names = [name for name in own.implementations if job.selection.has(name, of, without)]
+            names = [name for name in names if (check, name, of) not in known]
+            if not names:
+                continue
+            say(f"float64 {of}")
+            expected = one.expected(work)
+            for name in names:
+                say(f"{name} {of}")
+                row = {"contestant": name, "pass": of, "check": check}
+                try:
+                    error = one.error(name, work, expected)
+                except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
+                    yield row | {"why_not": error_line(refusal)}
+                else:
+                    yield row | {"right": error <= RIGHT, "error": error if error < float("inf") else None}
+
+
+def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:
+    """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
+    of the implementations in plain JAX."""
+    own = OPERATIONS[job.operation]
+    compared = {"reference", own.plain, *own.others, *PEERS.get(job.operation, ())}
+    limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
+    take_turns([*contestants, *limits.values()], job.selection.seconds, say)
+    for one in [*contestants, *limits.values()][::-1]:
+        row = {"contestant": one.name, "pass": one.of}
+        if one.failed is not None:
+            yield row | {"why_not": one.failed}
+            continue
+        peers = [peer for peer in contestants if peer.of == one.of and peer.name in compared and not peer.failed]
+        ratios = {peer.name: _ratio(peer, one) for peer in peers if peer.name != one.name}
+        limit = limits[one.unit]
+        if one is not limit and limit.failed is None:
+            ratios[CEILING] = one.rate / limit.rate
+        checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
+        right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
+        yield row | one.times() | {"ratios": ratios} | right
+
+
+def _ratio(peer: Contestant, one: Contestant) -> float:
+    return statistics.median(theirs / mine for theirs, mine in zip(peer.seconds, one.seconds, strict=False))

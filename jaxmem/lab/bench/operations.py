@@ -1,5 +1,5 @@
-"""All operations as they are measured: their arrays, what each pass of an implementation runs, its exact result in
-float64, the amount of work, and the implementation that a call chooses by itself."""
+"""The operations that are measured: their arrays, passes, exact results in float64, and amounts of work; and the
+implementation that a call chooses."""
 
 import dataclasses
 import time
@@ -22,11 +22,11 @@ from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 from jaxmem.quant import QTensor, quantize
 
 BF16 = jnp.bfloat16
-DEQUANTIZED = "decoded before"  # a matmul with the weight dequantized before the time begins
+DEQUANTIZED = "decoded before"  # a matmul with a weight that was dequantized before the measurement
 
 
 def choice_for(operation: str, name: str) -> Choice:
-    """The implementation that a call of this shape chooses on this device, and why; nothing is computed."""
+    """The implementation that a call of this shape chooses on this device, and why. Nothing is computed."""
     own = OPERATIONS[operation]
 
     def traced() -> Any:
@@ -39,7 +39,7 @@ def choice_for(operation: str, name: str) -> Choice:
 
 
 def random_key() -> jax.Array:
-    """A new one at each call: errors are measured on other numbers each time."""
+    """A different key at each call, so that errors are measured on other numbers each time."""
     return jax.random.key(time.time_ns() % 2**31)
 
 
@@ -78,7 +78,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
         return adam8_update(g, state, unbiased, **options)
 
     def moments(state: Any) -> Any:
-        """To half a step of their codes, 0.7 % of the largest."""
+        """The dequantized moments, which are exact to half a step of their codes, 0.7 % of the largest."""
         pairs = (m, state.m, state.m_scale), (v, state.v, state.v_scale)
         return tuple(dataclasses.replace(q, codes=c, scale=s).dequantize(jnp.float32) for q, c, s in pairs)
 
@@ -96,7 +96,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
 
 
 def _int8_add(shape: update_shapes.Shape) -> BenchWork:
-    """Stochastic rounding: up to a step of the largest block away."""
+    """Stochastic rounding: the error is up to one step of the largest block."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
 
@@ -139,7 +139,7 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
     return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
 
 
-# All of Llama's matrices at once need 56 GiB to update in plain JAX, and 74 in float64: by name only.
+# The update of all of Llama's matrices at once needs 56 GiB in plain JAX and 74 in float64, so it is not a default.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
 OPERATIONS = {
     "attention": attention.OPERATION,

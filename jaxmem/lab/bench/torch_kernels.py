@@ -1,5 +1,5 @@
-"""The same operations by libraries for PyTorch: a table of peers. A peer of a shape returns a call for each pass, or
-raises ValueError where its library is not installed or does not support the shape."""
+"""The same operations in libraries for PyTorch. A peer returns a call for each pass of a shape, or raises ValueError if
+its library is not installed or does not support the shape."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ Calls = Mapping[str, Call]  # by the name of the pass
 
 
 def needed(*names: str) -> list[Any]:
-    """PyTorch, where it sees a GPU, and these modules."""
+    """PyTorch and these modules; ValueError if one is missing or PyTorch has no GPU."""
     found = []
     for name in ("torch", *names):
         try:
@@ -20,7 +20,7 @@ def needed(*names: str) -> list[Any]:
         except ImportError as error:
             raise ValueError(f"{name.partition('.')[0]} is not installed") from error
     if not found[0].cuda.is_available():
-        raise ValueError("torch sees no GPU")
+        raise ValueError("torch has no GPU")
     return found
 
 
@@ -29,7 +29,7 @@ def wait(_: Any) -> None:
 
 
 def attention_by_torch(shape: Any, *, backend: str) -> Calls:
-    """scaled_dot_product_attention by one of its fused kernels, which do not support windows."""
+    """`scaled_dot_product_attention` with one of its fused kernels, which do not support windows."""
     torch, kinds = needed("torch.nn.attention")
     if shape.window is not None:
         raise ValueError("torch's fused kernels do not support a window")
@@ -49,7 +49,8 @@ def attention_by_torch(shape: Any, *, backend: str) -> Calls:
 
 
 def matmul_by_bitsandbytes(shape: Any, *, decoded: bool) -> Calls:
-    """What QLoRA runs there: its own choice of a kernel; `decoded`: dequantized, then multiplied by cuBLAS."""
+    """The matmul of QLoRA in bitsandbytes, which chooses its kernel; `decoded`: dequantized, then multiplied by
+    cuBLAS."""
     torch, bitsandbytes, functional = needed("bitsandbytes", "bitsandbytes.functional")
     if shape.format not in ("nf4", "fp4"):
         raise ValueError(f"bitsandbytes multiplies nf4 and fp4 in blocks, not {shape.format}")
@@ -64,7 +65,7 @@ def matmul_by_bitsandbytes(shape: Any, *, decoded: bool) -> Calls:
 
 
 def matmul_by_torchao(shape: Any) -> Calls:
-    """A linear layer after its `quantize_`: int4 in groups, int8 with a scale for each output."""
+    """A linear layer after torchao's `quantize_`: int4 in groups, int8 with a scale per output."""
     torch, quantization = needed("torchao.quantization")
     if shape.format not in ("int4", "int8"):
         raise ValueError(f"torchao multiplies int4 and int8, not {shape.format}")
@@ -76,8 +77,8 @@ def matmul_by_torchao(shape: Any) -> Calls:
 
 
 def adam8_by_bitsandbytes(shape: Any) -> Calls:
-    """Its 8-bit AdamW, in blocks of 256 consecutive numbers. It also changes the weight: 4 bytes more per number than
-    the update alone, which both count the same."""
+    """The 8-bit AdamW of bitsandbytes, in blocks of 256 consecutive numbers. It also updates the weight, 4 bytes more
+    per number, which the amount of work does not count."""
     torch, functional = needed("bitsandbytes.functional")
     if shape.block != 256:
         raise ValueError(f"bitsandbytes' blocks are of 256 numbers, not {shape.block}")

@@ -1,8 +1,7 @@
-"""The fastest block sizes of each kernel, then the fastest implementation of each operation, kept in a table.
+"""Measures the fastest block sizes of each kernel, then the fastest implementation of each operation, into a table.
 
-Block sizes: all that a GPU has room for, each checked first, then timed in alternating bursts. Implementations: with
-these block sizes, the least time for all passes together among those that are right.
-"""
+Block sizes: all that fit on the GPU; each is checked, then timed in alternating bursts. Implementations: with these
+block sizes, the correct one with the smallest sum of times over all passes."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,23 +15,23 @@ from jaxmem.kernels import tuning
 from jaxmem.kernels.choice import use_table
 from jaxmem.lab.bench import kernels, operations
 from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
-from jaxmem.lab.bench.measure import BenchSelection, Job, measured
+from jaxmem.lab.bench.kernels import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
-DRY_SIZES = 2  # enough to see that it works, where nothing is measured
+DRY_SIZES = 2  # block sizes of a dry run
 
 
 def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Iterator[Row]:
-    """Measures, and writes each winner for this kind of device at once into a table, which has those of other devices
-    too. If contestants or passes are selected: only their block sizes. Entries of the table are measured again only
-    with `again`. On a CPU everything runs on small shapes, to see that it works."""
+    """Measures, and writes each winner at once into the entries of this kind of device. If contestants or passes are
+    selected, only their block sizes are tuned. Entries that the table has are measured again only with `again`. On a
+    CPU this is a dry run on tiny shapes."""
     table = _table(path)
     operation, only_blocks = selection.operation, selection.only + selection.passes
     if operation is not None:
         kernels.check_selection(operation, selection)
     elif selection.shapes + only_blocks:
-        raise UserError(f"bench tune: {', '.join(selection.shapes + only_blocks)}: of which --operation?")
+        raise UserError(f"bench tune: {', '.join(selection.shapes + only_blocks)}: --operation is missing; add it")
     here = kernels.device_row()
     dry, kind, left_out = here["dry_run"], here["device"], list(selection.without)
     for one in [operation] if operation else OPERATIONS:
@@ -55,60 +54,60 @@ def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Itera
 
 
 def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    """Entries of the table: one for each kernel whose block sizes can be chosen and that runs here."""
+    """The entries of the table: one for each kernel that has block sizes and runs here."""
     own = OPERATIONS[job.operation]
     capability = getattr(jax.devices()[0], "compute_capability", "")
     shared = tuning.SHARED.get(capability, min(tuning.SHARED.values()))
     known = {(entry["kind"], tuple(entry["sizes"])) for entry in (*job.known, *done)}
     work = own.work(job.sizes)
     for of, one in (work.kernels or work.passes).items():
-        wanted: list[Any] = []  # computed once, if at all
+        expected: list[Any] = []  # computed once, if needed
         for implementation in own.implementations:
             kernel = f"{implementation} {of}"
             is_tuned = not job.selection.passes or of in job.selection.passes
             if not is_tuned or not job.selection.has(implementation, of, without):
                 continue
-            asked = _called_kernels(one, implementation, work).get(kernel)
-            if asked is None or (f"{kernel} {asked.kind}", tuple(asked.sizes)) in known:
+            call = _called_kernels(one, implementation, work).get(kernel)
+            if call is None or (f"{kernel} {call.kind}", tuple(call.sizes)) in known:
                 continue
-            space = [blocks for blocks in asked.space(shared) if BenchSelection().has(kernel, _name(blocks), without)]
-            if not wanted:
+            space = [blocks for blocks in call.space(shared) if BenchSelection().has(kernel, _name(blocks), without)]
+            if not expected:
                 say(f"plain {of}")
-                wanted.append(one.wanted(work))
-            contestants = list(_correct(kernel, one, work, wanted[0], space[:DRY_SIZES] if job.dry else space, say))
+                expected.append(one.expected(work))
+            contestants = list(_correct(kernel, one, work, expected[0], space[:DRY_SIZES] if job.dry else space, say))
             take_turns(contestants, job.selection.seconds, say)
             seconds = {contestant.of: min(contestant.seconds) for contestant in contestants if not contestant.failed}
             if seconds:
                 best = min(seconds, key=lambda blocks: seconds[blocks])
                 yield {
-                    "kind": f"{kernel} {asked.kind}",
-                    "sizes": list(asked.sizes),
+                    "kind": f"{kernel} {call.kind}",
+                    "sizes": list(call.sizes),
                     "blocks": [int(size) for size in best.split("x")],
                     "of": len(seconds),
                     "milliseconds": 1e3 * seconds[best],
                 }
 
 
-def _called_kernels(one: BenchPass, implementation: str, work: BenchWork) -> dict[str, tuning.Asked]:
-    """The kernels that a pass of an implementation calls; none if it is refused."""
-    with tuning.listening() as heard:
+def _called_kernels(one: BenchPass, implementation: str, work: BenchWork) -> dict[str, tuning.KernelCall]:
+    """The kernels that a pass of an implementation calls; {} if it does not support the shape."""
+    with tuning.record_calls() as recorded:
         try:
             one.traced(implementation, work)
         except Exception:  # noqa: BLE001 (reported where the implementation is measured)
             return {}
-    return heard
+    return recorded
 
 
 def _correct(
-    kernel: str, one: BenchPass, work: BenchWork, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
+    kernel: str, one: BenchPass, work: BenchWork, expected: Any, space: Iterable[tuple[int, ...]], say: Say
 ) -> Iterator[Contestant]:
-    """The block sizes that compile and compute the right result."""
+    """The block sizes that compile and compute the correct result."""
     for blocks in space:
         say(f"{kernel} {_name(blocks)}")
         try:
-            with tuning.forced(kernel, blocks):
+            with tuning.force_blocks(kernel, blocks):
                 call = one.compiled(kernel.split(maxsplit=1)[0], work)
-            error = one.far(call(), wanted)
+            error = one.far(call(), expected)
         except Exception:  # noqa: BLE001, S112 (of many sizes some do not compile)
             continue
         if error <= RIGHT:
@@ -120,7 +119,7 @@ def _name(blocks: tuple[int, ...]) -> str:
 
 
 def tune_implementations(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    """The rows that were measured, and the winner's entry."""
+    """The measured rows, then the entry of the winner."""
     with use_table(dict(job.table)):
         choice = operations.choice_for(job.operation, job.shape)
         call = {"kind": choice.kind, "sizes": list(choice.sizes)}
@@ -135,8 +134,8 @@ def tune_implementations(job: Job, *, done: Sequence[Row], without: Sequence[str
 
 
 def fastest(own: BenchOperation, rows: Sequence[Row]) -> Row | None:
-    """The implementation with the least time for all passes together. The reference, which needs the most memory, wins
-    only where it is the implementation in plain JAX."""
+    """The implementation with the smallest sum of times over all passes. The reference, which needs the most memory,
+    wins only if it is the plain JAX implementation."""
     timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]
     passes = {row["pass"] for row in timed}
     taken: dict[str, dict[str, float]] = {}
@@ -158,14 +157,14 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error}); use a table that bench tune wrote, or a new file") from error
+        raise UserError(f"{path} is not JSON ({error}); use a table that bench tune wrote, or a new file") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path}: is not a table by operation; use one that bench tune wrote, or a new file")
+        raise UserError(f"{path} is not a table of bench tune; use one that it wrote, or a new file")
     return found
 
 
 def _store(path: Path, table: dict[str, Any], name: str, kind: str, row: Row) -> None:
-    """Replaces the entry of the same calls. A new file replaces the table, so that it is always complete."""
+    """Replaces the entry of the same calls, by writing a complete new file that replaces the old one."""
     entries = table.setdefault(name, {}).setdefault(kind, [])
     others = [entry for entry in entries if (entry["kind"], entry["sizes"]) != (row["kind"], row["sizes"])]
     table[name][kind] = [*others, row]

@@ -1,4 +1,4 @@
-"""What is measured of an operation: arrays, passes over them by any implementation, and their exact results."""
+"""The work that is measured: the arrays of an operation, its passes by any implementation, and their exact results."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BenchPass:
-    """`exact` computes the result of `run` from the same arrays in float64; or is the name of an implementation to
-    compare with, where float64 would be too large."""
+    """`exact` computes the result of `run` from the same arrays in float64; if that would need too much memory, it is
+    the name of the implementation to compare with."""
 
     run: Run  # (an implementation's name, *arrays of the work) -> result
     exact: Run | str
     amount: float  # TFLOP or GB
-    step: float = 2**-8  # one step of error, as a share of the largest value
-    read: Run = lambda result: result  # the part of the result that is compared, not timed
-    in_place: tuple[tuple[int, int], ...] = ()  # (argument, result) that share memory, as in a training step
-    gradients: tuple[int, ...] = ()  # the arguments with respect to which the pass computes gradients; (): forward
+    step: float = 2**-8  # one step of error, relative to the largest value
+    read: Run = lambda result: result  # returns the part of the result that is compared; not timed
+    in_place: tuple[tuple[int, int], ...] = ()  # (argument, result) pairs that share memory, as in a training step
+    gradients: tuple[int, ...] = ()  # the arguments with respect to which the pass differentiates; (): forward
 
     def traced(self, implementation: str, work: BenchWork) -> None:
-        """Nothing is computed."""
+        """Traces the pass without computing anything."""
         jax.eval_shape(self._complete(partial(self.run, implementation)), work.arrays, work.cotangents)
 
     def compiled(self, implementation: str, work: BenchWork) -> Call:
-        """A call by an implementation; arrays that are updated in place go from call to call."""
+        """The compiled pass. Arrays that it updates in place are passed on to the next call."""
         with jax.numpy_dtype_promotion("standard"):  # jax's own attention needs it
             run, arrays = self._timed(implementation, work)
             own = [place for place, _ in self.in_place]
@@ -48,7 +48,7 @@ class BenchPass:
 
         return call
 
-    def wanted(self, work: BenchWork) -> Any:
+    def expected(self, work: BenchWork) -> Any:
         """The exact result."""
         exact = self.exact
         if isinstance(exact, str):
@@ -57,26 +57,26 @@ class BenchPass:
             arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
             return jax.jit(self._complete(exact))(arrays, cotangents)
 
-    def error(self, implementation: str, work: BenchWork, wanted: Any) -> float:
-        """Steps of error. The results are written over NaN, or the largest integer, so that numbers which a kernel does
-        not write are found."""
+    def error(self, implementation: str, work: BenchWork, expected: Any) -> float:
+        """The error in steps. Outputs are initialized with NaN or the largest integer, so that missing writes are
+        found."""
         run, arrays = self._timed(implementation, work)
         poison = [poisoned(x) for x in jax.tree.leaves(jax.eval_shape(run, *arrays))]
         into = jax.jit(lambda _, *arrays: run(*arrays), donate_argnums=0, keep_unused=True)
-        return self.far(into.lower(poison, *arrays).compile()(poison, *arrays), wanted)
+        return self.far(into.lower(poison, *arrays).compile()(poison, *arrays), expected)
 
-    def far(self, result: Any, wanted: Any) -> float:
-        """The largest error of all arrays, in steps of the largest value of each; NaN counts as infinitely far."""
+    def far(self, result: Any, expected: Any) -> float:
+        """The largest error of all arrays, in steps relative to the largest value of each; infinite for NaN."""
 
         @jax.jit
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
-            apart = jnp.abs(x.astype(jnp.float64) - y)
-            steps = jnp.max(apart) / (jnp.max(jnp.abs(y)) * self.step)
-            known = jnp.all(jnp.isfinite(apart)) & jnp.isfinite(steps)  # a maximum may skip NaN on a CPU
+            difference = jnp.abs(x.astype(jnp.float64) - y)
+            steps = jnp.max(difference) / (jnp.max(jnp.abs(y)) * self.step)
+            known = jnp.all(jnp.isfinite(difference)) & jnp.isfinite(steps)  # a maximum may ignore NaN on a CPU
             return jnp.where(known, steps, jnp.inf)
 
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            leaves = jax.tree.leaves(self.read(result)), jax.tree.leaves(jax.tree.map(_wide, wanted))
+            leaves = jax.tree.leaves(self.read(result)), jax.tree.leaves(jax.tree.map(_wide, expected))
             return max(float(one(x, y)) for x, y in zip(*leaves, strict=True))
 
     def _complete(self, run: Run) -> Run:
@@ -84,7 +84,7 @@ class BenchPass:
         return lambda arrays, d: self._pull(run, arrays)(d) if self.gradients else run(*arrays)
 
     def _timed(self, implementation: str, work: BenchWork) -> tuple[Run, tuple[Any, ...]]:
-        """The function that is timed, and its arguments. For a backward pass the forward pass is computed before."""
+        """The function that is timed, and its arguments. For a backward pass, the forward pass is computed first."""
         if not self.gradients:
             return partial(self.run, implementation), work.arrays
         pull = jax.jit(lambda arrays: self._pull(partial(self.run, implementation), arrays))(work.arrays)
@@ -102,21 +102,21 @@ class BenchWork(NamedTuple):
     passes: Mapping[str, BenchPass]
     unit: str
     cotangents: Any = None  # shaped like the result, for passes that compute gradients
-    kernels: Mapping[str, BenchPass] = {}  # passes of single kernels, where `passes` consist of several
+    kernels: Mapping[str, BenchPass] = {}  # passes of single kernels, if `passes` consist of several
 
 
 @dataclass(frozen=True)
 class BenchOperation:
     implementations: Mapping[str, Any]
     shapes: Mapping[str, Any]
-    small: Callable[[Any], Any]  # a shape for machines without a GPU, to see that everything works
+    small: Callable[[Any], Any]  # returns a tiny shape, for a dry run without a GPU
     work: Callable[[Any], BenchWork]
     passes: tuple[str, ...] = ("forward", "backward")
     tuned: tuple[str, ...] = ()  # shapes on which block sizes are tuned: one of each kind
-    others: tuple[str, ...] = ()  # what else in jax a pass can be run by, to compare with
-    usual: tuple[str, ...] = ()  # shapes that are measured where none is named; otherwise all
+    others: tuple[str, ...] = ()  # other functions of jax that compute a pass, to compare with
+    usual: tuple[str, ...] = ()  # the shapes that are measured if none is named; (): all
     plain: str = "reference"  # the implementation in plain JAX to compare with
-    # Works with each option, the first without any; None: only the work itself.
+    # The works that are checked, one per option and the first without options; None: only `work`.
     checks: Callable[[Any], Mapping[str, Callable[[], BenchWork]]] | None = None
 
     def shape(self, name: str, *, dry: bool) -> Any:

@@ -6,7 +6,7 @@ are stored); a monotonic deque at most 2 n, with w numbers stored.
 
 Of the Triton kernels, `straight` reads the w numbers of each window from global memory: it requests 4 w bytes per
 result, which caches mostly serve. In `shared` a program computes OUTPUTS results and reads each of the
-OUTPUTS + w - 1 numbers that they need once: 4 (1 + (w - 1) / OUTPUTS) bytes per result. Its threads exchange them
+OUTPUTS + w - 1 numbers that they need once: 4 (1 + (w - 1) / OUTPUTS) bytes per result. Its threads share them
 through shared memory. Both do n w comparisons; they differ in where the numbers come from.
 """
 
@@ -89,7 +89,7 @@ def by_xla(x: Float[Array, "numbers"], window: int) -> Float[Array, "windows"]:
 
 @dataclass(frozen=True)
 class Static:
-    """Compile-time constants of the Triton programs."""
+    """Compile-time values of the Triton programs."""
 
     numbers: int
     window: int

@@ -1,5 +1,5 @@
-"""Each technique with its number: `jaxmem tour TOPIC`. A stop is an entry of stops.yaml and a module of this folder
-with its name, which is imported when the stop is visited."""
+"""`jaxmem tour TOPIC` shows a technique with its numbers. A stop is an entry of stops.yaml and the module with its
+name, which is imported when the stop is visited."""
 
 from pathlib import Path
 

@@ -1,54 +1,36 @@
-"""Parameter-efficient fine-tuning: what it saves and what it can learn.
+"""Parameter-efficient fine-tuning: the memory that it saves, and its losses.
 
-A small decoder reads the Python standard library; then it is fine-tuned to answer questions about it, with all of its
-weights, a few of them, or a few new ones. A frozen weight has no gradient and no optimizer state, and the backward pass
-ends at the first trainable weight.
-"""
+A small decoder is pretrained on the source text of the Python standard library, then fine-tuned to answer questions
+about it, with all of its weights, a few of them, or a few new ones. A frozen weight has no gradient and no optimizer
+state, and the backward pass ends at the first trainable weight."""
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.lab.tour import random_subset
-from jaxmem.lab.tour.common import DECODER, TEXT, Overrides, train_all
+from jaxmem.lab.tour.common import CONFIGS, rows_of, train_all
 from jaxmem.lab.tour.docstrings import questions, source_files
 from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table
 
-BASE: dict[str, Any] = {
-    "model": {**DECODER, "layers": 4, "embed": 96, "mlp": 256, "head_dim": 24},
-    "data": TEXT,
-    "batch": {"global_size": 16},
-    "optimizer": {"learning_rate": 3e-3, "warmup": 10},
-    "train": {"steps": 150},
-}
-KINDS: Overrides = {
-    "all weights": ("adapter.kind=patterns", "adapter.targets=['*']"),
-    "last layer": ("adapter.kind=last_layers",),
-    "head": ("adapter.kind=head",),
-    "norms alone": ("adapter.kind=patterns", "adapter.targets=['*norm*']"),
-    "soft prompt": ("adapter.kind=prompt", "data.packing=false", "optimizer.learning_rate=3e-2"),
-    "LoRA": ("adapter.kind=lora", "adapter.rank=8", "optimizer.learning_rate=1e-2"),
-    "QLoRA": ("adapter.kind=qlora", "adapter.rank=8", "optimizer.learning_rate=1e-2"),
-}
+BASE, KINDS = CONFIGS["adapters"]["base"], rows_of("adapters", "kinds")
 STEPS = 60  # of each fine-tuning run
 
 
 def measure() -> Findings:
-    """Every kind from the same weights and for the same number of updates; then a random subset of the weights."""
+    """Each kind, from the same weights and with the same number of updates; then a random subset of the weights."""
     before, rows = _fine_tune()
     kinds = Table("A decoder pretrained on source text is fine-tuned to answer", rows)
     subsets = Table("A random subset of the weights: digits whose pixels were permuted", list(random_subset.compare()))
     buffers = {row["trainable"]: row["temporary buffers, MiB"] for row in subsets.rows}
     return Findings(
         [kinds, subsets],
-        f"Loss: nats per byte of held-out answers, {before:.2f} before. A frozen weight costs neither gradient nor"
-        " optimizer state. A random subset with as many parameters as the low-rank adapter needs"
-        f" {buffers['random subset'] / buffers['all weights']:.1f} times the temporary buffers of training all weights,"
-        " because gradients are computed for complete matrices.",
+        f"Loss: nats per byte of held-out answers, {before:.2f} before fine-tuning. A random subset with as many"
+        f" parameters as the low-rank adapter needs {buffers['random subset'] / buffers['all weights']:.1f} times the"
+        " temporary buffers of training all weights, because gradients are computed for complete matrices.",
         [
             Bars(kinds, ("state, MiB", "gradients, activations, MiB"), "Memory of a step besides the weights, MiB"),
             Bars(kinds, ("loss",), "Held-out loss, nats per byte"),
@@ -57,7 +39,7 @@ def measure() -> Findings:
 
 
 def _fine_tune() -> tuple[float, list[Row]]:
-    """The loss before, and a row for each kind."""
+    """The loss before fine-tuning, and a row for each kind."""
     with tempfile.TemporaryDirectory() as place:
         texts, base = Path(place, "answers"), f"{place}/base"
         texts.mkdir()

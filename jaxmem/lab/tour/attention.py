@@ -1,10 +1,9 @@
-"""Attention without the score matrix: bytes and time by sequence length, and its numerical error.
+"""Attention without the score matrix: memory and time by sequence length, and the numerical error.
 
-With T queries and T keys each head has T x T scores. Stored, they are needed by the softmax and by the gradient;
-computed block by block, with a running maximum and sum, only one block exists at a time, and the backward pass
-recomputes it from q, k and one number per row. (Dao, arXiv:2307.08691.) Subtracting each row's maximum before the
-exponential prevents overflow, and the result of a row that sees no key is zero.
-"""
+With T queries and T keys each head has T x T scores, which softmax and gradient need. Fused attention computes them
+block by block with a running maximum and sum, so only one block exists at a time; the backward pass recomputes it from
+q, k and one number per row (Dao, arXiv:2307.08691). The maximum of each row is subtracted before the exponential, which
+prevents overflow; the output of a row without visible keys is zero."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128  # of llama3-8b
 LENGTHS = (1024, 4096, 16384)
 HERE = (256, 512, 1024)  # tokens, with 4 heads of 32
 TEXTBOOK = "textbook: exp(x) / sum"
-CASES = ("usual scores", "scores up to 1e4", "half the rows see no key")
+CASES = ("usual scores", "scores up to 1e4", "half the rows without keys")
 
 
 def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = HERE) -> Findings:
@@ -111,12 +110,12 @@ def _errors(case: str, length: int = 64) -> Row:
 
 
 def _stored(softmax: Callable[..., Any], seen: Any, q: Any, k: Any, v: Any) -> Any:
-    """Attention with all scores; `seen`: queries that see a key."""
+    """Attention with all scores stored; `seen`: the queries that attend to keys."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores, seen[:, None]), v)
 
 
 def _textbook_softmax(scores: Any, seen: Any) -> Any:
-    """Without the maximum: what nobody should compute."""
+    """Softmax without subtracting the maximum, which overflows."""
     scores = jnp.where(seen, jnp.exp(scores), 0.0)
     return scores / jnp.sum(scores, -1, keepdims=True)

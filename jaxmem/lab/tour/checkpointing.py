@@ -1,10 +1,10 @@
-"""Activation checkpointing: what N layers save for the backward pass under each policy, and what they recompute.
+"""Activation checkpointing: the activations that N layers save under each policy, and the layers that they recompute.
 
-A layer's backward pass needs what its forward pass computed. Saved for all layers that is N times a layer; with only
-the layers' inputs (boundaries) saved it is N boundaries and one layer, for one more forward pass; with sqrt N or log N
-boundaries, or one, layers run more often. Boundaries may also be offloaded to host memory and fetched while other
-layers compute. (Chen et al., arXiv:1604.06174; Griewank and Walther, ACM TOMS 26(1), 2000.)
-"""
+The backward pass of a layer needs the activations of its forward pass. Without recompute these are saved for all N
+layers. If only the inputs of the layers (boundaries) are saved, the memory is that of N boundaries and one layer, for
+one more forward pass. With about sqrt N or log N boundaries, or one, layers run more often. Boundaries can also be
+offloaded to host memory and copied back while other layers compute. (Chen et al., arXiv:1604.06174; Griewank and
+Walther, ACM TOMS 26(1), 2000.)"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +37,10 @@ from jaxmem.stack.schedule import schedule
 POLICIES = ("none", "full", "sqrt", "recursive", "slots_4", "constant")
 DEPTHS = (16, 64)
 SMALL = {"vocab": 256, "embed": 64, "mlp": 128, "heads": 4, "kv_heads": 4, "head_dim": 16}
-# Name -> policy, and what is offloaded to host memory.
+# Name -> policy, and the names of values that are offloaded to host memory.
 OFFLOADED = {"full": ("full", ()), "full, offloaded": ("full", (BOUNDARY,)), "sqrt": ("sqrt", ())}
 
-# Boundaries that a policy saves of N layers.
+# The number of boundaries that a policy saves for N layers.
 FORMULAS: dict[str, Callable[[int], float]] = {
     "full": lambda n: n,
     "sqrt": lambda n: 2 * math.sqrt(n),
@@ -68,11 +68,12 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
     cost = {name: [(row[memory], row["CPU time, ms"])] for name, row in by_policy.items()}
     return Findings(
         [small, Table(f"32 layers of llama3-8b on {target}, 8,192 tokens, frozen weights", hosted)],
-        "Boundaries: layer inputs that are saved, with the one in use. Recomputed: layers run after the first forward"
-        " pass. Weights are frozen, so without recompute there are two passes of arithmetic, and each share is larger"
-        f" than in training. With about 2 sqrt N boundaries {depths[-1]} layers need {none[memory] / root[memory]:.0f}"
-        f" times fewer bytes than with everything saved, for {root[arithmetic] - 1:.0%} more arithmetic; with one,"
-        f" {constant[arithmetic]:.1f} times the arithmetic. Hidden: transfers overlapped with computation.",
+        "Boundaries: saved layer inputs, including the one in use. Recomputed: layers that run after the first forward"
+        " pass. Weights are frozen, so the arithmetic without recompute is that of two passes, and recompute is a"
+        f" larger share than in training. With about 2 sqrt N boundaries {depths[-1]} layers need"
+        f" {none[memory] / root[memory]:.0f} times fewer bytes than with everything saved, for"
+        f" {root[arithmetic] - 1:.0%} more arithmetic; with one, {constant[arithmetic]:.1f} times the arithmetic."
+        " Hidden: transfers overlapped with computation.",
         [
             Lines("Memory of the backward pass", "layers", "MiB", sizes, "xy"),
             Lines(f"{depths[-1]} layers: memory and CPU time", "MiB", "ms", cost, "xy"),
@@ -114,10 +115,10 @@ def backward(
     trained: bool = False,
     host: tuple[str, ...] = (),
 ) -> Row:
-    """Bytes, FLOPs and seconds of a gradient on one device, compiled, and `measured` seconds if the target is here.
-    bfloat16 on a GPU. Layers of llama3-8b, changed by `shape`. Weights are frozen, so that the temporary buffers are
-    boundaries and one layer; `trained`: the FLOPs are those of training them. `host`: names of the values that are
-    offloaded to host memory."""
+    """Bytes, FLOPs and seconds of a compiled gradient on one device, and `measured` seconds if this machine is the
+    target. The layers are those of llama3-8b, changed by `shape`, in bfloat16 on a GPU. Weights are frozen, so the
+    temporary buffers are boundaries and one layer; `trained`: count the FLOPs with trainable weights. `host`: names of
+    the values that are offloaded to host memory."""
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
     assert isinstance(cfg, Decoder)

@@ -1,4 +1,5 @@
-"""What several stops share: steps compiled for a target, small training runs, and seconds of a function here."""
+"""Parts of several stops: their configs, steps compiled for a target, small training runs, and times on this
+machine."""
 
 import contextlib
 import io
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import yaml
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
@@ -25,30 +27,32 @@ from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
 
 Overrides = Mapping[str, Sequence[str]]  # by the name of a row
-BFLOAT16 = {"parameters": "bfloat16", "rounding": "stochastic"}  # a config's `precision`
-INT8 = ("precision.parameters=int8", "precision.rounding=auto")
-# A language model of bytes that trains in seconds.
-DECODER: Mapping[str, Any] = {
-    "family": "decoder", "vocab": 257, "layers": 2, "embed": 64, "mlp": 192, "heads": 4, "kv_heads": 4, "head_dim": 16,
-}  # fmt: skip
-TEXT = {"source": "stdlib", "sequence_length": 128}
+CONFIGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
 
 
-def llm_config(preset: str, sequence_length: int, **sections: Any) -> dict[str, Any]:
-    """The config of a step on one sequence per device, to be compiled only."""
-    data = {"source": "tokens", "path": "unused", "sequence_length": sequence_length}
-    base = {"name": "tour", "model": {"preset": preset}, "data": data, "batch": {"global_size": 1}}
-    return {**base, "train": {"steps": 1000}, **sections}
+def rows_of(topic: str, table: str) -> Overrides:
+    """The overrides of each row of a table in configs.yaml."""
+    return {name: (overrides or "").split() for name, overrides in CONFIGS[topic][table].items()}
 
 
 def title(base: Mapping[str, Any]) -> str:
-    """The model and the length of an `llm_config`."""
+    """The model and the length of the base config of a stop."""
     return f"{base['model'].get('preset', base['name'])}, {base['data']['sequence_length']:,} tokens"
 
 
+def require_gpus(topic: str, target: str, count: int) -> str:
+    """The kind of GPU of a target, for a stop whose layouts are for `count` GPUs."""
+    kind, _, number = target.partition(":")
+    if number not in ("", str(count)):
+        raise UserError(
+            f"tour {topic} does not support --target {target}: its layouts are for {count} GPUs; leave the number out"
+        )
+    return kind
+
+
 def plans(target: str, base: Mapping[str, Any], rows: Overrides) -> dict[str, dict[str, Any]]:
-    """For each row what `jaxmem plan --json` says of its step, with no limit on memory, and `measured`: bytes per
-    device of one step run here, None if it did not run. Compiled in parallel; what was compiled before is reused."""
+    """For each row the output of `jaxmem plan --json` for its step, with no limit on memory, and `measured`: bytes per
+    device of one step on this machine, None if it did not run. Rows are compiled in parallel, and cached."""
     aim = parse_target(target)
     cfgs = {name: load_config(dict(base), overrides) for name, overrides in rows.items()}
     compiled = compile_plans(aim, cfgs)
@@ -67,7 +71,7 @@ def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, dict[str
 
 
 def is_this_machine(gpu: gpus.Gpu | None, count: int) -> bool:
-    """Whether this machine has exactly these GPUs. Asks the driver, because jax would take their memory."""
+    """Whether this machine has exactly these GPUs. The driver is asked, because jax would reserve their memory."""
     names = [gpus.find(one["name"], one["memory"]) for one in devices.nvidia_gpus()] if gpu else []
     return len(names) == count and all(one is not None and gpu is not None and one.name == gpu.name for one in names)
 
@@ -80,17 +84,17 @@ def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
 
 
 def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compiled:
-    """A function of arrays of these shapes, compiled for one device that need not be here, and not run."""
+    """A function of arrays of these shapes, compiled for one device, which need not be installed."""
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
     place = first_dim_sharding(mesh, None)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
-    # Within `shard_map` the mesh provides the kind of GPU, which kernels need.
+    # Inside `shard_map` kernels know the kind of GPU, from the mesh.
     mapped = jax.shard_map(run, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
     return compile_all(jax.jit(mapped).lower(*placed), {}, here=device in jax.devices(), code=False)[0]
 
 
 class Outcome(NamedTuple):
-    """A run's plan as `jaxmem plan --json` has it, and its means on held-out data."""
+    """The plan of a run, as in `jaxmem plan --json`, and its means on held-out data."""
 
     plan: dict[str, Any]
     held_out: dict[str, float]
@@ -99,13 +103,11 @@ class Outcome(NamedTuple):
 def train_all(
     configs: Mapping[str, Mapping[str, Any]], overrides: Overrides | None = None, keep: str | None = None
 ) -> dict[str, Outcome]:
-    """Trains each config, changed by the overrides of its name, on one device; nothing is printed. The run is left in
-    the directory `keep`, if there is one. Most of the time is compilation on one core, so on a CPU there are as many
-    processes as cores."""
-    if devices.has_nvidia_gpu():
-        processes = 1
-    else:
-        processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Trains each config, changed by the overrides of its name, on one device, and prints nothing. `keep`: the
+    directory of the run, otherwise temporary. Most of the time is compilation on one core, so a CPU has a process per
+    core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = 1 if devices.has_nvidia_gpu() else cores
     jobs = [(config, (overrides or {}).get(name, ()), keep) for name, config in configs.items()]
     context = multiprocessing.get_context("spawn")  # jax does not survive a fork
     with ProcessPoolExecutor(min(len(jobs), processes), context, initializer=devices.use_cpu_without_gpu) as pool:
@@ -130,8 +132,8 @@ def _train(job: tuple[Mapping[str, Any], Sequence[str], str | None]) -> Outcome:
 
 
 def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:
-    """The shortest of several calls, after one that compiles: processor time on a CPU, which other programs use as
-    well; clock time on a GPU."""
+    """The time of the fastest of several calls, after one that compiles: processor time on a CPU, which other programs
+    use too; clock time on a GPU."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     jax.block_until_ready(run(*arguments))
     durations = []
@@ -143,5 +145,5 @@ def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:
 
 
 def clock_name() -> str:
-    """What `seconds` measures, for titles."""
+    """The kind of time that `seconds` measures, for titles."""
     return "processor time here" if jax.default_backend() == "cpu" else f"on {jax.devices()[0].device_kind}"

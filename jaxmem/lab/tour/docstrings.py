@@ -1,8 +1,6 @@
-"""Conversations from the Python standard library: what does X do, which the first line of X's docstring answers; and
-what is X: a class, a method or a function.
-
-And a tokenizer trained on its source text, with the special tokens and the chat template that conversations need: all
-that a small model needs, without a network.
+"""Conversations from the Python standard library, without a network: what does X do, answered by the first line of X's
+docstring; and what is X: a class, a method or a function. Also a tokenizer trained on its source text, with special
+tokens and a chat template.
 """
 
 import ast
@@ -17,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxmem.data.text import stdlib_files
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-VOCAB = 512
 SAMPLE = 2 << 20  # bytes of source text that the tokenizer is trained on
 SHORTEST, LONGEST = 16, 90  # characters of an answer
 TEMPLATE = (
@@ -82,20 +79,24 @@ def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:
             opened.write(json.dumps({"messages": messages}) + "\n")
 
 
-def write_tokenizer(files: Sequence[Path], place: Path) -> None:
-    """tokenizer.json (byte-level BPE), and the chat template next to it."""
+def train_tokenizer(files: Sequence[Path], vocab: int, special: Sequence[str], each: int) -> Any:
+    """A byte-level BPE tokenizer, trained on the first `each` bytes of every file."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
-    each = SAMPLE // len(files)  # the beginning of every file
     beginnings = (file.read_bytes()[:each].decode(errors="ignore") for file in files)
     tokenizer.train_from_iterator(beginnings, trainer)
+    return tokenizer
+
+
+def write_tokenizer(files: Sequence[Path], place: Path, vocab: int = 512) -> None:
+    """Writes tokenizer.json, and the chat template next to it."""
     place.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(place / "tokenizer.json"))
+    train_tokenizer(files, vocab, SPECIAL, SAMPLE // len(files)).save(str(place / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     (place / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     (place / "chat_template.jinja").write_text(TEMPLATE)

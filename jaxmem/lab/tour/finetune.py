@@ -1,70 +1,42 @@
 """From nothing to a fine-tuned model that answers, on a CPU and without a network.
 
-A small Llama is trained on the Python standard library's source text and exported as a Hugging Face directory, which
-transformers opens where it is installed. QLoRA then teaches it one task, to tell classes, methods and functions by
-their names: its weights stay frozen in 4 bits, and a twelfth of their number is trainable. Every step is a command
-too, which docs/finetune.md shows.
-"""
+A small Llama is trained on the source text of the Python standard library and exported as a Hugging Face directory,
+which transformers opens if it is installed. QLoRA then teaches it one task: whether a name is that of a class, a method
+or a function. Its weights are frozen in 4 bits; the adapters have a twelfth of their number of parameters. Every step
+is also a command, as docs/finetune.md shows."""
 
 import collections
 import importlib.util
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxmem.checkpoint import move_aside
 from jaxmem.config import load_config
 from jaxmem.data import tokenizer_for
 from jaxmem.data.record_order import held_out_records
-from jaxmem.errors import UserError
 from jaxmem.inference.chat import TextGenerator
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import generate
 from jaxmem.inference.load import open_model
-from jaxmem.lab.tour.docstrings import VOCAB, kinds, source_files, write_conversations, write_tokenizer
+from jaxmem.lab.tour.common import CONFIGS
+from jaxmem.lab.tour.docstrings import kinds, source_files, write_conversations, write_tokenizer
 from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Table
 from jaxmem.training.run import run
 
 PLACE = "runs/tour-finetune"
-PRETRAIN: dict[str, Any] = {
-    "model": {"vocab": VOCAB, "layers": 4, "embed": 128, "mlp": 384, "heads": 4, "kv_heads": 2, "head_dim": 32},
-    "data": {"source": "stdlib", "sequence_length": 128},
-    "batch": {"global_size": 16},
-    "optimizer": {"name": "muon", "learning_rate": 2e-2, "schedule": "linear", "min_lr_ratio": 0.0, "warmup": 10},
-    "train": {"steps": 240, "log_every": 20},
-}
-FINETUNE: dict[str, Any] = {
-    "data": {"source": "chat", "sequence_length": 128, "held_out": 0.05},
-    "batch": {"global_size": 16},
-    "adapter": {"kind": "qlora", "rank": 8, "alpha": 16.0},
-    "optimizer": {"learning_rate": 5e-3, "schedule": "linear", "min_lr_ratio": 0.0, "warmup": 10},
-    "train": {"steps": 160, "log_every": 20},
-}
-ASKED = 40  # of the held-out questions, answered at the end
-PROMPT, NEW = "def ", 16  # what transformers continues, and by how many tokens
-
-# In a process of its own: what it prints is compared with what this library makes of the same directory.
-PEER = """
-import json, sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-place, prompt, new = sys.argv[1], sys.argv[2], int(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(place)
-model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-given = tokenizer(prompt, return_tensors="pt")
-made = model.generate(**given, max_new_tokens=new, do_sample=False)
-print(json.dumps(made[0, given["input_ids"].shape[1]:].tolist()))
-"""
+PRETRAIN, FINETUNE = CONFIGS["finetune"]["pretrain"], CONFIGS["finetune"]["tune"]
+VOCAB = PRETRAIN["model"]["vocab"]
+ASKED = 40  # the number of held-out questions that are answered at the end
+PROMPT, NEW = "def ", 16  # the text that transformers continues, and the number of tokens
 
 
 def measure() -> Findings:
-    """All steps, in PLACE; an earlier directory is renamed."""
+    """All steps, in the directory PLACE; an earlier one is renamed."""
     place, rows = Path(PLACE), []
     move_aside(place)
     start = time.process_time()
@@ -73,10 +45,9 @@ def measure() -> Findings:
         start = time.process_time()
     return Findings(
         [Table(f"A small model, fine-tuned, in {place}", rows)],
-        f"{place}/base continues a question as if it were source text, {place}/merged answers it. The task is as modest"
-        " as the model: the answer can be told from the form of the name, which pretraining has seen in source text."
-        " Fine-tuning has not seen the held-out questions."
-        f" Talk to it: jaxmem chat {place}/merged",
+        f"{place}/base continues a question like source text, {place}/merged answers it. The task is as small as the"
+        " model: the answer follows from the form of the name, which pretraining has seen in source text. The held-out"
+        f" questions are not in the fine-tuning data. Chat with it: jaxmem chat {place}/merged",
         [
             Lines(f"{name}: training loss", "updates", "nats per token", {name: _losses(place / name)})
             for name in ("pretrained", "tuned")
@@ -88,7 +59,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     """(step, result); each step leaves a file or directory in `place`."""
     files, root = source_files()
     chats, own = place / "chats.jsonl", {"output": str(place)}
-    write_tokenizer(files, place / "tokenizer")
+    write_tokenizer(files, place / "tokenizer", VOCAB)
     pairs = list(kinds(files, root))
     write_conversations(pairs, chats)
     yield "tokenizer and conversations", f"{VOCAB:,} tokens; {len(pairs):,} questions"
@@ -99,7 +70,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     size, loss = result.plan.program.model.parameters / 1e6, result.held_out["loss"]
     yield "a Llama, pretrained on the standard library", f"{size:.1f} M parameters, held-out loss {loss:.2f}"
     export_model(place / "pretrained", place / "base")
-    yield "exported for transformers", compare_transformers(place / "base")[0]
+    yield "exported for transformers", compare_transformers(place / "base")
 
     data = {**FINETUNE["data"], "path": str(chats)}
     overrides = [f"batch.global_size={FINETUNE['batch']['global_size']}", f"data={json.dumps(data)}"]
@@ -138,18 +109,17 @@ def _losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-def compare_transformers(directory: Path, python: Sequence[str] | None = None) -> tuple[str, bool | None]:
-    """Whether transformers continues a text with the same tokens, in words and as a value; None if not installed."""
-    if python is None:
-        if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
-            return "not opened: transformers is not installed here", None
-        python = [sys.executable]
-    command = [*python, "-c", PEER, str(directory), PROMPT, str(NEW)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - this Python, and our text
-    if done.returncode:
-        raise UserError(f"transformers does not open {directory}: {done.stderr.strip().splitlines()[-1]}")
-    theirs = json.loads(done.stdout.splitlines()[-1])
+def compare_transformers(directory: Path) -> str:
+    """Whether transformers, if it is installed, continues a text with the same tokens."""
+    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        return "not opened: transformers is not installed here"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompt = AutoTokenizer.from_pretrained(directory)(PROMPT, return_tensors="pt")
+    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = peer.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0].tolist()
+    theirs = tokens[prompt["input_ids"].shape[1] :]
     program, params = open_model(directory)
     ours = list(generate(program, params, tokenizer_for(str(directory)).encode(PROMPT), len(theirs)))
-    same = ours == theirs
-    return f"opened by transformers: {NEW} tokens, {'the same' if same else 'different ones'}", same
+    return f"opened by transformers: {NEW} tokens, {'the same' if ours == theirs else 'different ones'}"

@@ -1,9 +1,8 @@
-"""How large a model may be: the largest decoder that fits in memory, by method and hardware.
+"""The largest decoder that fits in memory, by method and hardware.
 
-Models grow as Llama 3 does, in width and depth together: the shapes between its published ones are interpolated. The
-arithmetic of `jaxmem fit` estimates the bytes of a step without compiling it. On one target two of the answers are
-compiled, to show how far the arithmetic is off.
-"""
+Models grow in width and depth like Llama 3: the shapes between its published ones are interpolated. The formulas of
+`jaxmem fit` estimate the bytes of a step without compiling it. On one target two of the results are compiled, to show
+the error of the estimate."""
 
 import bisect
 import itertools
@@ -25,14 +24,14 @@ from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.search.candidates import estimated
 
 TARGETS = ("rtx3080-10gb", "rtx4060ti-16gb", "rtx4090-24gb", "a100-40gb", "h100-80gb", "h100-80gb:8", "h100-80gb:8x8")
-# Layers by width: Llama 3 of 1, 3, 8, 70 and 405 B, and as many more for each width up to 1,000 B, where the search
-# ends: the largest dense model that was published has 540 B (PaLM).
+# Layers by width: those of Llama 3 with 1, 3, 8, 70 and 405 B parameters, continued to 1,000 B, where the search ends:
+# the largest published dense model has 540 B (PaLM).
 DEPTHS = {2048: 16, 3072: 28, 4096: 32, 8192: 80, 16_384: 126, 22_528: 160}
 HEAD = 128  # features of a head
 
 
 def _shapes() -> Iterator[tuple[int, int]]:
-    """(width, layers), each larger than the one before: between two widths only layers are added."""
+    """(width, layers) in increasing order: between two widths only the number of layers grows."""
     widths = range(min(DEPTHS), max(DEPTHS) + 1, 512)
     depths = [round(depth) for depth in np.interp(widths, list(DEPTHS), list(DEPTHS.values()))]
     for (width, first), (_, end) in itertools.pairwise(zip(widths, depths, strict=True)):
@@ -44,7 +43,8 @@ SHAPES = tuple(_shapes())
 
 
 def _fields(width: int, layers: int) -> dict[str, int]:
-    """What a shape changes in llama3-8b; as in Qwen 2.5 7B there are 4 KV heads where 8 would not divide the heads."""
+    """The fields of llama3-8b that a shape changes. There are 4 KV heads, as in Qwen 2.5 7B, if the number of heads is
+    not divisible by 8."""
     heads = width // HEAD
     return {"layers": layers, "embed": width, "mlp": width * 7 // 2, "heads": heads, "kv_heads": 4 if heads % 8 else 8}
 
@@ -53,20 +53,12 @@ def _billions(width: int, layers: int) -> float:
     return parameter_count(Decoder(**(PRESETS["llama3-8b"] | _fields(width, layers)))) / 1e9
 
 
-BASE = common.llm_config("llama3-8b", 2048, mesh={"fsdp": -1}, precision=common.BFLOAT16, memory={"remat": "sqrt"})
-METHODS: common.Overrides = {
-    "AdamW": (),
-    "APOLLO-Mini, int8": (
-        *common.INT8, "optimizer.name=apollo_mini", "optimizer.project_embeddings=true", "optimizer.clip_by=weight",
-        "memory.update=during",
-    ),
-    "LoRA": ("adapter.kind=lora", "optimizer.name=adamw8bit"),
-    "QLoRA": ("adapter.kind=qlora", "optimizer.name=adamw8bit"),
-}  # fmt: skip
+BASE, METHODS = common.CONFIGS["frontier"]["base"], common.rows_of("frontier", "methods")
 
 
 def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
-    """The largest model of each target and method; on `target` those of the first and the last method are compiled."""
+    """The largest model for each target and method; for `target` those of the first and the last method are
+    compiled."""
     own = parse_target(target)
     aims = [own, *(one for one in map(parse_target, targets) if one.name != own.name)]
 
@@ -88,17 +80,16 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
     series = {name: [(row["memory, GiB"], row[name]) for row in rows if row[name]] for name in METHODS}
     return Findings(
         [table, Table(f"On {own.name}, compiled", checked)],
-        "The shapes are those of Llama 3 and between them; the vocabulary has 128,256 tokens. Weights, gradients and"
-        " optimizer state are sharded over the GPUs; each GPU has saved activations of its own. Where a cell is empty,"
-        f" the smallest model, of {_billions(*SHAPES[0]):.1f} B, is too large. The search ends at"
-        f" {_billions(*SHAPES[-1]):,.0f} B: no published dense model is larger than 540 B, so a larger answer would say"
-        f" nothing. Two answers were compiled, and the arithmetic is {error:.1%} off at most.",
+        "The vocabulary has 128,256 tokens. Weights, gradients and optimizer state are sharded over the GPUs; saved"
+        f" activations are not. An empty cell: the smallest model, {_billions(*SHAPES[0]):.1f} B, does not fit. The"
+        f" search ends at {_billions(*SHAPES[-1]):,.0f} B, since no published dense model is larger than 540 B. The"
+        f" estimate of the two compiled models is at most {error:.1%} off.",
         [Lines(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
 
 
 def largest_model(aim: Target, overrides: Sequence[str]) -> Row | None:
-    """The largest of SHAPES that fits; None if the smallest does not."""
+    """The largest of SHAPES that fits; None if the smallest one does not."""
     tried: dict[int, Row] = {}
 
     def is_too_large(number: int) -> bool:
@@ -119,7 +110,7 @@ def _of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int) ->
 
 
 def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
-    """The models of the first and the last method that has one."""
+    """The plans of the largest models of the first and the last method that have one."""
     fitting = [(method, one) for method, one in largest.items() if one]
     ends: dict[str, Any] = dict((fitting[0], fitting[-1]))
     plans = common.plans(aim.name, BASE, {method: one["overrides"] for method, one in ends.items()})

@@ -1,10 +1,9 @@
-"""What the compiler fuses by itself: the bytes that a layer's elementwise chains read and write, from compiled HLO.
+"""What XLA fuses: the bytes that the elementwise operations of a layer read and write, from compiled HLO.
 
-Run one by one, every operation reads its arguments from memory and writes its result there. XLA fuses a chain into one
-kernel, so that intermediate results stay in registers; the minimum is to read each input and write each result once.
-XLA does not fuse the results of matmuls: the loss and the MLP compute theirs in chunks, so that the full results never
-exist.
-"""
+Operations that run one by one read their arguments from memory and write their results to memory. XLA fuses a chain of
+them into one kernel, whose intermediate results stay in registers; the minimum is to read each input and write each
+result once. XLA does not fuse the results of matmuls, so the loss and the MLP compute theirs in chunks, and the
+complete results never exist."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,22 +26,12 @@ from jaxmem.planning.timeline import moved_bytes
 TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # of llama3-8b
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze")  # operations that copy nothing
-BASE = common.llm_config("llama3-8b", TOKENS, precision={"parameters": "bfloat16"}, memory={"remat": "full"})
-LONG = ("memory.offload=activations", f"data.sequence_length={4 * TOKENS}")
-LOSS = ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS}")
-BOTH = ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS // 8}")
-CHUNKS: common.Overrides = {
-    "nothing": ("memory.loss_chunk=128256", f"memory.mlp_chunk={TOKENS}"),
-    "loss": LOSS,
-    "loss and MLP": BOTH,
-    f"loss; {4 * TOKENS:,} tokens, boundaries offloaded": (*LOSS, *LONG),
-    f"loss and MLP; {4 * TOKENS:,} tokens, boundaries offloaded": (*BOTH, *LONG),
-}
+BASE, CHUNKS = common.CONFIGS["fusion"]["base"], common.rows_of("fusion", "chunks")
 MOVED = ("one by one, MB", "fused, MB", "minimum, MB")
 
 
 def measure(target: str) -> Findings:
-    """Chains compiled for a GPU that need not be here; what chunks save, by the arithmetic of a plan."""
+    """Chains compiled for a GPU, which need not be installed; then the memory that chunks save, predicted."""
     rows = list(chains(target_devices(parse_target(target), 8 * 2**30)[0]))
     moved = Table(f"{TOKENS:,} tokens of llama3-8b in bfloat16 on {target}: bytes moved", rows)
     chunked = [_chunked(name, overrides) for name, overrides in CHUNKS.items()]
@@ -50,21 +39,22 @@ def measure(target: str) -> Findings:
     return Findings(
         [moved, Table(f"A step on {TOKENS:,} tokens, predicted", chunked)],
         f"One by one these chains move {apart / 1e3:.1f} GB; fused by XLA {fused / 1e3:.1f} GB, {fused / minimum:.2f}"
-        " times the minimum. A norm needs a complete row before it can write the first number, so it reads more than"
-        " once. Chunks of the vocabulary save activations at any length. Chunks of tokens in the MLP save activations"
-        " only for long sequences, because the weight gradients of the MLP are accumulated in float32 meanwhile.",
+        " times the minimum. A norm reads a complete row before it writes the first number, so it reads more than once."
+        " Chunks of the vocabulary save activations at any length. Chunks of tokens in the MLP save activations only"
+        " for long sequences, because the weight gradients of the MLP are accumulated in float32.",
         [Bars(moved, MOVED, grouped=True)],
     )
 
 
 def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]:
-    """(name, function, arguments, those with a gradient): the gradient of a branch is that of the residual stream."""
+    """(name, function, arguments, indices of those with a gradient). The gradient of a branch equals that of the
+    residual stream."""
 
     def numbers(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def norm(x: Any, branch: Any, scale: Any) -> Any:
-        """A branch added to the residual stream, and the RMS norm of the sum, as a block computes it."""
+        """The sum of a branch and the residual stream, and its RMS norm, as in a block."""
         summed = x + branch
         wide = summed.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
@@ -78,7 +68,7 @@ def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tup
 
 
 def chains(device: Any) -> Iterator[Row]:
-    """Each chain forward, then with its backward pass: MB moved by XLA's kernels, and their number."""
+    """The megabytes that the kernels of each chain move, and their number: forward, then with the backward pass."""
     for name, function, arguments, own in operations():
 
         def both(arguments: Any, cotangents: Any, function: Any = function, own: Any = own) -> Any:
@@ -102,7 +92,7 @@ def chains(device: Any) -> Iterator[Row]:
 
 
 def one_by_one(jaxpr: Any) -> int:
-    """Bytes read and written if each operation of a jaxpr runs by itself."""
+    """Bytes that are read and written if each operation of a jaxpr runs separately."""
     total = 0
     for one in jaxpr.eqns:
         inner = [getattr(value, "jaxpr", value) for value in one.params.values()]

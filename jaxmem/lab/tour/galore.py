@@ -1,9 +1,9 @@
-"""All weights trained with a low-rank optimizer state: what GaLore and APOLLO store, and what they learn.
+"""All weights trained with a low-rank optimizer state: the memory and the losses of GaLore and APOLLO.
 
-The gradient of a matrix is nearly of low rank, so Adam's moments are kept for its projection on r directions: r / m of
-the state of a matrix with m rows. GaLore computes the directions from the gradient and moves weights along them; APOLLO
-draws them at random and uses them only to scale the gradient, so that one direction is enough. Then gradients are the
-largest part, and updating each layer during the backward pass removes them.
+The gradient of a matrix has nearly low rank, so Adam's moments are stored for its projection on r directions: r / m of
+the state of a matrix with m rows. GaLore computes the directions from the gradient and updates weights along them;
+APOLLO draws them at random and only uses them to scale the gradient, so one direction is enough. Gradients are then the
+largest part; updating each layer during the backward pass removes them.
 (Zhao et al., arXiv:2403.03507; Zhang et al., arXiv:2407.08296; Zhu et al., arXiv:2412.05270.)
 """
 
@@ -15,29 +15,9 @@ from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table, gib
 
-BASE = common.llm_config(
-    "llama2-7b", 2048, precision=common.BFLOAT16, memory={"remat": "full"}, optimizer={"clip_by": "weight"}
-)
-DURING = "memory.update=during"
-EIGHT_BIT, MINI = ("optimizer.name=galore_adamw8bit", "optimizer.rank=1024"), ("optimizer.name=apollo_mini",)
-STEPS: common.Overrides = {
-    "AdamW": (),
-    "GaLore, rank 1024": ("optimizer.name=galore_adamw", "optimizer.rank=1024"),
-    "8-bit GaLore": EIGHT_BIT,
-    "Q-GaLore, int8 weights": ("optimizer.name=qgalore", "optimizer.rank=1024", *common.INT8),
-    "APOLLO, rank 256": ("optimizer.name=apollo", "optimizer.rank=256"),
-    "APOLLO-Mini, int8 weights": (*MINI, *common.INT8),
-    "8-bit GaLore, update during backward": (*EIGHT_BIT, DURING),
-    "APOLLO-Mini, int8 weights, update during backward": (*MINI, *common.INT8, DURING),
-}
-SMALL = {"model": common.DECODER, "data": common.TEXT, "batch": {"global_size": 8}, "train": {"steps": 150}}
-LOW = ("optimizer.name=galore_adamw", "optimizer.rank=16", "optimizer.refresh_every=50")
-RUNS: common.Overrides = {  # learning rates as in the papers
-    "AdamW": ("optimizer.learning_rate=3e-3",),
-    "GaLore, a quarter of the rank": (*LOW, "optimizer.learning_rate=1e-2"),
-    "GaLore and the residual": (*LOW, "optimizer.learning_rate=1e-2", "optimizer.residual=true"),
-    "APOLLO-Mini, rank 1": (*MINI, "optimizer.learning_rate=1e-2"),
-}
+CONFIGS = common.CONFIGS["galore"]
+BASE, SMALL = CONFIGS["base"], CONFIGS["small"]
+STEPS, RUNS = common.rows_of("galore", "steps"), common.rows_of("galore", "runs")
 
 
 def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
@@ -55,10 +35,9 @@ def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
     first, last = table.rows[0], table.rows[-1]
     return Findings(
         [table, Table(f"A small decoder, {SMALL['train']['steps']} updates here", runs)],
-        f"From {first['optimizer']} to the last row a step shrinks from {first['total, GiB']:.1f} to"
-        f" {last['total, GiB']:.1f} GiB, and every weight is still trained. Other: gradients, activations, logits."
-        " Embedding and output matrices have the state of AdamW unless optimizer.project_embeddings is set. Loss: nats"
-        " per byte.",
+        f"From {first['optimizer']} to the last row the step shrinks from {first['total, GiB']:.1f} to"
+        f" {last['total, GiB']:.1f} GiB; all weights are trained. Other: gradients, activations, logits. Embedding and"
+        " output matrices have the state of AdamW unless optimizer.project_embeddings is set. Loss: nats per byte.",
         [Bars(table, list(table.rows[0])[1:4], "Memory of a step, GiB")],
     )
 

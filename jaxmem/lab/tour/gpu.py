@@ -1,13 +1,13 @@
-"""What a GPU waits for: the bytes that reach its processors, in two small problems and in a complete training step.
+"""The limit of a GPU: the bytes that its processors read and write, in two small problems and in a training step.
 
-The maximum over a sliding window: on a CPU brute force, a heap and a monotonic deque, each with fewer operations than
-the one before; on a GPU one thread per window, from global memory and through shared memory, which asks global memory
-for a hundredth of the bytes.
+The maximum over a sliding window is computed on a CPU by brute force, a heap and a monotonic deque, each with fewer
+operations than the previous one. On a GPU each thread computes one window, either from global memory or through shared
+memory, which reads a hundredth of the bytes from global memory.
 
-A matmul of n x n matrices in tiles of t x t reads each number n / t times, 2 n^3 / t in all. Twice the tile halves that
-and needs four times the shared memory; half the bytes per number do both without. A kernel lasts as long as the slower
-of two: its operations at the peak rate, or its bytes at the memory's bandwidth (the roofline).
-"""
+A matmul of n x n matrices in tiles of t x t reads each number n / t times, 2 n^3 / t numbers in total. Tiles of twice
+the size halve this and need four times the shared memory; numbers of half the size also halve the bytes. The time of a
+kernel is at least that of its operations at the peak rate, and that of its bytes at the bandwidth of the memory (the
+roofline)."""
 
 import time
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ from jaxmem.step import program
 NUMBERS, WINDOW = 1 << 17, 256
 SIZE, TILES = 8192, (16, 32, 64, 128, 256)
 TYPES = {"float32": 4, "bfloat16": 2}
-STEP = common.llm_config("llama3-8b", 4096, precision=common.BFLOAT16, memory={"remat": "full", "attention": "triton"})
-# The source file that a kernel comes from, the innermost frame first; the others by whether they multiply matrices.
+STEP = common.CONFIGS["gpu"]["step"]
+# Part of a step by the source file of a kernel, from the innermost frame; other kernels are matmuls or elementwise.
 PARTS = {
     "kernels/fused_attention": "attention",
     "models/cross_entropy": "logits and loss",
@@ -47,7 +47,7 @@ BANKS = 32 * 4  # bytes per clock from a multiprocessor's shared memory
 
 
 def measure(target: str) -> Findings:
-    """Bytes and the least time that they need on a target; measured times are this machine's."""
+    """Bytes and the least time that they need on a target; measured times are those of this machine."""
     aim = parse_target(target)
     gpu = aim.gpu
     assert gpu is not None  # checked by Stop.visit
@@ -72,9 +72,9 @@ def measure(target: str) -> Findings:
             matmuls,
             Table(f"A step of llama3-8b on 4,096 tokens, compiled for {gpu.name}", kernels),
         ],
-        "Bytes: read from global memory and written to it; least time: of these bytes; here: measured on this machine."
-        f" {gpu.name} does {ridge:,.0f} bfloat16 operations in the time of a byte. A training step spends"
-        f" {limited / sum(row['time, ms'] for row in kernels):.0%} of its estimated time in kernels with fewer"
+        "Bytes: read from and written to global memory; least time: that of these bytes; here: measured on this"
+        f" machine. {gpu.name} computes {ridge:,.0f} bfloat16 operations in the time of one byte. A training step"
+        f" spends {limited / sum(row['time, ms'] for row in kernels):.0%} of its estimated time in kernels with fewer"
         " operations per byte, which are limited by memory.",
         [
             Bars(Table("Sliding maximum, here", timed), ("here, ms",)),
@@ -84,7 +84,7 @@ def measure(target: str) -> Findings:
 
 
 def memory_levels(gpu: Gpu) -> list[Row]:
-    """From the nearest memory to the farthest, with the speed per GPU in one direction."""
+    """The memories from the nearest to the farthest, with the speed per GPU in one direction."""
     levels = [
         ("registers", gpu.cores * REGISTERS, None),
         ("shared memory", gpu.cores * shared_memory(gpu), gpu.cores * BANKS * gpu.clock_ghz),
@@ -106,7 +106,7 @@ def memory_levels(gpu: Gpu) -> list[Row]:
 
 
 def kernels_of(aim: Target) -> list[Row]:
-    """A compiled step by what its kernels do: FLOP of matmuls, bytes, estimated time."""
+    """The parts of a compiled step: FLOP of matmuls, bytes, estimated time."""
     built = program(load_config(STEP), target_devices(aim, 1000 * aim.memory)[:1])
     module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
     found: dict[str, np.ndarray] = {}
@@ -150,7 +150,7 @@ def _windows(bandwidth: float) -> Iterator[Row]:
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
     listed, x = numbers.tolist(), jnp.asarray(numbers)
     brute, levels = NUMBERS * WINDOW, int(np.log2(WINDOW))
-    # A number in and out of a heap of w: two comparisons for each of log2 w levels.
+    # To add a number to a heap of w and remove one: two comparisons for each of log2 w levels.
     operations = {"brute force": brute, "heap": 2 * NUMBERS * levels, "monotonic deque": 2 * NUMBERS}
     for name, run in HOST.items():
         start = time.process_time()
@@ -180,7 +180,7 @@ def _matmuls(bandwidth: float) -> Iterator[Row]:
 
 
 def matmul_bytes(size: int, tile: int, width: int) -> float:
-    """Read for a matmul of square matrices, and its result written once.
+    """Bytes that a matmul of square matrices reads, and writes once for its result.
 
     >>> matmul_bytes(4096, 1, 4) / matmul_bytes(4096, 64, 4) > 60
     True

@@ -1,4 +1,4 @@
-"""The panels of a stop's figure: bars and lines as data, drawn by matplotlib in one style."""
+"""The panels of a figure, bars and lines, as data that matplotlib draws in one style."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar per row of a table, from the top, with the sum of its `parts` (columns), or each of them where they are
-    grouped, written at its end. `title`: the table's, unless there is one. `limits`: vertical lines with their labels,
-    on a logarithmic scale."""
+    """A bar per row of a table, which stacks its `parts` (columns) and shows their sum; `grouped`: a bar and a number
+    per part. `title`: by default that of the table. `limits`: labelled vertical lines, on a logarithmic scale."""
 
     table: Table
     parts: Sequence[str]
@@ -56,7 +55,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """Series of points; a series of one point is a marker."""
+    """Series of points. A series with one point is a marker."""
 
     title: str
     x: str  # axis labels, with units
@@ -72,7 +71,7 @@ class Lines:
 
     def draw(self, axes: Axes) -> None:
         for number, (name, points) in enumerate(self.series.items()):
-            # Long series may lie on each other: each has its markers at places of its own.
+            # Long series may overlap, so their markers are at different points.
             every = (number, len(self.series)) if len(points) > 20 else None
             marker = "osD^vPX*"[number // 10] if len(points) == 1 else "o"
             width = 1.2 if len(points) > 1 else 0.0
@@ -87,7 +86,7 @@ Panel = Bars | Lines
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
     """A PNG with the panels side by side."""
-    from jaxmem.report.figure import figure  # its package loads jax, which a stop starts in its own way
+    from jaxmem.report.figure import figure  # loads jax, which each stop configures first
 
     tallest = max((len(panel.table.rows) for panel in panels if isinstance(panel, Bars)), default=0)
     with figure(path, max(9, 4.5 * len(panels)), max(4.5, 0.35 * tallest)) as drawn:

@@ -1,15 +1,14 @@
-"""Every way to shard a model over devices: what each device stores and sends, and how much of that is exposed.
+"""Ways to shard a model over devices: the memory and the communication of each device, and the exposed communication.
 
-Data parallelism replicates everything and shards the batch; ZeRO shards the optimizer state (1), the gradients (2) and
+Data parallelism replicates the model and shards the batch; ZeRO shards the optimizer state (1), the gradients (2) and
 the weights (3); tensor parallelism shards each matmul, context parallelism the sequence, and pipeline parallelism the
-layers. A parameter server is another form of data parallelism: everything goes over one device's link.
+layers. A parameter server is another form of data parallelism, in which all communication uses the link of one device.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxmem.config import load_config
-from jaxmem.errors import UserError
 from jaxmem.lab.parameter_server import busiest_link
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Bars
@@ -18,37 +17,21 @@ from jaxmem.lab.tour.table import Row, Table, gib
 from jaxmem.machine import devices
 
 GPUS = 8
-BASE = common.llm_config("llama3-8b", 4096, memory={"remat": "full"}, batch={"global_size": 8})
-LAYOUTS: common.Overrides = {
-    "data parallel": ("zero=0", "mesh.fsdp=8"),
-    "ZeRO-1: optimizer state sharded": ("zero=1", "mesh.fsdp=8"),
-    "ZeRO-2: and gradients": ("zero=2", "mesh.fsdp=8"),
-    "ZeRO-3 (FSDP): and weights": ("zero=3", "mesh.fsdp=8"),
-    "hybrid: ZeRO-3 in two groups": ("zero=3", "mesh.replica=2", "mesh.fsdp=4"),
-    "tensor parallel": ("mesh.tensor=8",),
-    "context parallel": ("mesh.context=8",),
-    "pipeline, 1 micro-batch": ("mesh.stage=8", "zero=1"),
-    "pipeline, 8 micro-batches": ("mesh.stage=8", "zero=1", "batch.accumulate=8"),
-    "pipeline, interleaved in 2 rounds": ("mesh.stage=8", "zero=1", "batch.accumulate=8", "pipeline.rounds=2"),
-}
+BASE, LAYOUTS = common.CONFIGS["parallel"]["base"], common.rows_of("parallel", "layouts")
 SIZE = 256  # of the matrices whose matmul is sharded
 PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
 def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
-    """The layouts compiled for eight GPUs; one matmul sharded in both ways over simulated devices, here."""
-    kind, _, count = target.partition(":")
-    if count not in ("", str(GPUS)):
-        raise UserError(
-            f"tour parallel does not support --target {target}: layouts are for {GPUS} GPUs; leave the number out"
-        )
+    """The layouts, compiled for eight GPUs; then one matmul sharded in two ways over simulated devices."""
+    kind = common.require_gpus("parallel", target, GPUS)
     plans = common.plans(f"{kind}:{GPUS}", base, LAYOUTS)
     rows = [_row(base, name, plan) for name, plan in plans.items()]
     link, ring = busiest_link(plans["data parallel"]["bytes_per_device"]["parameters"], GPUS)
     sent = rows[0]["sent, GiB"] * link / ring  # in the dtype that the all-reduce sends
     server = {"layout": "parameter server, its link", "sent, GiB": sent, "exposed, %": 100.0}
     rows.append({**dict.fromkeys(rows[0]), **server, "most bytes": "push; pull as much"})
-    devices.simulate(SIMULATED)  # only now: steps run on GPUs, if they are here
+    devices.simulate(SIMULATED)  # after the steps, which run on GPUs if this machine has them
     memory = [
         {"layout": name, **{part: gib(plan["bytes_per_device"][part]) for part in PARTS}}
         for name, plan in plans.items()
@@ -58,10 +41,10 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
             Table(f"{common.title(base)} on {GPUS} x {kind}", rows),
             Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", list(sharded_matmuls())),
         ],
-        f"Per device and update of {base['batch']['global_size']} sequences. Exposed: the share of bytes sent while"
-        " nothing is computed. Idle: the share of a pipeline's time slots in which a stage waits; with one micro-batch"
-        f" that is plain model parallelism. A server's link carries {link / ring:.1f} times what an all-reduce sends"
-        " over each link.",
+        f"Per device and update of {base['batch']['global_size']} sequences. Exposed: the share of bytes that is sent"
+        " while nothing is computed. Idle: the share of the time slots of a pipeline in which a stage waits; one"
+        f" micro-batch is plain model parallelism. The link of a server carries {link / ring:.1f} times as many bytes"
+        " as each link in an all-reduce.",
         [Bars(Table("Memory per device, GiB", memory), PARTS)],
     )
 
@@ -88,7 +71,7 @@ def _row(base: dict[str, Any], name: str, plan: Mapping[str, Any]) -> Row:
 
 
 def sharded_matmuls() -> Iterator[Row]:
-    """x w with the columns and with the rows of w sharded: communication, and the error against float64."""
+    """x @ w with the columns and with the rows of w sharded: communication, and the error relative to float64."""
     import jax
     import numpy as np
 

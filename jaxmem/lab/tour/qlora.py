@@ -1,9 +1,8 @@
-"""Adapters on frozen weights of fewer and fewer bits: what a step stores and computes.
+"""Adapters on frozen weights with fewer and fewer bits: the memory and the arithmetic of a step.
 
-A frozen weight has no gradient and no optimizer state, so its memory is its format: 2 bytes in bfloat16; 4 bits and its
-share of a block's scale in nf4. Each matrix is dequantized where its matmul runs, one at a time, and again for the
-backward pass: a few operations per weight, compared with two per weight and token. (Dettmers et al., arXiv:2305.14314.)
-"""
+A frozen weight has no gradient and no optimizer state, so it needs only the memory of its format: 2 bytes in bfloat16,
+4 bits and a share of the block's scale in nf4. Matrices are dequantized one at a time before their matmul, forward and
+backward: a few operations per weight, compared with two per weight and token. (Dettmers et al., arXiv:2305.14314.)"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,14 +15,7 @@ from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table, gib
 from jaxmem.planning.state import state_of
 
-BASE = common.llm_config("llama3-8b", 2048, precision=common.BFLOAT16, memory={"remat": "full"})
-BASES: common.Overrides = {
-    "bfloat16": ("adapter.kind=lora", "adapter.base=bfloat16"),
-    "int8": ("adapter.kind=qlora", "adapter.base=int8", "adapter.double_quant=false"),
-    "nf4": ("adapter.kind=qlora", "adapter.double_quant=false"),
-    "nf4, double quantization": ("adapter.kind=qlora",),
-    "the same, no recompute": ("adapter.kind=qlora", "memory.remat=none"),
-}
+BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")
 
 
 def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides = BASES) -> Findings:
@@ -37,10 +29,10 @@ def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides
     trainable = plans[small["stored as"]]["model"]["trainable"]
     return Findings(
         [table],
-        f"{trainable / 1e6:.1f} M parameters are trainable; 'trainable' has their weights, gradients and AdamW state."
+        f"{trainable / 1e6:.1f} M parameters are trainable; 'trainable': their weights, gradients and AdamW state."
         f" From {first['stored as']} to {small['stored as']} the frozen layers shrink"
         f" {shrunk['frozen layers, GiB']:.1f} times and the step {shrunk['total, GiB']:.1f} times. The embedding and"
-        " output matrices are quantized too. FLOP: of the matmuls, relative to those that training the adapters needs.",
+        " output matrices are quantized too. FLOP: operations of matmuls, relative to the minimum for these adapters.",
         [Bars(table, list(table.rows[0])[2:6], "Memory of a step, GiB")],
     )
 

@@ -1,10 +1,9 @@
-"""Quantized weights: the bytes of 70 B of them, the error of each value, and what a trained model loses.
+"""Quantized weights: the bytes of 70 B of them, the error of their values, and the accuracy of a trained model.
 
-A value is stored as a code of b bits and shares a scale with others: all of them, those of a channel, or a block of 64;
-affine codes also have a zero point; nf4 has its levels at the quantiles of a normal distribution (Dettmers et al.,
-arXiv:2305.14314), and double quantization stores the scales in 8 bits. Blocks of k values cost 32 / k bits per value
-for their scales, 8 / k with double quantization.
-"""
+A value is stored as a code of b bits, with a scale for all values, for those of a channel, or for a block of 64; affine
+codes also have a zero point. The levels of nf4 are the quantiles of a normal distribution (Dettmers et al.,
+arXiv:2305.14314), and double quantization stores the scales in 8 bits. The scales of blocks of k values need 32 / k
+bits per value, with double quantization 8 / k."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
+from jaxmem.lab.tour.common import CONFIGS
 from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table
@@ -27,19 +27,11 @@ from jaxmem.training.run import run
 MODEL = "llama3-70b"
 BLOCK = 64
 SIZE = 1024  # of the square of normal numbers
-TRAINED: dict[str, Any] = {
-    "name": "quantization",
-    "objective": "classify",
-    "model": {"family": "mlp", "layers": 2, "embed": 64, "mlp": 128},
-    "data": {"source": "digits", "held_out": 0.2},
-    "batch": {"global_size": 64},
-    "optimizer": {"learning_rate": 5e-3, "warmup": 20},
-    "train": {"steps": 200, "evaluate_every": 200, "log_every": 200},
-}
+TRAINED = CONFIGS["quantization"]["trained"]
 BITS = (8, 6, 5, 4, 3, 2)
 Quantizer = Callable[[jax.Array], Any]
 IN_BLOCKS: dict[str, Any] = {"block_size": BLOCK, "axis": -2}
-# How a matrix is stored; vectors stay in float32.
+# The quantization of a matrix; vectors remain in float32.
 SCHEMES: dict[str, Quantizer] = {
     "float32": lambda x: x,
     "bfloat16": lambda x: x.astype(jnp.bfloat16),
@@ -58,7 +50,7 @@ SCHEMES: dict[str, Quantizer] = {
 
 
 def measure() -> Findings:
-    """Bytes and errors of each scheme; then a small model, trained here, with its weights in fewer and fewer bits."""
+    """The bytes and errors of each scheme; then a small trained model with fewer and fewer bits."""
     schemes = Table(f"Weights of {MODEL}; errors of normal numbers", list(_schemes()), ("parameters",))
     networks = Table(
         "Accuracy on digits of a network that is quantized after training", list(quantized_networks()), ("bits",)
@@ -70,10 +62,10 @@ def measure() -> Findings:
     curves = {name: [(row["bits"], row[name]) for row in even] for name in ("symmetric", "affine")}
     return Findings(
         [schemes, networks],
-        f"In nf4 with double quantization {rows['float32']['parameters'] / 1e9:.1f} B weights are"
+        f"In nf4 with double quantization {rows['float32']['parameters'] / 1e9:.1f} B weights need"
         f" {rows['nf4, double quantization']['all weights, GB']:.1f} GB. A scale per block reduces the error of int4"
         f" from {rows['int4, one scale']['mean error']:.3f} to {rows['int4, blocks of 64']['mean error']:.3f}; each bit"
-        f" less doubles it. The network stays within a point of its accuracy of {trained:.1%} down to {fewest} bits.",
+        f" less doubles it. The network loses at most 1 % of its accuracy of {trained:.1%} down to {fewest} bits.",
         [
             Lines("Mean error of normal numbers", "bits per weight, with scales", "error", points, "y"),
             Lines("Accuracy on held-out digits", "bits per weight, without scales", "accuracy", curves),
@@ -122,7 +114,7 @@ def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
 
 
 def quantized_networks() -> Iterator[Row]:
-    """A trained network's accuracy and loss, with its matrices in each number of bits."""
+    """The accuracy and the loss of a trained network with its matrices in each number of bits."""
 
     def row(name: str, bits: int, own: Mapping[str, float], affine: Mapping[str, float]) -> Row:
         symmetric = {"symmetric": own["accuracy"], "loss": own["loss"]}

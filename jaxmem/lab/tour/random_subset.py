@@ -1,8 +1,8 @@
-"""Training a random subset of the weights, compared with a low-rank adapter of as many parameters.
+"""Training a random subset of the weights, compared with a low-rank adapter with as many parameters.
 
-A residual network learns the digits; then their pixels are permuted, and it learns again with few parameters. A random
-subset saves optimizer state and nothing else: the gradient of the complete matrix is computed to find the gradients of
-a few of its entries, and a copy of the matrix is made to use them.
+A residual network is trained on digits, then fine-tuned on digits with permuted pixels. A random subset only saves
+optimizer state: the gradients of complete matrices are computed to select those of a few entries, and the forward pass
+needs a copy of each matrix.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from jaxmem.lab.tour.table import Row
 from jaxmem.models.cross_entropy import cross_entropy
 
 STEPS, ROWS, RANK, WIDTH = 300, 64, 4, 256
-RATES = (1e-2,)  # learning rates; scripts/measure/random_subset.py tries others
+RATES = (1e-2,)  # learning rates
 HELD_OUT = 300
 Params = dict[Any, jax.Array]
 Apply = Callable[[Params], Any]  # trainable parameters -> a network
@@ -30,7 +30,7 @@ Data = tuple[jax.Array, jax.Array]
 
 
 def compare(rates: Sequence[float] = RATES) -> Iterator[Row]:
-    """For each method: its trainable parameters, memory of the compiled step, held-out accuracy at the best rate."""
+    """For each method: trainable parameters, memory of the compiled step, held-out accuracy with the best rate."""
     digits = Digits()
     images = jnp.asarray(digits.images[..., None] / np.float32(BRIGHTEST))
     order = np.random.default_rng(1).permutation(64)

@@ -1,9 +1,8 @@
 """One small run written three times: a loop of jax and optax, the library's parts in a loop of your own, and a config.
 
-The bare loop trains. The library's parts know what the step needs before anything is allocated, and place the same step
-on any mesh. The config adds what a run of days needs: metrics in a file, checkpoints, a bitwise exact restart,
-evaluation; several processes log once.
-"""
+The bare loop trains. With the library's parts the memory of the step is known before anything is allocated, and the
+same step runs on any mesh. The config adds the features of long runs: metrics in a file, checkpoints, bitwise exact
+restarts, evaluation, and one log for several processes."""
 
 import contextlib
 import inspect
@@ -24,6 +23,7 @@ from jaxmem import models
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
 from jaxmem.data.digits import BRIGHTEST, Digits
+from jaxmem.lab.tour.common import CONFIGS
 from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import SIMULATED, Findings
 from jaxmem.lab.tour.table import Table
@@ -31,16 +31,7 @@ from jaxmem.planning import plan_program
 from jaxmem.step import program
 from jaxmem.training.run import run
 
-BASE: dict[str, Any] = {
-    "name": "run",
-    "objective": "classify",
-    "model": {"family": "mlp", "layers": 2, "embed": 64, "mlp": 128},
-    "data": {"source": "digits"},
-    "batch": {"global_size": 64},
-    "optimizer": {"learning_rate": 5e-3, "schedule": "constant", "clip": None},
-    "mesh": {"fsdp": -1},
-    "train": {"steps": 60, "log_every": 1},
-}
+BASE = CONFIGS["stack"]["base"]
 
 
 def bare_loop(cfg: Config) -> list[float]:
@@ -125,7 +116,7 @@ def measure() -> Findings:
     series = {name: list(enumerate(losses)) for name, _, _, losses in runs}
     return Findings(
         [Table("One run, written in three ways", rows)],
-        f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest between a loss and the"
-        f" config's; 0 is bitwise equal. The config's directory has {', '.join(files)}.",
+        f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest one to the losses of the"
+        f" config; 0 is bitwise equal. The directory of the config has {', '.join(files)}.",
         [Lines("Training loss", "updates", "loss", series, "y")],
     )

@@ -1,4 +1,4 @@
-"""A stop of the tour: an idea, its measurement as tables, a note and a figure, and where to turn it on and read it."""
+"""A stop of the tour: an idea, measured as tables, a note and a figure, with its settings and source files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxmem.errors import UserError
 from jaxmem.lab.tour.panels import Panel, draw
 from jaxmem.lab.tour.table import Table
 
-SIMULATED = 8  # devices of a stop that runs on simulated ones
+SIMULATED = 8  # the number of simulated devices, for stops that use them
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a stop measured. `note`: definitions, and the result with its numbers; `panels`: of the figure."""
+    """The results of a stop. `note`: definitions, and the result with its numbers; `panels`: those of the figure."""
 
     tables: Sequence[Table]
     note: str
@@ -30,8 +30,8 @@ class Findings:
 
 @dataclass(frozen=True)
 class Stop:
-    """An entry of stops.yaml. Its module has a docstring that explains the idea, and `measure(target)`, without an
-    argument where the entry has no target, which returns Findings."""
+    """An entry of stops.yaml. The docstring of its module explains the idea, and `measure(target)` returns Findings;
+    without an argument if the entry has no target."""
 
     topic: str
     about: str
@@ -42,7 +42,7 @@ class Stop:
     duration: str = ""
 
     def visit(self, target: str | None = None) -> Visit:
-        """Measures now, for another target than the stop's own if it supports one."""
+        """Measures, for the given target instead of the stop's own."""
         if target is not None:
             self._check(target)
         start = time.perf_counter()
@@ -55,7 +55,7 @@ class Stop:
 
         refusal = f"tour {self.topic} does not support --target {target}"
         if self.target is None:
-            raise UserError(f"{refusal}: it runs on this machine; leave it out")
+            raise UserError(f"{refusal}: it runs on this machine; leave the option out")
         if parse_target(target).gpu is None:
             raise UserError(f"{refusal}: it has no GPU; use one, such as {self.target}")
 
@@ -87,7 +87,7 @@ class Visit:
         yield Text(f"Read: {', '.join(self.stop.read)}")
 
     def markdown(self, picture: Path | None = None) -> str:
-        """A page for docs/tour. `picture`: the file of its figure."""
+        """The page in docs/tour. `picture`: the file of its figure."""
         topic = self.stop.topic
         parts = [f"# {topic}: {self.stop.about}", f"Made by `jaxmem tour {topic}`.", *self._paragraphs]
         parts += [table.markdown() for table in self.findings.tables]

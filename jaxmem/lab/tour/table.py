@@ -1,4 +1,4 @@
-"""Tables of measurements: rows of plain data, printed by rich at any width and written as Markdown."""
+"""Tables of plain data, printed by rich for any width of the terminal, and written as Markdown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ def gib(size: float | None) -> float | None:
 
 
 def format_column(values: Sequence[Any]) -> list[str]:
-    """Numbers with as many decimals as the largest needs for four digits; each with three digits of its own where they
-    differ by orders of magnitude.
+    """The cells of a column. Numbers have the decimals that the largest one needs for four digits; if they differ by
+    orders of magnitude, each has three digits.
 
     >>> format_column([40.56, 8.3, None, "none"]), format_column([3e-7, 0.25, 131379.0]), format_column([1234, 5])
     (['40.56', '8.30', '', 'none'], ['3e-07', '0.25', '131,379'], ['1,234', '5'])
@@ -42,7 +42,7 @@ def _format(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with the same columns. Columns that are `hidden` or have no value in any row are not shown."""
+    """Rows with the same columns. Columns that are `hidden`, or that have no value in any row, are not shown."""
 
     title: str
     rows: Sequence[Row]
@@ -63,7 +63,7 @@ class Table:
 
     @property
     def _is_right(self) -> list[bool]:
-        """Columns with numbers, but not the first."""
+        """Columns with numbers, except the first."""
         numbers = [any(isinstance(value, int | float) for value in self.column(name)) for name in self.headings]
         return [False, *numbers[1:]]
 
@@ -73,7 +73,7 @@ class Table:
         return "\n".join([self.title, "", *lines] if self.title else lines)
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
-        """A grid; one field per line where the terminal is too narrow for the longest words."""
+        """A grid; one field per line if the terminal is too narrow for the longest words."""
         widths = self._widths(options.max_width)
         if widths is not None:
             grid = Grid(title=self.title, title_justify="left")
@@ -91,7 +91,7 @@ class Table:
                     yield Text(f"  {heading}: {text}")
 
     def _widths(self, available: int) -> list[int] | None:
-        """Column widths that break no word, the smallest shortfalls filled first; None if there is no room."""
+        """Column widths that break no word; columns that need the least more are widened first. None: no room."""
         columns = list(zip(self.headings, *self.cells, strict=True))
         full = [max(map(len, cells)) for cells in columns]
         widths = [max(len(word) for text in cells for word in text.split() or [""]) for cells in columns]

@@ -16,7 +16,7 @@ from jaxmem.kernels import attention as operation
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
 from jaxmem.lab.bench import attention, contest, kernels, operations, torch_kernels, work
-from jaxmem.lab.bench.measure import BenchSelection, Job, measured
+from jaxmem.lab.bench.kernels import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 
 ROWS = {"done": [], "without": [], "say": lambda _: None}
@@ -147,7 +147,7 @@ def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
 
 def test_scores_that_are_too_many_are_not_held():
     shape = attention.SHAPES["mistral-7b"]
-    with pytest.raises(ValueError, match=r"jax.nn xla holds all scores several times, 32 GiB each"):
+    with pytest.raises(ValueError, match=r"jax.nn xla stores all scores several times, 32 GiB each"):
         attention._run(shape, {}, "jax.nn xla", None, None, None)
     small = jnp.zeros((1, 4, 1, 8))
     options = {"causal": True, "window": None}
@@ -216,7 +216,7 @@ def test_results_are_written_where_nan_stood(monkeypatch):
     monkeypatch.setattr(work, "poisoned", noted)
     one = work.BenchPass(lambda _, x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
     given = work.BenchWork((jnp.ones((4096,), jnp.bfloat16),), {}, "")
-    assert one.error("", given, one.wanted(given)) == 0
+    assert one.error("", given, one.expected(given)) == 0
     assert places == there
     assert bool(jnp.isnan(poisoned(jax.ShapeDtypeStruct((1,), jnp.bfloat16)))[0])
     assert int(poisoned(jax.ShapeDtypeStruct((1,), jnp.uint8))[0]) == 255
@@ -346,7 +346,7 @@ def test_a_library_that_cannot_be_run_says_why(monkeypatch):
     with pytest.raises(ValueError, match="torch is not installed"):
         torch_kernels.needed("bitsandbytes")
     torch_with(monkeypatch).cuda.is_available.return_value = False
-    with pytest.raises(ValueError, match="torch sees no GPU"):
+    with pytest.raises(ValueError, match="torch has no GPU"):
         torch_kernels.needed()
 
 

@@ -14,7 +14,7 @@ from jaxmem.kernels.fused_attention import tuning as attention_tuning
 from jaxmem.kernels.quantized_matmul import triton as matmul
 from jaxmem.kernels.quantized_update import triton as update
 from jaxmem.lab.bench import attention, contest, kernels, tune, work
-from jaxmem.lab.bench.measure import BenchSelection
+from jaxmem.lab.bench.kernels import BenchSelection
 from jaxmem.lab.bench.operations import OPERATIONS
 
 
@@ -174,7 +174,7 @@ def test_the_packages_table_is_not_tuned_without_a_gpu():
 
 def test_what_is_chosen_to_be_tuned_has_to_be_known(tmp_path):
     path = tmp_path / "tuned.json"
-    with pytest.raises(UserError, match="long: of which --operation"):
+    with pytest.raises(UserError, match="long: --operation is missing"):
         next(tuned(path, ["long"]))
     with pytest.raises(UserError, match=r"unknown pass 'd_key'.*d_keys"):
         next(tuned(path, operation="attention", passes=["d_key"]))

@@ -1,5 +1,5 @@
-"""Work in a process of its own, watched: a call that hangs, or breaks the device for its process, costs itself and the
-start of another process, in which the rest goes on. With a GPU that is about ten seconds."""
+"""Measurements in a process of their own. A call that hangs, or makes the device unusable for its process, is skipped:
+the rest continues in a new process, which takes about ten seconds to start on a GPU."""
 
 import contextlib
 import multiprocessing
@@ -8,15 +8,15 @@ from typing import Any
 
 from jaxmem.lab.bench.contest import Row, error_line
 
-LIMIT = 100.0  # s that a turn may last: its compilation is most of it
+LIMIT = 100.0  # seconds of a turn, most of them for compilation
 
-# work(job, done=known rows, without=names left out, say=reports whose turn begins) yields rows.
+# work(job, done=known rows, without=names left out, say=function that reports whose turn begins) yields rows.
 Work = Callable[..., Iterator[Row]]
 
 
 def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> Iterator[Row]:
-    """All rows of a work. A contestant whose turn does not end within the limit, or ends the process, is left out from
-    then on: `without` grows, and a row has the reason. `limit=None`: in this process."""
+    """All rows of a work. A contestant whose turn exceeds the limit or ends the process is added to `without`, and a
+    row has the reason. `limit=None`: in this process."""
     if limit is None:
         try:
             yield from work(job, done=[], without=without, say=lambda _: None)
@@ -28,15 +28,15 @@ def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> It
         turn, why = None, None
         with _started(work, job, done, without) as (child, messages):
             while True:
-                patience = LIMIT if turn is None else limit  # nobody's turn while it starts
-                if not messages.poll(patience):
-                    why = f"no end within {patience:.0f} s"
+                seconds = LIMIT if turn is None else limit  # the start of the process is nobody's turn
+                if not messages.poll(seconds):
+                    why = f"no end within {seconds:.0f} s"
                     break
                 try:
                     kind, content = messages.recv()
                 except EOFError:
                     child.join()
-                    why = f"its process ended with {child.exitcode}"
+                    why = f"its process ended with code {child.exitcode}"
                     break
                 if kind == "end":
                     turn, why = None, content
@@ -71,13 +71,13 @@ def _started(work: Work, job: Any, done: Sequence[Row], without: Sequence[str]) 
 
 
 def _run(parent: Any, work: Work, job: Any, done: list[Row], without: tuple[str, ...]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+    with contextlib.suppress(BrokenPipeError):  # the parent has stopped reading
         why = None
         try:
             for row in work(job, done=done, without=without, say=lambda name: parent.send(("turn", name))):
                 parent.send(("row", row))
         except BrokenPipeError:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever it is, the others go on)
+        except Exception as error:  # noqa: BLE001 (the other contestants continue)
             why = error_line(error)
         parent.send(("end", why))
