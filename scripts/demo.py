@@ -1,4 +1,4 @@
-"""What the run of configs/demo.yaml learnt, where its memory went, and what one line of its config changes: one screen.
+"""One screen about the run of configs/demo.yaml: its text, its memory, and the effect of one line of its config.
 
 jaxmem train configs/demo.yaml --simulate 2
 python scripts/demo.py [CHANGE]...
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# The sizes of buffers do not depend on how well the code for a CPU is optimized; this halves the time to compile.
+# The sizes of buffers do not depend on the optimization of the code for CPUs; this halves the compile time.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
@@ -55,22 +55,22 @@ def continuations() -> Iterator[str]:
 
 
 def bar(name: str, size: float, largest: float) -> str:
-    """A name, a size, and a bar beside them or, where that is narrow, below them."""
-    beside = WIDTH >= 60
-    room = WIDTH - (37 if beside else 4)
+    """A name, a size, and a bar, which is on the next line if the terminal is narrow."""
+    is_wide = WIDTH >= 60
+    room = WIDTH - (37 if is_wide else 4)
     drawn = "#" * max(1, round(room * size / largest))
-    return f"  {name:25}{size / MIB:5.1f} MiB{' ' if beside else chr(10) + '  '}{drawn}"
+    return f"  {name:25}{size / MIB:5.1f} MiB{' ' if is_wide else chr(10) + '  '}{drawn}"
 
 
 def compiled(change: str) -> int:
-    """Planned bytes per device of the demo's step, on more devices, unsharded, with one line of its config changed."""
+    """Planned bytes per device of the demo's step on more devices, not sharded, with one line of its config changed."""
     cfg = jaxmem.load_config("configs/demo.yaml", (f"mesh.fsdp={DEVICES}", "zero=0", change))
     return plan_program(program(cfg, jax.devices())).bytes_per_device["total"]
 
 
 def main(changes: Sequence[str]) -> None:
     jaxmem.simulate(DEVICES)
-    print("\nWhat it learnt: lines of Python", flush=True)
+    print("\nThe trained model completes lines of Python", flush=True)
     print(*continuations(), sep="\n")
 
     plan = json.loads((RUN / "plan.json").read_text())

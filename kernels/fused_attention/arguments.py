@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
@@ -14,6 +14,9 @@ from .mask import seed_words
 
 DTYPES = FLOATS
 CHECKS = Validator("attention")
+QueryHeads = Float[Array, "batch queries heads dim"]
+KeyHeads = Float[Array, "batch keys kv_heads dim"]
+LogSumExp = Float[Array, "batch heads queries"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ def check_arguments(
     k: Any,
     v: Any,
     *,
-    causal: Any,
-    window: Any,
-    segment_ids: Any,
-    kv_segment_ids: Any,
-    scale: Any,
-    soft_cap: Any,
-    dropout: Any,
-    deterministic: Any,
+    causal: Any = False,
+    window: Any = None,
+    segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    scale: Any = None,
+    soft_cap: Any = None,
+    dropout: Any = None,
+    deterministic: Any = False,
     max_segments: Any = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError naming a wrong argument."""

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Int32
 
-from .arguments import Extras, Options
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
 from .tiles import Keys, Outputs, Problem, Queries, Rows, Tile, finished, tile_backward, tile_forward
 
 # With at most this many scores per head, the softmax of a row is computed at once: the blocks of queries (backward: of
@@ -36,13 +36,7 @@ LONG_BLOCK = 256
 SAVED = "attention"
 
 
-def attend(
-    q: Float[Array, "batch queries heads dim"],
-    k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
-    options: Options,
-    extras: Extras,
-) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
+def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp."""
     grouped = _grouped(q, k.shape[2]).transpose(0, 2, 3, 1, 4)
     out, lse = _attend(options, grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), extras)
@@ -50,15 +44,15 @@ def attend(
 
 
 def gradients(
-    q: Float[Array, "batch queries heads dim"],
-    k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
-    out: Float[Array, "batch queries heads dim"],
-    lse: Float[Array, "batch heads queries"],
-    d_out: Float[Array, "batch queries heads dim"],
+    q: QueryHeads,
+    k: KeyHeads,
+    v: KeyHeads,
+    out: QueryHeads,
+    lse: LogSumExp,
+    d_out: QueryHeads,
     options: Options,
     extras: Extras,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[QueryHeads, KeyHeads, KeyHeads]:
     """The gradients with respect to q, k and v. `k` and `v` may be a part of the keys, if `out` and `lse` are those of
     all keys; the first gradient is then the contribution of this part."""
     kv_heads = k.shape[2]

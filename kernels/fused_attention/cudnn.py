@@ -30,7 +30,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int32
 
-from .arguments import Extras, Options
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
 from .blockwise import SAVED
 from .shapes import pairs
 
@@ -68,13 +68,7 @@ class Call:
 ON_CPU: Callable[[str, Call, Sequence[jax.Array]], Any] | None = None
 
 
-def attend(
-    q: Float[Array, "batch queries heads dim"],
-    k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
-    options: Options,
-    extras: Extras,
-) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
+def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp; the log-sum-exp is not differentiable."""
     call = _call(q, k, options, extras)
     return _attend(call, q, k, v, None if call.max_segments == 1 else extras.segment_ids)

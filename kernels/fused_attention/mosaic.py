@@ -104,18 +104,18 @@ def _run(
     sums: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> list[jax.Array]:
     masks = masks._replace(ids=_filled(masks.ids, call.blocks.queries), kv_ids=_filled(masks.kv_ids, call.blocks.keys))
-    given = {name: x for name, x in masks._asdict().items() if x is not None}
+    present = {name: x for name, x in masks._asdict().items() if x is not None}
     count = len(arrays)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        extra = MaskArrays(**dict(zip(given, refs[count:], strict=False)))
-        kernel(*refs[:count], extra, *refs[count + len(given) :], **scratch)
+        extra = MaskArrays(**dict(zip(present, refs[count:], strict=False)))
+        kernel(*refs[:count], extra, *refs[count + len(present) :], **scratch)
 
     blocks = pl.cdiv(call.keys, call.blocks.keys) if by_keys else pl.cdiv(call.queries, call.blocks.queries)
     return launch(
         name,
         body,
-        (*arrays, *given.values()),
+        (*arrays, *present.values()),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid={HEAD: heads, BLOCK: blocks, BATCH: arrays[0].shape[0]},
         warpgroups=COMPUTING + 1,

@@ -66,9 +66,9 @@ def gradients(
             def visit(i: Any, sums: Any, *, masked: bool) -> Any:
                 n = g * count + i - begin
                 slot, zero = parts.slot_of(call, n), parts.opaque_zero(n)
-                k, v = (x.at[number + zero] for x in own.held[:2])
-                plgpu.barrier_wait(queries.here.at[slot])
-                q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.held)
+                k, v = (x.at[number + zero] for x in own.blocks[:2])
+                plgpu.barrier_wait(queries.arrived.at[slot])
+                q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.blocks)
                 at = parts.positions(size, i * size, BY_COLUMN)
                 words = parts.dropout_words(masks, (batch * lax.axis_size(HEAD) + kv_head) * groups + g, at)
                 less = lambda: -parts.broadcast_along(parts.load_as(inner, BY_COLUMN), shape, 1)  # noqa: E731
@@ -94,7 +94,7 @@ def gradients(
                     ds = p * dp
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
-                    _add_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
+                    _add_to_dq(together, n, number, ds, (dk, q), own.blocks[0].at[pl.ds(zero, COMPUTING)], there)
 
                 zeros = parts.zeros_in(shape, WGMMA)
                 # The matmul adds to the negative of `inner`, which saves registers.
@@ -105,7 +105,7 @@ def gradients(
 
             return loop_over(ranges, visit, sums)
 
-        k, v = (x.at[number] for x in own.held[:2])
+        k, v = (x.at[number] for x in own.blocks[:2])
         zeros = parts.zeros_in((ROWS, k.shape[-1]), WGMMA)
         dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
         _synchronize(together)  # before this, the other warpgroup may read these keys
@@ -154,5 +154,5 @@ def _add_to_dq(
 def _synchronize(together: SharedGradients) -> None:
     """After this, each warpgroup sees what the other one has written to shared memory."""
     plgpu.commit_smem()
-    plgpu.barrier_arrive(together.here)
-    plgpu.barrier_wait(together.here)
+    plgpu.barrier_arrive(together.arrived)
+    plgpu.barrier_wait(together.arrived)

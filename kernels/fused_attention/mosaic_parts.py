@@ -28,16 +28,16 @@ BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 class Own(NamedTuple):
     """Blocks in shared memory that a warpgroup reads once, [COMPUTING, ...], and the barrier of their copies."""
 
-    held: tuple[Any, ...]
-    here: Any
+    blocks: tuple[Any, ...]
+    arrived: Any
 
 
 class Stream(NamedTuple):
     """Blocks that are copied one after the other into [stages, ...]: barriers for a block that has arrived, and for a
     slot that is free."""
 
-    held: tuple[Any, ...]
-    here: Any
+    blocks: tuple[Any, ...]
+    arrived: Any
     free: Any
 
 
@@ -45,7 +45,7 @@ class SharedGradients(NamedTuple):
     """Shared memory for the gradients that the warpgroups of a program share."""
 
     ds: Any  # [2, COMPUTING, keys, queries]: one is written while the other may still be read
-    here: Any
+    arrived: Any
     dq: Any  # [COMPUTING, queries, columns], copied to global memory
 
 
@@ -82,10 +82,10 @@ def slice_ids(ids: Any, first: Any, size: int) -> Any:
 
 def copy_own(own: Own, number: Any, *sources: Any) -> list[Any]:
     """Copies this warpgroup's blocks to shared memory, and waits for them."""
-    held = [x.at[number] for x in own.held]
+    held = [x.at[number] for x in own.blocks]
     for source, target in zip((x for x in sources if x is not None), held, strict=True):
-        plgpu.copy_gmem_to_smem(source, target, own.here.at[number])
-    plgpu.barrier_wait(own.here.at[number])
+        plgpu.copy_gmem_to_smem(source, target, own.arrived.at[number])
+    plgpu.barrier_wait(own.arrived.at[number])
     return held
 
 
@@ -93,8 +93,8 @@ def copy_next(call: Call, stream: Stream, n: Any, *sources: Any) -> None:
     """Copies the n-th block once its slot is free."""
     slot = slot_of(call, n)
     pl.when(n >= call.blocks.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
-    for source, held in zip((x for x in sources if x is not None), stream.held, strict=True):
-        plgpu.copy_gmem_to_smem(source, held.at[slot], stream.here.at[slot])
+    for source, held in zip((x for x in sources if x is not None), stream.blocks, strict=True):
+        plgpu.copy_gmem_to_smem(source, held.at[slot], stream.arrived.at[slot])
 
 
 def write_back(*parts: tuple[Any, Any]) -> None:

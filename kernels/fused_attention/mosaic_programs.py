@@ -61,7 +61,7 @@ def forward(
             key = parts.positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
             slot = parts.slot_of(call, j - begin)
             if masked:
-                theirs = parts.load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
+                theirs = parts.load_as(keys.blocks[1].at[slot], BY_COLUMN) if ids else None
                 s = parts.masked_scores(call, s, at, key, mine, theirs, (0, 1))
             plgpu.barrier_arrive(keys.free.at[slot])
             # The subtracted level is an integer power of two, so that sums are rescaled exactly. A row without visible
@@ -79,13 +79,13 @@ def forward(
         def visit(j: Any, state: Any, *, masked: bool) -> Any:
             out, p, top, total = state
             slot, before = parts.slot_of(call, j - begin), parts.slot_of(call, j - 1 - begin)
-            plgpu.barrier_wait(keys.here.at[slot])
-            plgpu.barrier_wait(values.here.at[before])
+            plgpu.barrier_wait(keys.arrived.at[slot])
+            plgpu.barrier_wait(values.arrived.at[before])
             plgpu.barrier_wait(turns.at[number])
 
             def multiply(sums: Any) -> None:
-                plgpu.wgmma(sums[0], p, values.held[0].at[before])
-                plgpu.wgmma(sums[1], q, keys.held[0].at[slot].transpose((1, 0)))
+                plgpu.wgmma(sums[0], p, values.blocks[0].at[before])
+                plgpu.wgmma(sums[1], q, keys.blocks[0].at[slot].transpose((1, 0)))
                 plgpu.barrier_arrive(turns.at[1 - number])
 
             out, raw = pl.run_state(multiply)(
@@ -94,8 +94,8 @@ def forward(
             plgpu.barrier_arrive(values.free.at[before])
             return softmax(j, raw, out, top, total, masked=masked)
 
-        plgpu.barrier_wait(keys.here.at[0])
-        raw = parts.matmul(shape, q, keys.held[0].at[0].transpose((1, 0)))
+        plgpu.barrier_wait(keys.arrived.at[0])
+        raw = parts.matmul(shape, q, keys.blocks[0].at[0].transpose((1, 0)))
         nothing = (
             parts.zeros_in((ROWS, q.shape[-1]), WGMMA),
             parts.zeros_in((ROWS,), BY_ROW) - jnp.inf,
@@ -105,8 +105,8 @@ def forward(
         rest = [part._replace(start=jnp.maximum(part.start, begin + 1)) for part in ranges]
         out, p, top, total = loop_over(rest, visit, state)
         last = parts.slot_of(call, end - 1 - begin)
-        plgpu.barrier_wait(values.here.at[last])
-        add_values = lambda accumulator: plgpu.wgmma(accumulator, p, values.held[0].at[last])  # noqa: E731
+        plgpu.barrier_wait(values.arrived.at[last])
+        add_values = lambda accumulator: plgpu.wgmma(accumulator, p, values.blocks[0].at[last])  # noqa: E731
         out = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(out))
         seen = total > 0
         total = jnp.where(seen, total, 1.0)

@@ -3,24 +3,19 @@ other implementations with it."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from .arguments import Extras, Options
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
 from .mask import keep_mask, visible
 
 
-def attend(
-    q: Float[Array, "batch queries heads dim"],
-    k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
-    options: Options,
-    extras: Extras,
-) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
-    """Output and log-sum-exp, computed in float32; zeros and -inf for a row without keys."""
+def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
+    """Output and log-sum-exp, computed in float32, or in float64 for such inputs; zeros and -inf for a row without
+    keys."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
-    grouped = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
-    s = jnp.einsum("bqngd,bknd->bngqk", grouped, k.astype(jnp.float32)) * options.scale
+    grouped = q.astype(wide).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
+    s = jnp.einsum("bqngd,bknd->bngqk", grouped, k.astype(wide)) * options.scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
     query, key = jnp.arange(queries, dtype=jnp.int32)[:, None], jnp.arange(keys, dtype=jnp.int32)
@@ -41,5 +36,5 @@ def attend(
         row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, kv_heads, heads // kv_heads, 1, 1)
         keep = keep_mask(extras.seed, row, query, key, options.dropout)
         p = jnp.where(keep, p * (1.0 / (1.0 - options.dropout)), 0.0)
-    out = jnp.einsum("bngqk,bknd->bqngd", p, v.astype(jnp.float32))
+    out = jnp.einsum("bngqk,bknd->bqngd", p, v.astype(wide))
     return out.astype(q.dtype).reshape(q.shape), lse

@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
 
 def scores(problem: Problem, q: Queries, k: Keys, tile: Tile, order: Order) -> tuple[Scores, Any]:
-    """A tile's scores in float32, -inf where nothing is seen; and the slope d(score)/d(q . k)."""
+    """The scores of a tile in float32, -inf where they are masked; and the slope d(score)/d(q . k)."""
     options = problem.options
     rows = merge_groups(q)
     if order is FORWARD:

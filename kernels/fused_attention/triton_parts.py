@@ -70,53 +70,41 @@ def load_ids(ptr, at, limit, s: tl.constexpr):
 
 
 @program
-def ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, size: tl.constexpr, s: tl.constexpr):
-    """The first block to visit, the first and last that need no mask, and the last to visit (ends are exclusive), as in
-    `block.visited_blocks`."""
+def visited_blocks(block, batch, begin_ptr, end_ptr, by_keys: tl.constexpr, s: tl.constexpr):
+    """The ends of the ranges of blocks that a block of queries, `by_keys` a block of keys, visits: partly masked ones,
+    unmasked ones, partly masked ones again; as in `block.visited_blocks`."""
+    own: tl.constexpr = s.columns if by_keys else s.rows
+    size: tl.constexpr = s.rows if by_keys else s.columns
+    length: tl.constexpr = s.queries if by_keys else s.keys
+    first = block * own - s.offset if by_keys else block * own + s.offset
+    last = first + own - 1
+    low = first * 0
+    unmasked_low = first * 0
+    high = first * 0 + length
+    # The rows beyond the end of the last block of queries add zero, so it needs no mask.
+    unmasked_high = first * 0 + ((length + size - 1) // size * size if by_keys else length)
+    if s.causal:
+        if by_keys:
+            low = tl.maximum(first, 0)
+            unmasked_low = tl.maximum(last, 0)
+        else:
+            high = tl.minimum(tl.maximum(last + 1, 0), length)
+            unmasked_high = tl.minimum(tl.maximum(first + 1, 0), length)
+    if s.window is not None:
+        if by_keys:
+            high = tl.minimum(tl.maximum(last + s.window, 0), length)
+            unmasked_high = tl.minimum(tl.maximum(first + s.window, 0), length)
+        else:
+            low = tl.maximum(first - s.window + 1, 0)
+            unmasked_low = tl.maximum(last - s.window + 1, 0)
     begin = low // size
     end = (high + size - 1) // size
     if s.segments:
+        here = batch * tl.num_programs(0) + block
         begin = tl.maximum(begin, tl.load(begin_ptr + here))
         end = tl.minimum(end, tl.load(end_ptr + here))
-        whole_begin, whole_end = end, end
+        unmasked_begin, unmasked_end = end, end
     else:
-        whole_begin = tl.minimum(tl.maximum((whole_low + size - 1) // size, begin), tl.maximum(begin, end))
-        whole_end = tl.minimum(tl.maximum(whole_high // size, whole_begin), tl.maximum(whole_begin, end))
-    return begin, whole_begin, whole_end, end
-
-
-@program
-def ranges_of_keys(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
-    first = block * s.rows
-    last = first + s.rows - 1
-    low = first * 0
-    whole_low = first * 0
-    high = first * 0 + s.keys
-    whole_high = first * 0 + s.keys
-    if s.causal:
-        high = tl.minimum(tl.maximum(last + s.offset + 1, 0), s.keys)
-        whole_high = tl.minimum(tl.maximum(first + s.offset + 1, 0), s.keys)
-    if s.window is not None:
-        low = tl.maximum(first + s.offset - s.window + 1, 0)
-        whole_low = tl.maximum(last + s.offset - s.window + 1, 0)
-    here = batch * tl.num_programs(0) + block
-    return ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, s.columns, s)
-
-
-@program
-def ranges_of_queries(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
-    first = block * s.columns
-    last = first + s.columns - 1
-    low = first * 0
-    whole_low = first * 0
-    high = first * 0 + s.queries
-    # The rows beyond the end of the last block add zero, so it needs no mask.
-    whole_high = first * 0 + (s.queries + s.rows - 1) // s.rows * s.rows
-    if s.causal:
-        low = tl.maximum(first - s.offset, 0)
-        whole_low = tl.maximum(last - s.offset, 0)
-    if s.window is not None:
-        high = tl.minimum(tl.maximum(last - s.offset + s.window, 0), s.queries)
-        whole_high = tl.minimum(tl.maximum(first - s.offset + s.window, 0), s.queries)
-    here = batch * tl.num_programs(0) + block
-    return ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, s.rows, s)
+        unmasked_begin = tl.minimum(tl.maximum((unmasked_low + size - 1) // size, begin), tl.maximum(begin, end))
+        unmasked_end = tl.minimum(tl.maximum(unmasked_high // size, unmasked_begin), tl.maximum(unmasked_begin, end))
+    return begin, unmasked_begin, unmasked_end, end

@@ -15,10 +15,9 @@ from .triton_parts import (
     dropout_factor,
     load_block,
     load_ids,
-    ranges_of_keys,
-    ranges_of_queries,
     seen_in_block,
     store_block,
+    visited_blocks,
 )
 
 
@@ -69,7 +68,7 @@ def attention_forward(
     out = tl.zeros((s.rows, s.wide), tl.float32)
     top = tl.full((s.rows,), -float("inf"), tl.float32)
     total = tl.zeros((s.rows,), tl.float32)
-    ends = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
+    ends = visited_blocks(block, batch, begin_ptr, end_ptr, False, s)
     for part in tl.static_range(1 if s.segments else 3):
         out, top, total = forward_over(
             ends[part], ends[part + 1], q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row,
@@ -130,7 +129,7 @@ def attention_d_queries(
     k_ptr += kv_place
     v_ptr += kv_place
     dq = tl.zeros((s.rows, s.wide), tl.float32)
-    ends = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
+    ends = visited_blocks(block, batch, begin_ptr, end_ptr, False, s)
     for part in tl.static_range(1 if s.segments else 3):
         dq = d_queries_over(
             ends[part], ends[part + 1], dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row,
@@ -188,7 +187,7 @@ def attention_d_keys(
     ids_ptr += batch * s.queries
     dk = tl.zeros((s.columns, s.wide), tl.float32)
     dv = tl.zeros((s.columns, s.wide), tl.float32)
-    ends = ranges_of_queries(block, batch, begin_ptr, end_ptr, s)
+    ends = visited_blocks(block, batch, begin_ptr, end_ptr, True, s)
     for g in range(s.groups):
         head = kv_head * s.groups + g
         row = batch * s.heads + head

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
-from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
+from jaxmem.kernels.fused_attention.arguments import check_arguments
 from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
@@ -40,10 +40,15 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
     )
     options = {"causal": shape.causal, "window": shape.window} | options
     run = partial(_run, shape, options)
+    _, checked, extras = check_arguments(q, k, v, **options)
+
+    def exact(q: Any, k: Any, v: Any) -> jax.Array:
+        return reference.attend(q, k, v, checked, extras)[0]
+
     step, forward = float(jnp.finfo(dtype).eps), shape.flops / 1e12
     passes = {
-        "forward": BenchPass(run, partial(_exact, options), forward, step),
-        "backward": BenchPass(run, partial(_exact, options), 2.5 * forward, step, gradients=(0, 1, 2)),
+        "forward": BenchPass(run, exact, forward, step),
+        "backward": BenchPass(run, exact, 2.5 * forward, step, gradients=(0, 1, 2)),
     }
     # Single kernels in full size, compared with plain JAX.
     kernels = {"forward": BenchPass(run, "blockwise", forward, step)}
@@ -75,36 +80,14 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
 
 
 def _run(shape: Shape, options: dict[str, Any], implementation: str | None, q: Any, k: Any, v: Any) -> jax.Array:
-    holds = 4 * shape.batch * shape.heads * shape.queries * shape.keys
-    if implementation is not None and holds > SCORES.get(implementation, holds):
-        raise ValueError(f"{implementation} stores all scores several times, {holds / 2**30:.0f} GiB each")
+    size = 4 * shape.batch * shape.heads * shape.queries * shape.keys
+    if implementation is not None and size > SCORES.get(implementation, size):
+        raise ValueError(f"{implementation} stores all scores several times, {size / 2**30:.0f} GiB each")
     if implementation in OTHERS:
         window = None if shape.window is None else (shape.window - 1, 0)
         own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": implementation.split()[1]}
         return jax.nn.dot_product_attention(q, k, v, **own)
     return attention(q, k, v, **options, implementation=implementation)
-
-
-def _exact(options: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    (batch, queries, heads, dim), keys = q.shape, k.shape[1]
-    query, key = jnp.arange(queries, dtype=jnp.int32)[:, None], jnp.arange(keys, dtype=jnp.int32)
-    distance = query + keys - queries - key
-    window = options["window"]
-    seen = jnp.ones((batch, 1, queries, keys), bool)
-    if options["causal"] or window is not None:
-        seen &= (distance >= 0) & (distance < (keys if window is None else window))
-    if "segment_ids" in options:
-        seen &= (options["segment_ids"][:, :, None] == options["kv_segment_ids"][:, None])[:, None]
-    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * dim**-0.5
-    if "soft_cap" in options:
-        s = options["soft_cap"] * jnp.tanh(s / options["soft_cap"])
-    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1)
-    if "dropout" in options:
-        seed, rate = seed_words(options["dropout"][0]), options["dropout"][1]
-        row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1, 1)
-        p = jnp.where(keep_mask(seed, row, query, key, rate), p / (1 - rate), 0.0)
-    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
 
 OPERATION = BenchOperation(

@@ -10,7 +10,7 @@ import datetime as dt
 import itertools
 import json
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -95,14 +95,15 @@ def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path
 
 def explain(selection: BenchSelection) -> list[Row]:
     """For each operation and shape the implementation that is chosen on this device, and why."""
-    rows = []
-    for operation in [selection.operation] if selection.operation else OPERATIONS:
-        for name in selection.shapes or check_selection(operation, selection).shapes:
-            found = choice_for(operation, name)
-            rows.append(
-                {"operation": operation, "shape": name} | {"implementation": found.implementation, "why": found.why}
-            )
-    return rows
+    chosen = {
+        (operation, name): choice_for(operation, name)
+        for operation in ([selection.operation] if selection.operation else OPERATIONS)
+        for name in selection.shapes or check_selection(operation, selection).shapes
+    }
+    return [
+        {"operation": operation, "shape": name, "implementation": one.implementation, "why": one.why}
+        for (operation, name), one in chosen.items()
+    ]
 
 
 def device_row() -> Row:
@@ -193,21 +194,15 @@ def _candidates(job: Job) -> Iterator[tuple[str, str | None, Any]]:
     own = OPERATIONS[job.operation]
     work = own.work(job.sizes)
 
-    def contestant(name: str, of: str, call: Call, wait: Any = jax.block_until_ready) -> Contestant:
-        return Contestant(name, of, call, wait, work.passes[of].amount, work.unit)
-
-    def compile_pass(name: str, of: str) -> list[Contestant]:
-        return [contestant(name, of, work.passes[of].compiled(name, work))]
-
-    def make_peer(name: str) -> list[Contestant]:
-        calls = PEERS[job.operation][name](job.sizes)
-        return [contestant(name, of, call, wait) for of, call in calls.items()]
+    def contestants(name: str, calls: Callable[[], Mapping[str, Call]], wait: Any) -> list[Contestant]:
+        return [Contestant(name, of, call, wait, work.passes[of].amount, work.unit) for of, call in calls().items()]
 
     for name in (*own.implementations, *(own.others if job.peers else ())):
         for of in work.passes:
-            yield name, of, partial(compile_pass, name, of)
-    for name in PEERS.get(job.operation, ()) if job.peers else ():
-        yield name, None, partial(make_peer, name)
+            compiled = partial(lambda name, of: {of: work.passes[of].compiled(name, work)}, name, of)
+            yield name, of, partial(contestants, name, compiled, jax.block_until_ready)
+    for name, peer in PEERS.get(job.operation, {}).items() if job.peers else ():
+        yield name, None, partial(contestants, name, partial(peer, job.sizes), wait)
 
 
 def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
@@ -248,14 +243,14 @@ def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], 
             yield row | {"why_not": one.failed}
             continue
         peers = [peer for peer in contestants if peer.of == one.of and peer.name in compared and not peer.failed]
-        ratios = {peer.name: _ratio(peer, one) for peer in peers if peer.name != one.name}
+        ratios = {
+            peer.name: statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, one.seconds, strict=False))
+            for peer in peers
+            if peer.name != one.name
+        }
         limit = limits[one.unit]
         if one is not limit and limit.failed is None:
             ratios[CEILING] = one.rate / limit.rate
         checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
         right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
         yield row | one.times() | {"ratios": ratios} | right
-
-
-def _ratio(peer: Contestant, one: Contestant) -> float:
-    return statistics.median(theirs / mine for theirs, mine in zip(peer.seconds, one.seconds, strict=False))

@@ -130,10 +130,6 @@ def _sliding_max(shape: windows.SlidingMaxShape) -> BenchWork:
     return BenchWork((x,), {"forward": BenchPass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
 
 
-def _small_matmul(shape: matmul_shapes.Shape) -> matmul_shapes.Shape:
-    return shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
-
-
 def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
     dims = (16, 2 * shape.block)
     return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
@@ -141,35 +137,22 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
 
 # The update of all of Llama's matrices at once needs 56 GiB in plain JAX and 74 in float64, so it is not a default.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
+_update = partial(
+    BenchOperation, UPDATES, update_shapes.SHAPES, _small_blocks, passes=("update",), tuned=ONE_MATRIX, usual=ONE_MATRIX
+)
 OPERATIONS = {
     "attention": attention.OPERATION,
     "dequant_matmul": BenchOperation(
         MATMULS,
         matmul_shapes.SHAPES,
-        _small_matmul,
+        lambda shape: shape._replace(tokens=16, inputs=2 * shape.block, outputs=32),
         _dequant_matmul,
         tuned=("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
         others=(DEQUANTIZED,),
         plain="sliced",
     ),
-    "adam8_update": BenchOperation(
-        UPDATES,
-        update_shapes.SHAPES,
-        _small_blocks,
-        _adam8,
-        passes=("update",),
-        tuned=ONE_MATRIX,
-        usual=ONE_MATRIX,
-    ),
-    "int8_add": BenchOperation(
-        UPDATES,
-        update_shapes.SHAPES,
-        _small_blocks,
-        _int8_add,
-        passes=("update",),
-        tuned=ONE_MATRIX,
-        usual=ONE_MATRIX,
-    ),
+    "adam8_update": _update(_adam8),
+    "int8_add": _update(_int8_add),
     "sliding_max": BenchOperation(
         windows.IMPLEMENTATIONS,
         windows.SHAPES,

@@ -58,8 +58,17 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
     }
     rows = [_row(policy, own, found["none"]) for policy, own in found.items()]
     small = Table("The backward pass of small layers, compiled for this CPU and run on it", rows)
+    offloaded = {name: backward(policy, 32, target, {}, 8192, host=of) for name, (policy, of) in OFFLOADED.items()}
     hosted = [
-        _hosted(name, backward(policy, 32, target, {}, 8192, host=of)) for name, (policy, of) in OFFLOADED.items()
+        {
+            "remat": name,
+            "device, GiB": gib(row["temporaries"]),
+            "host, GiB": gib(row["host"]),
+            "estimated, s": row["seconds"],
+            "hidden, %": 100 * row["hidden"] if row["host"] else None,
+            "measured, s": row["measured"],
+        }
+        for name, row in offloaded.items()
     ]
     by_policy = {row["remat"]: row for row in rows}
     memory, arithmetic = f"{depths[-1]} layers, MiB", f"{depths[-1]} layers, arithmetic"
@@ -91,17 +100,6 @@ def _row(policy: str, own: Mapping[int, Row], none: Mapping[int, Row]) -> Row:
         **{f"{layers} layers, MiB": one["temporaries"] / 2**20 for layers, one in own.items()},
         f"{deep} layers, arithmetic": own[deep]["flops"] / none[deep]["flops"],
         "CPU time, ms": 1e3 * own[deep]["measured"],
-    }
-
-
-def _hosted(name: str, row: Row) -> Row:
-    return {
-        "remat": name,
-        "device, GiB": gib(row["temporaries"]),
-        "host, GiB": gib(row["host"]),
-        "estimated, s": row["seconds"],
-        "hidden, %": 100 * row["hidden"] if row["host"] else None,
-        "measured, s": row["measured"],
     }
 
 
@@ -143,7 +141,10 @@ def backward(
         lowered = jax.jit(jax.grad(loss, argnums)).lower(*arguments)
         return compile_all(lowered, {}, here=aim.is_here, code=aim.is_here)[0]
 
-    frozen = compiled(1)
+    frozen, measured = compiled(1), None
+    if aim.is_here:
+        ones = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), arguments)
+        measured = common.seconds(frozen.executable, *ones)
     timed = timeline(frozen.module, aim.gpu or CPU, 1, 1)
     copies = timed.host_copies
     return {
@@ -155,7 +156,7 @@ def backward(
         "flops": total_flops((compiled((0, 1)) if trained else frozen).module),
         "hidden": 1.0 - copies.exposed_share if copies.seconds else None,
         "seconds": timed.seconds,
-        "measured": _seconds(frozen.executable, arguments) if aim.is_here else None,
+        "measured": measured,
     }
 
 
@@ -165,9 +166,3 @@ def _here(aim: Target) -> Target:
         return aim
     first = jax.devices()[0]
     return local_target([first]) if gpus.find(first.device_kind) == aim.gpu else aim
-
-
-def _seconds(run: Any, arguments: Any) -> float:
-    return common.seconds(
-        run, *jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), arguments)
-    )

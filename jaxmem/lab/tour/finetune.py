@@ -31,7 +31,7 @@ from jaxmem.training.run import run
 PLACE = "runs/tour-finetune"
 PRETRAIN, FINETUNE = CONFIGS["finetune"]["pretrain"], CONFIGS["finetune"]["tune"]
 VOCAB = PRETRAIN["model"]["vocab"]
-ASKED = 40  # the number of held-out questions that are answered at the end
+QUESTIONS = 40  # the number of held-out questions that are answered at the end
 PROMPT, NEW = "def ", 16  # the text that transformers continues, and the number of tokens
 
 
@@ -88,20 +88,21 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     yield "exported", f"adapter of {size:.1f} MiB; merged model: loss {loss:.2f}"
 
     lines = chats.read_text(encoding="utf-8").splitlines()
-    held = held_out_records(len(lines), FINETUNE["data"]["held_out"])
-    asked = [json.loads(lines[number])["messages"] for number in held[:: max(1, len(held) // ASKED)][:ASKED]]
+    held_out = held_out_records(len(lines), FINETUNE["data"]["held_out"])
+    chosen = held_out[:: max(1, len(held_out) // QUESTIONS)][:QUESTIONS]
+    conversations = [json.loads(lines[number])["messages"] for number in chosen]
     model = TextGenerator(place / "merged", tokens=20)
-    answers = ["".join(model.answer([question])).strip() for question, _ in asked]
-    expected = [answer["content"] for _, answer in asked]
+    answers = ["".join(model.answer([question])).strip() for question, _ in conversations]
+    expected = [answer["content"] for _, answer in conversations]
     right = sum(map(str.__eq__, answers, expected))
     guessed = collections.Counter(expected).most_common(1)[0][1]
     yield (
-        f"{len(asked)} held-out questions, answered",
+        f"{len(conversations)} held-out questions, answered",
         f"{right} right; always the most common answer: {guessed} right",
     )
     first = {kind: number for number, kind in reversed(list(enumerate(expected)))}  # a question of each kind
     for number in sorted(first.values()):
-        yield asked[number][0]["content"], answers[number]
+        yield conversations[number][0]["content"], answers[number]
 
 
 def _losses(run: Path) -> list[tuple[int, float]]:

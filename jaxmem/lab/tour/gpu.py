@@ -138,14 +138,9 @@ def _part(one: Instruction, multiplies: bool) -> str:
 
 
 def _windows(bandwidth: float) -> Iterator[Row]:
-    def row(name: str, operations: int, requested: float | None = None, here: float | None = None) -> Row:
-        return {
-            "algorithm": name,
-            "operations": operations,
-            "bytes, MiB": requested and requested / 2**20,
-            "least time, ms": requested and 1e3 * requested / bandwidth,
-            "here, ms": here and 1e3 * here,
-        }
+    def row(name: str, operations: int, size: float | None = None, here: float | None = None) -> Row:
+        least = {"bytes, MiB": size and size / 2**20, "least time, ms": size and 1e3 * size / bandwidth}
+        return {"algorithm": name, "operations": operations, **least, "here, ms": here and 1e3 * here}
 
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
     listed, x = numbers.tolist(), jnp.asarray(numbers)
