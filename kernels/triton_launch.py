@@ -96,7 +96,7 @@ def _triton_call() -> Any:
 
 # ---------------------------------------------------------------- interpreted
 
-_ONE = threading.Lock()  # the interpreter replaces parts of triton.language while it runs
+_ONE = threading.Lock()  # the interpreter changes triton.language while it runs
 
 
 class _Memory:

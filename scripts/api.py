@@ -171,7 +171,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 def _signature(name: str, value: Any) -> str:
     try:
         signature = inspect.signature(value)
-    except ValueError:  # a class that only annotates
+    except ValueError:  # a class with annotations only
         return name
     # A function as a default has an address, which differs from run to run.
     parameters = [
@@ -198,7 +198,7 @@ def _clean(text: str) -> str:
 
 
 def _docstring(value: Any) -> str | None:
-    """Its own docstring; None where it inherits one, or where dataclasses wrote it."""
+    """Its own docstring; None if it is inherited or written by dataclasses."""
     own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     return None if own and own.startswith(f"{getattr(value, '__name__', '')}(") else own
 

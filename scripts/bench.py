@@ -4,5 +4,5 @@ import sys
 
 from jaxmem.cli import main
 
-if __name__ == "__main__":  # what is measured apart starts with this file too
+if __name__ == "__main__":  # the processes that measure import this file too
     main(["bench", *sys.argv[1:]])

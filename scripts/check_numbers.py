@@ -30,7 +30,7 @@ SIZE = re.compile(r"([\d.]+) (GiB|s)\b")
 
 
 class Figure(NamedTuple):
-    """What a text states about a plan: numbers as written, by unit (GiB per device, s per step)."""
+    """The figures of a plan that a text states: numbers as written, by unit (GiB per device, s per step)."""
 
     place: str
     config: str
@@ -64,7 +64,7 @@ def comments() -> Iterator[tuple[Figure, str]]:
 
 
 def disagreements(figures: dict[str, Figure]) -> Iterator[str]:
-    """Rows and texts that do not repeat what headers and comments state."""
+    """Rows and texts that differ from the figures in headers and comments."""
     for page, text in pages():
         for number, line in enumerate(text.splitlines(), 1):
             row = ROW.match(line) if page == "README.md" or "[config](" in line else None
@@ -82,7 +82,7 @@ def disagreements(figures: dict[str, Figure]) -> Iterator[str]:
 
 
 def planned(figure: Figure) -> dict[str, float]:
-    """What its command plans today, whether it fits or not."""
+    """The figures that its command plans today, whether it fits or not."""
     command = [sys.executable, "-m", "jaxmem", "plan", f"configs/{figure.config}.yaml", "--target", figure.target]
     command += ["--json", *figure.overrides.split()]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # 3: it does not fit

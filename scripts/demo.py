@@ -48,7 +48,7 @@ Your GPU and your model: README.md"""
 
 
 def continuations() -> Iterator[str]:
-    """The last line of each prompt, and the most likely rest of it."""
+    """The last line of each prompt, and its most likely continuation."""
     model = TextGenerator(RUN, Sampling(0.0), tokens=10, stops=["\n"])
     for prompt, text in zip(PROMPTS, model.complete_all(PROMPTS), strict=True):
         yield f"  {prompt.splitlines()[-1].strip():17} {text.strip()}"[:WIDTH]

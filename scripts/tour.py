@@ -34,7 +34,7 @@ These pages were written by `python scripts/tour.py`.
 
 
 def row(topic: str) -> str:
-    """A line of the list: the stop, its page, what turns it on."""
+    """A line of the list: the stop, its page, and the settings that enable it."""
     config = ", ".join(f"`{setting}`" for setting in STOPS[topic].config)
     return f"| [{topic}](tour/{topic}.md) | {STOPS[topic].about} | {config} |\n"
 

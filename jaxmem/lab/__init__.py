@@ -1,1 +1,2 @@
-"""What no run uses: the tour of the course, benchmarks, a parameter server, a sliding maximum. Only cli imports it."""
+"""Demonstrations that no run needs: the tour, benchmarks, a parameter server, a sliding maximum. Only cli imports
+it."""

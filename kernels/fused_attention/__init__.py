@@ -1,7 +1,7 @@
 """Attention with all options that transformers use. `reference.py` defines the results.
 
 A new implementation is a module with `attend` as in `reference.py`, a line in IMPLEMENTATIONS, and its limits in
-`support.py`. `tests/kernels/test_attention.py` tests all.
+`support.py`. `tests/kernels/test_attention.py` tests all of them.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:  # an array, with `return_lse` two
+) -> Any:  # an array; with `return_lse` a pair
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
     q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]; the output has the shape of q. `heads`

@@ -55,7 +55,7 @@ def check_arguments(
     deterministic: Any = False,
     max_segments: Any = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
-    """The arrays and options; ValueError naming a wrong argument."""
+    """The arrays and options; ValueError names a wrong argument."""
     q, k, v = (
         CHECKS.array(name, x, "[batch, sequence, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v))
     )

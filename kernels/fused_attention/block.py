@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """The factor from the scores that `capped_scores` returns to natural units."""
+        """The unit of the scores that `capped_scores` returns."""
         o = self.options
         return o.soft_cap or (o.scale if _is_unit(o.scale) else 1.0)
 

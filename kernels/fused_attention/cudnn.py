@@ -34,7 +34,7 @@ from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
 from .blockwise import SAVED
 from .shapes import pairs
 
-WORKSPACE = 2**30  # bytes that the backward pass of a packed row should need at most
+WORKSPACE = 2**30  # the most bytes that the backward pass of packed rows should need
 _FORWARD, _BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 _STATUS_RETURNING = 2  # the version of XLA's custom calls that these targets have
 
@@ -238,7 +238,7 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
     else:
         shapes, transposed = heads_first, 3
     size = 0 if forward else workspace(call, q.dtype.itemsize)
-    flops = (4 if forward else 10) * call.pairs / call.length  # per number of the first output
+    flops = (4 if forward else 10) * call.pairs / call.length  # per element of the first output
 
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         with set_xla_metadata(flops_per_output=str(flops)):

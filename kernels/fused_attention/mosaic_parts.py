@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .block import LOG2E, Call, MaskArrays, seen_in_block
 from .mask import keep_from_words, row_words
 
-# The dimensions of the grid. A mesh around the kernel may have axes of shorter names.
+# Names of the dimensions of the grid, which must differ from those of mesh axes.
 HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
 ROWS = 64
 COMPUTING = 2  # warpgroups

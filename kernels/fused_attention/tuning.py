@@ -9,7 +9,7 @@ from jaxmem.kernels import tuning
 
 from .block import Blocks
 
-PASSES = ("forward", "d_queries", "d_keys")  # of `triton`; `mosaic` has forward and "gradients"
+PASSES = ("forward", "d_queries", "d_keys")  # those of `triton`; `mosaic` has "forward" and "gradients"
 
 # By the largest bytes of a number and width of a head that they support. A forward block needs (queries + 2 keys
 # stages) width numbers of shared memory, of which a consumer GPU has 99 KB. d_keys keeps two sums of keys x width in

@@ -39,7 +39,7 @@ REGISTERS = {"adam8_update": 5, "int8_add": 3}  # per number of a thread
 class Tiling:
     """Compile-time values of a program."""
 
-    along_columns: bool  # blocks along the last dimension; otherwise along the rows
+    along_columns: bool  # blocks are along the last dimension; otherwise along rows
     size: int  # numbers of a block
     padded: int  # the next power of two
     count: int  # blocks of a program

@@ -1,1 +1,1 @@
-"""Speed, compared with peers: ratios measured in one run, never numbers of two."""
+"""Speed compared with peers, as ratios that are measured in one run."""

@@ -17,11 +17,8 @@ from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 EXACT = 1024  # the most positions that are compared with float64
 # The most bytes of float32 scores for these implementations, which store all scores several times.
 SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
-GRADIENTS = {
-    "gradients": (0, 1, 2),
-    "d_queries": (0,),
-    "d_keys": (1, 2),
-}  # by one kernel, or by two that are deterministic
+# The gradients of one kernel, or of two that are deterministic.
+GRADIENTS = {"gradients": (0, 1, 2), "d_queries": (0,), "d_keys": (1, 2)}
 OTHERS = ("jax.nn xla", "jax.nn cudnn")
 
 

@@ -40,7 +40,7 @@ class BenchSelection:
     operation: str | None = None
     only: tuple[str, ...] = ()  # contestants, or single passes of them
     without: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()  # whose block sizes are tuned
+    passes: tuple[str, ...] = ()  # the passes whose block sizes are tuned
     seconds: float = 5.0  # approximate time for each shape or kernel
 
     def has(self, name: str, of: str, without: Sequence[str]) -> bool:

@@ -34,7 +34,7 @@ class BenchPass:
 
     def compiled(self, implementation: str, work: BenchWork) -> Call:
         """The compiled pass. Arrays that it updates in place are passed on to the next call."""
-        with jax.numpy_dtype_promotion("standard"):  # jax's own attention needs it
+        with jax.numpy_dtype_promotion("standard"):  # jax.nn's attention needs it
             run, arrays = self._timed(implementation, work)
             own = [place for place, _ in self.in_place]
             executable = jax.jit(run, donate_argnums=own).lower(*arrays).compile()

@@ -30,7 +30,7 @@ CASES = ("usual scores", "scores up to 1e4", "half the rows without keys")
 
 
 def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = HERE) -> Findings:
-    """Compiled for a GPU; run on this machine; compared with float64."""
+    """Memory compiled for a GPU, times on this machine, and errors relative to float64."""
     compiled = Table(
         f"Temporary buffers of attention and its gradients on {target}, MiB",
         [{"tokens": length, **_temporaries(target, length)} for length in lengths],

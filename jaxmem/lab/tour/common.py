@@ -109,7 +109,7 @@ def train_all(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = 1 if devices.has_nvidia_gpu() else cores
     jobs = [(config, (overrides or {}).get(name, ()), keep) for name, config in configs.items()]
-    context = multiprocessing.get_context("spawn")  # jax does not survive a fork
+    context = multiprocessing.get_context("spawn")  # jax does not work after a fork
     with ProcessPoolExecutor(min(len(jobs), processes), context, initializer=devices.use_cpu_without_gpu) as pool:
         try:
             return dict(zip(configs, pool.map(_train, jobs), strict=True))

@@ -66,7 +66,7 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
         return {method: largest_model(aim, overrides) for method, overrides in METHODS.items()}
 
     found = {own: largest(own)}
-    with ThreadPoolExecutor(1) as background:  # the compilers are other processes
+    with ThreadPoolExecutor(1) as background:  # compilers run in other processes
         compiling = background.submit(_compiled, own, found[own])
         found |= {aim: largest(aim) for aim in aims[1:]}
         checked = compiling.result()

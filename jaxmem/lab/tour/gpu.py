@@ -52,7 +52,7 @@ def measure(target: str) -> Findings:
     gpu = aim.gpu
     assert gpu is not None  # checked by Stop.visit
     bandwidth = gpu.bandwidth_gb_s * 1e9
-    ridge = gpu.flops / bandwidth  # operations per byte at which both limits are equal
+    ridge = gpu.flops / bandwidth  # operations per byte where both limits are equal
     windows = Table(f"Maximum of each {WINDOW} of {NUMBERS:,} numbers on {gpu.name}", list(_windows(bandwidth)))
     matmuls = Table(f"A matmul of {SIZE} x {SIZE} matrices on {gpu.name}", list(_matmuls(bandwidth)))
     kernels = [

@@ -18,7 +18,7 @@ from jaxmem.machine import devices
 
 GPUS = 8
 BASE, LAYOUTS = common.CONFIGS["parallel"]["base"], common.rows_of("parallel", "layouts")
-SIZE = 256  # of the matrices whose matmul is sharded
+SIZE = 256  # rows and columns of the matrices of the sharded matmul
 PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 

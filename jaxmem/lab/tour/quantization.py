@@ -26,7 +26,7 @@ from jaxmem.training.run import run
 
 MODEL = "llama3-70b"
 BLOCK = 64
-SIZE = 1024  # of the square of normal numbers
+SIZE = 1024  # rows and columns of the matrix of normal numbers
 TRAINED = CONFIGS["quantization"]["trained"]
 BITS = (8, 6, 5, 4, 3, 2)
 Quantizer = Callable[[jax.Array], Any]
@@ -102,7 +102,7 @@ def _bytes(stored: Any) -> int:
 
 
 def is_matrix(x: Any) -> bool:
-    """The norms of a stack of layers are one vector per layer."""
+    """Whether an array is quantized: the norms of a stack of layers have two dimensions, but are vectors."""
     return x.ndim > 1 and min(x.shape[-2:]) >= BLOCK
 
 

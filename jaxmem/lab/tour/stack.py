@@ -59,9 +59,9 @@ def bare_loop(cfg: Config) -> list[float]:
 
 
 def library_loop(cfg: Config, devices: Sequence[Any]) -> list[float]:
-    """The library's step, planned, in a loop of your own."""
+    """The planned step of the library, in a loop of your own."""
     built = program(cfg, devices)
-    plan = plan_program(built)  # its bytes are known here, before anything is allocated
+    plan = plan_program(built)  # its memory is known before anything is allocated
     state, losses = built.initialise(), []
     with Loader(built.cfg) as loader:
         for _ in range(cfg.steps):
@@ -78,7 +78,7 @@ def by_config(cfg: Config, devices: Sequence[Any]) -> list[float]:
 
 
 def measure() -> Findings:
-    """The three on one device; then the config on eight, and stopped half-way and started again."""
+    """The three runs on one device; then the config on eight devices, and stopped half-way and started again."""
     first, eight, steps = jax.devices()[:1], jax.devices()[:SIMULATED], BASE["train"]["steps"]
     with tempfile.TemporaryDirectory() as place:
 
