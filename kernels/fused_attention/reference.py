@@ -11,7 +11,7 @@ from .mask import keep_mask, visible
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp, computed in float32, or in float64 for such inputs; zeros and -inf for a row without
     keys."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     grouped = q.astype(wide).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
