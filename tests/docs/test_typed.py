@@ -130,7 +130,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "FILE").write_text(f"{json.dumps(QUESTION)}\n" * 10)
     write_tokenizer(sorted((ROOT / "jaxmem").rglob("*.py")), place / "data/llama3")
     for name in CHATS:
-        write_conversations([(f"What is {n}?", f"It is {n}.") for n in range(200)], place / name)
+        write_conversations({f"What is {n}?": f"It is {n}." for n in range(200)}, place / name)
     types(place, "jaxmem", "tokenize", "base.yaml", "--output", TOKENS[0])
     types(place, "jaxmem", "train", "base.yaml")
     types(place, "jaxmem", "export", "runs/base", MODELS[0])

@@ -43,7 +43,7 @@ def _fine_tune() -> tuple[float, list[Row]]:
     with tempfile.TemporaryDirectory() as place:
         texts, base = Path(place, "answers"), f"{place}/base"
         texts.mkdir()
-        for number, (question, answer) in enumerate(questions(*source_files())):
+        for number, (question, answer) in enumerate(questions(*source_files()).items()):
             (texts / f"{number}.txt").write_text(f"{question}\n{answer}\n", encoding="utf-8")
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
         train_all({"base": BASE}, keep=base)

@@ -6,7 +6,7 @@ tokens and a chat template.
 import ast
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,24 @@ def source_files() -> tuple[list[Path], Path]:
     return files, next(one for one in files[0].parents if all(file.is_relative_to(one) for file in files))
 
 
-def questions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
-    """(question, answer) for each public function and class of these modules that has a docstring, each once."""
-    seen = set()
+def questions(files: Sequence[Path], root: Path) -> dict[str, str]:
+    """{question: answer} for each public function and class of these modules that has a docstring."""
+    found: dict[str, str] = {}
     for module, name, node in _definitions(files, root):
         summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
-        if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary) and (module, name) not in seen:
-            seen.add((module, name))
-            yield f"What does {module}.{name} do?", summary
+        if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary):
+            found.setdefault(f"What does {module}.{name} do?", summary)
+    return found
 
 
-def kinds(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
-    """(question, answer) for each name that is defined in these modules, each once: what kind of thing it is."""
-    seen = set()
+def kinds(files: Sequence[Path], root: Path) -> dict[str, str]:
+    """{question: answer} for each name that is defined in these modules: whether it is a class, a method or a
+    function."""
+    found: dict[str, str] = {}
     for _, name, node in _definitions(files, root):
         kind = "class" if isinstance(node, ast.ClassDef) else "method" if "." in name else "function"
-        if name not in seen:
-            seen.add(name)
-            yield f"What is {name}?", f"A {kind}."
+        found.setdefault(f"What is {name}?", f"A {kind}.")
+    return found
 
 
 def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str, Definition]]:
@@ -71,10 +71,10 @@ def _public(parent: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tup
                 yield from _public(node, f"{prefix}{node.name}.")
 
 
-def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:
+def write_conversations(answers: Mapping[str, str], file: Path) -> None:
     """JSONL with `messages`, as OpenAI's API has them."""
     with file.open("w", encoding="utf-8") as opened:
-        for question, answer in pairs:
+        for question, answer in answers.items():
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             opened.write(json.dumps({"messages": messages}) + "\n")
 

@@ -60,7 +60,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     files, root = source_files()
     chats, own = place / "chats.jsonl", {"output": str(place)}
     write_tokenizer(files, place / "tokenizer", VOCAB)
-    pairs = list(kinds(files, root))
+    pairs = kinds(files, root)
     write_conversations(pairs, chats)
     yield "tokenizer and conversations", f"{VOCAB:,} tokens; {len(pairs):,} questions"
 

@@ -50,12 +50,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_what_is_asked_and_answered(files: list[Path]) -> None:
-    assert list(questions(files, files[0].parent)) == [
+    assert list(questions(files, files[0].parent).items()) == [
         ("What does pack.read do?", "Read all that is in a file."),
         ("What does pack.Box do?", "Hold things together."),
         ("What does pack.Box.put do?", "Put one more thing into it."),
     ]
-    assert [answer for _, answer in kinds(files, files[0].parent)] == [
+    assert list(kinds(files, files[0].parent).values()) == [
         f"A {kind}." for kind in ("function", "class", "method", "function", "function")
     ]
 
@@ -63,7 +63,7 @@ def test_what_is_asked_and_answered(files: list[Path]) -> None:
 def test_the_tokenizer_knows_whose_turn_it_is(files: list[Path], tmp_path: Path) -> None:
     write_tokenizer(files, tmp_path)
     tokenizer = tokenizer_for(str(tmp_path))
-    asked, told = questions(files, files[0].parent).__next__()
+    asked, told = next(iter(questions(files, files[0].parent).items()))
     found = ChatEncoder(tokenizer, template_for(tokenizer)).document(chat_of({"prompt": asked, "completion": told}))
     assert found.is_target is not None
     assert tokenizer.decode(found.tokens[found.is_target]) == told
