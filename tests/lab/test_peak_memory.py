@@ -21,4 +21,4 @@ def test_one_config_runs_in_a_process_of_its_own() -> None:
 
 def test_what_goes_wrong_there_is_a_line() -> None:
     raw = configs(tiny=True)[0] | {"zero": 9}
-    assert "zero=9 must be at most 3" in peak_memory.measure_apart(raw, 1)["error"]
+    assert "zero=9 must be" in peak_memory.measure_apart(raw, 1)["error"]

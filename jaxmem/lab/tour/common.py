@@ -32,7 +32,7 @@ CONFIGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.ya
 
 def rows_of(topic: str, table: str) -> Overrides:
     """The overrides of each row of a table in configs.yaml."""
-    return {name: (overrides or "").split() for name, overrides in CONFIGS[topic][table].items()}
+    return {name: tuple((overrides or "").split()) for name, overrides in CONFIGS[topic][table].items()}
 
 
 def title(base: Mapping[str, Any]) -> str:
