@@ -113,11 +113,11 @@ def steps(table: dict[str, Any]) -> Iterator[tuple[str, Step]]:
     for batch in table.get("batches", [None]):
         for name, row in table["rows"].items():
             own = table | (row if isinstance(row, dict) else {"overrides": row})
-            step = Step(own["target"], own["config"], own.get("overrides", ""))
+            overrides = [table.get("all", ""), own.get("overrides", "")]
             if batch is not None:
                 name = f"{name}, {2048 * batch:,} tokens"
-                step = step._replace(overrides=f"{step.overrides} batch.global_size={batch}")
-            yield name, step
+                overrides.append(f"batch.global_size={batch}")
+            yield name, Step(own["target"], own["config"], " ".join(filter(None, overrides)))
 
 
 def main(name: str = "", *begins: str) -> None:
