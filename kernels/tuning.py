@@ -7,7 +7,7 @@ bench tune` measures these and stores the fastest in `tuned.json`, under "OPERAT
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from jaxmem.kernels.choice import device_kind, nearest_entry, override, tuned
 
@@ -43,13 +43,13 @@ def blocks(operation: str, call: KernelCall, default: Blocks) -> Blocks:
     """The block sizes of a call: the fastest on this kind of device, from the entry of the nearest sizes."""
     if (recorded := _recorded.get()) is not None:
         recorded[call.kernel] = call
-    forced = _forced.get()
+    forced, kind = _forced.get(), cast(Any, type(default))
     if forced is not None and forced[0] == call.kernel:
-        return type(default)(*forced[1])
+        return kind(*forced[1])
     if not tuned().get(table(operation)):
         return default
     entry = nearest_entry(tuned(), table(operation), device_kind(), f"{call.kernel} {call.kind}", call.sizes)
-    return default if entry is None else type(default)(*entry["blocks"])
+    return default if entry is None else kind(*entry["blocks"])
 
 
 def force_blocks(kernel: str, sizes: Sizes) -> AbstractContextManager[Any]:
