@@ -131,11 +131,7 @@ def test_what_the_kernel_cannot_cut_is_said():
         dequant_matmul(x, *arrays, implementation="triton", **options)
 
 
-def test_bytes_of_the_named_shapes():
+def test_the_kernel_has_tiles_for_the_named_shapes():
     for shape in shapes.SHAPES.values():
-        q = jax.eval_shape(
-            lambda s=shape: quantize(jnp.zeros((s.inputs, s.outputs)), s.format, s.block, -2, double_quant=s.double)
-        )
-        assert shape.weight_bytes == pytest.approx(q.nbytes, rel=0.01)
         call = Call(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)
-        assert triton._fitting(call, shape.tokens, triton.USUAL["forward"]).rows >= 16  # the kernel can cut it
+        assert triton._fitting(call, shape.tokens, triton.USUAL["forward"]).rows >= 16
