@@ -18,7 +18,9 @@ def bench_step(
         "configs/bench.yaml"
     ),
     overrides: Overrides = None,
-    seconds: Annotated[float, typer.Option(min=1.0, metavar="S", help="Approximate measuring time, seconds.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, metavar="S", help="Approximate measuring time, in seconds.")
+    ] = 60.0,
     as_json: Json = False,
 ) -> None:
     """Measure tokens per second of the compiled step and of PyTorch."""

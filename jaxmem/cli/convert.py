@@ -24,7 +24,7 @@ def import_(
 
 def export(
     run: Run,
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write, or a file FILE.gguf.")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write, or a GGUF file (FILE.gguf).")],
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -19,7 +19,8 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to continue.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A prompt per line; the results are printed as JSONL.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A file with one prompt per line; the results are printed as JSONL."),
     ] = None,
     tokens: Tokens = 200,
     temperature: Temperature = 0.8,

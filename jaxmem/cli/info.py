@@ -14,7 +14,7 @@ from jaxmem.cli.start import take_devices
 def report(
     run: Run,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File of the page. [default: RUN/report.html]")
+        Path | None, typer.Option(metavar="FILE", help="HTML file to write. [default: RUN/report.html]")
     ] = None,
     png: Png = None,
 ) -> None:

@@ -12,7 +12,8 @@ Overrides = Annotated[
 ModelOrConfig = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG_OR_MODEL", help="A YAML file, a preset, e.g. llama3-8b, or a Hugging Face directory."
+        metavar="CONFIG_OR_MODEL",
+        help="A YAML file, a preset (e.g. llama3-8b), or a Hugging Face model (a directory or org/name).",
     ),
 ]
 MethodName = Annotated[
@@ -24,7 +25,9 @@ BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows pe
 ConfigOutput = Annotated[
     Path | None,
     typer.Option(
-        "--write", metavar="FILE", help="Write the config (of a search: the best one) to FILE, for `jaxmem train FILE`."
+        "--write",
+        metavar="FILE",
+        help="Write the config to FILE, for `jaxmem train FILE`; a search writes the best config.",
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
@@ -36,7 +39,7 @@ Target = Annotated[
 ]
 Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
 Reserve = Annotated[
-    float | None, typer.Option(metavar="GIB", min=0.0, help="Memory of each GPU kept free for CUDA and NCCL.")
+    float | None, typer.Option(metavar="GIB", min=0.0, help="GiB of each GPU to keep free for CUDA and NCCL.")
 ]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page: memory over a step.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure: memory over a step.")]
@@ -48,6 +51,6 @@ Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling
 TopK = Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 StopTexts = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before TEXT; may be repeated.")
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop generating before TEXT; may be repeated.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")]

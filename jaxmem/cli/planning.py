@@ -51,7 +51,7 @@ def plan(
     check: Annotated[
         bool,
         typer.Option(
-            "--check/--no-check", help="If the config does not fit, search for configs that do, and exit with 3."
+            "--check/--no-check", help="If the config does not fit, search for configs that do, and exit with code 3."
         ),
     ] = True,
     reserve: Reserve = None,
@@ -63,7 +63,7 @@ def plan(
 ) -> None:
     """Plan the memory of each device before a run.
 
-    The devices are those of this machine, or GPUs that need not be installed. Exit code 3: the config does not fit.
+    Plan for the devices of this machine or, with --target, for others. If the config does not fit, the exit code is 3.
     """
     if target == "list":
         from jaxmem.machine.gpus import GPUS
@@ -126,7 +126,7 @@ def fit(
 ) -> None:
     """Find the fastest settings that fit.
 
-    For a model instead of a config, compare the methods of training it. Exit code 3: nothing fits.
+    For a model instead of a config, compare the training methods. If nothing fits, the exit code is 3.
     """
     sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
     cfg = _config(source, overrides, target, None, **sizes)
