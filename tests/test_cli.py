@@ -101,7 +101,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for command in (["generate", "--prompt", "x"], ["evaluate"]):
         code, out, err = jaxmem(*command, str(tmp_path / "none"), capsys=capsys)
         assert (code, out) == (2, "")
-        assert "none: is neither a run" in err
+        assert "none is neither a run" in err
 
 
 def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +185,7 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
         (["trian"], "No such command 'trian'. Did you mean 'train'? (jaxmem --help)"),
         (["train"], "Missing argument 'CONFIG'. (jaxmem train --help)"),
         (["bench"], "Missing command. (jaxmem bench --help)"),
+        (["fit", "llama3-8b", "--write", "."], "--write . is a directory; use the path of a file"),
         (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json, --png) (jaxmem plan --help)"),
         (["plan", "x", "--simulate", "many"], "Invalid value for '--simulate': "),
     ],

@@ -43,10 +43,10 @@ class Checkpoints:
         read_only: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """With `read_only`, nothing is changed on disk, so it is safe while a run is writing. With `warn`, the next
-        `save` passes the message of a failed save to it; without `warn`, and in `wait`, the error is raised."""
+        """With `read_only`, nothing is changed on disk, so it is safe while a run is writing. If a save fails, the next
+        `save` passes the message to `warn`, or raises the error if `warn` is None. `wait` always raises the error."""
         self.directory = absolute(directory)
-        # In a bucket a rename is a copy, so replaced checkpoints are deleted without it.
+        # In a bucket a rename is a copy, so replaced checkpoints are deleted directly.
         self._has_rename = not read_only and "://" not in str(self.directory)
         self.every, self.read_only, self._warn = every, read_only, warn
         self._retention = Retention(keep, keep_best)
@@ -60,7 +60,8 @@ class Checkpoints:
         self._sweep()
 
     def is_due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
-        """Whether `save` would save. It is called first, because gathering the data position involves all processes."""
+        """Whether `save` would save. Call this first: `save` needs the data position, which is gathered from all
+        processes."""
         loss = None if metrics is None else metrics.get("loss")
         return bool(force or (self.every and step % self.every == 0) or self._retention.is_best(loss))
 
@@ -213,8 +214,8 @@ class Checkpoints:
         self._manager = self._open()
 
     def _leave_damaged(self, step: int, error: DamagedError, others: bool) -> None:
-        """Renames a checkpoint that this process cannot read, if there are `others`, and stops the run, because other
-        processes may wait for this one to read it. The next start uses an older checkpoint."""
+        """Stops the run after this process could not read a checkpoint, because other processes may wait for it. If
+        there are `others`, first renames the checkpoint, so that the next start uses another one."""
         if not others:
             raise error
         path = self.directory / str(step)
@@ -274,7 +275,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except FAILURES:
-            return  # nothing was replaced; Orbax raises it again in `wait`, where it is reported
+            return  # nothing was replaced; Orbax raises the error again in `wait`, which reports it
         self._sweep()
 
     def _sweep(self) -> None:

@@ -84,4 +84,5 @@ def _message(error: UserError | typer.TyperException) -> str:
     if isinstance(error, UserError):
         return str(error)
     context = getattr(error, "ctx", None)
-    return error.format_message() + (f" ({context.command_path} --help)" if context else "")
+    text = error.format_message().replace("Input should be greater than or equal to", "must be at least")
+    return text + (f" ({context.command_path} --help)" if context else "")

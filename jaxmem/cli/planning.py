@@ -73,6 +73,7 @@ def plan(
         return
     if target and simulate:
         raise UserError(f"--simulate {simulate} and --target {target} both select devices; use one of them")
+    _check_files({"--write": write, "--html": html, "--png": png})
     cfg = _config(source, overrides, target, simulate, method=method, sequence_length=sequence_length, batch=batch)
     from jaxmem import planning, report
 
@@ -129,6 +130,7 @@ def fit(
     For a model instead of a config, compare the training methods. If nothing fits, the exit code is 3.
     """
     sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
+    _check_files({"--write": write, "--png": png})
     cfg = _config(source, overrides, target, None, **sizes)
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no local device is used
@@ -141,6 +143,8 @@ def fit(
     assert source is not None
     if png and not maximize and not method and is_model(source):
         raise UserError(f"--png {png} does not support a comparison of methods; use --method NAME")
+    if allow and not maximize and not method and is_model(source):
+        raise UserError(f"--allow {allow} does not support a comparison of methods; use --method NAME")
     found: Any
     with only_json(as_json):
         if maximize:
@@ -154,6 +158,13 @@ def fit(
             found.write(write)
     show(found.as_json() if as_json else found.table())
     raise typer.Exit(0 if found.best else 3)
+
+
+def _check_files(files: dict[str, Path | None]) -> None:
+    """Refuses a directory as an output file before anything is compiled."""
+    for option, path in files.items():
+        if path is not None and path.is_dir():
+            raise UserError(f"{option} {path} is a directory; use the path of a file")
 
 
 def _config(
@@ -170,7 +181,7 @@ def _config(
     if target is None:
         count = simulate or len(devices.nvidia_gpus()) or 1
     else:  # its form is checked when it is used
-        count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2])))
+        count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
     cfg = run_config(source, overrides or (), devices=count, **options)
     take_devices(simulate, only_compile=True, spill=cfg.memory.spill != "none")
     return cfg

@@ -32,7 +32,8 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         yield unsupported(kind, "data.packing=true", "data.packing=false")
     layers = cfg.model.blocks if isinstance(cfg.model, Convnet) else cfg.model.layers
     if adapter.kind == "last_layers" and adapter.layers > layers:
-        yield f"adapter.layers={adapter.layers} exceeds the {layers} layers of the last stack; use {layers} or fewer"
+        of = "blocks of the last stage" if isinstance(cfg.model, Convnet) else "layers of the model"
+        yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use {layers} or fewer"
     if adapter.matmul != "auto" and cfg.base_precision.parameters not in MATMUL_FORMATS:
         wrong = required(
             f"adapter.matmul={adapter.matmul}", "adapter.base", MATMUL_FORMATS, cfg.base_precision.parameters

@@ -40,7 +40,7 @@ def _names(cfg: Config) -> Iterator[str]:
     for name in offloaded_activations(cfg.memory.offload):
         if name not in (BOUNDARY, *known):
             hint = nearest(name, ["activations", *STATE_PARTS, *known])
-            yield f"memory.offload={name} is not an {of}{hint}"
+            yield f"memory.offload={name} is unknown for model.family={cfg.model.family}{hint}"
 
 
 def _offload(cfg: Config) -> Iterator[str]:
@@ -71,9 +71,10 @@ def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
         yield f"{offload} has no effect: sgd without optimizer.momentum has no state; use memory.offload=none"
     # Even a skipped update would have to copy the state.
     if cfg.train.on_nan == "skip":
-        yield unsupported(offload, "train.on_nan=skip", "only one of them")
+        yield unsupported(offload, "train.on_nan=skip", "train.on_nan=stop, or memory.offload without optimizer")
     if cfg.precision.loss_scale != "none":
-        yield unsupported(offload, f"precision.loss_scale={cfg.precision.loss_scale}", "only one of them")
+        use = "precision.loss_scale=none, or memory.offload without optimizer"
+        yield unsupported(offload, f"precision.loss_scale={cfg.precision.loss_scale}", use)
 
 
 def _chunks(cfg: Config) -> Iterator[str]:

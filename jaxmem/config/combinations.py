@@ -56,12 +56,16 @@ OF_SOURCES = {  # the same for each source of `data` and of `data.mixture`
 }
 # (setting, a setting that it does not support, what to use instead). `=a|b`: one of these values; `!=a`: any other.
 CONFLICTS = (
-    ("precision.rounding=stochastic", "precision.parameters=float32", "bfloat16 or a quantized format"),
+    (
+        "precision.rounding=stochastic",
+        "precision.parameters=float32",
+        "precision.parameters=bfloat16 or a quantized format",
+    ),
     # With a master copy, rounding loses no update.
-    ("precision.rounding=stochastic", "precision.master!=none", "only one of them"),
+    ("precision.rounding=stochastic", "precision.master!=none", "precision.rounding=nearest or precision.master=none"),
     ("memory.attention=cudnn|mosaic", "precision.compute=float32", "memory.attention=triton or auto"),
     # Spilling starts when the device is full.
-    ("memory.spill!=none", "memory.budget!=null", "only one of them"),
+    ("memory.spill!=none", "memory.budget!=null", "memory.spill=none or memory.budget=null"),
     # Each stage needs all of its layers at each tick of the pipeline.
     ("memory.offload!=none", "mesh.stage!=1", "mesh.stage=1 or memory.offload=none"),
     # During the backward pass, overflow and NaN are known only after most layers have been updated.

@@ -44,14 +44,14 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
 def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in axes.values() if size != -1)
-    shown = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != 1 or axis not in ON_REQUEST)
+    shown = " x ".join(f"mesh.{axis}={size}" for axis, size in axes.items() if size != 1 or axis not in ON_REQUEST)
     if -1 in axes.values():
         axis = next(axis for axis, size in axes.items() if size == -1)
         if n % fixed:
-            return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices, not {n} ({shown})"]
+            return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices, but there are {n} ({shown})"]
         axes[axis] = n // fixed
     elif fixed != n:
-        return cfg, [f"mesh {shown} has {fixed} devices, not {n}"]
+        return cfg, [f"{shown} needs {fixed} devices, but there are {n}"]
     return _with_mesh(cfg, axes), []
 
 

@@ -46,7 +46,11 @@ ELSEWHERE = {
     "save_steps": "checkpoint.every",
     "logging_steps": "train.log_every",
 }
-MISSING = {"train": "set train.steps or train.tokens", "model": "set model.preset or model.hf"}
+MISSING = {
+    "name": "set the name of the run, such as name=demo",
+    "train": "set train.steps or train.tokens",
+    "model": "set model.preset or model.hf",
+}
 
 
 def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
@@ -56,7 +60,7 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
     lines = [_line(item, raw) for item in errors if item not in missing]
     if missing:
         keys = ", ".join(_dotted(_declared(item["loc"])[0]) for item in missing)
-        lines.append(f"model.preset is missing; set it, or model.hf, or {keys}")
+        lines.append(f"model.preset is missing; set it, or model.hf, or all of {keys}")
     return "\n".join(" ".join(line.splitlines()) for line in dict.fromkeys(lines))
 
 
@@ -80,6 +84,8 @@ def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
     hint = f"; did you mean {close[0]}?" if close else ""
     if isinstance(value, int | float) and any(part.get("type") == "string" for part in _members(schema) if not words):
         hint = f'; use "{as_yaml(value)}"'
+    if isinstance(value, float) and value.is_integer() and 0 < value < 2**53:  # 1e9 is not a whole number in YAML
+        hint = f"; use {int(value)}" if any(part.get("type") == "integer" for part in _members(schema)) else hint
     must_be = allowed(schema).replace("a number", "a finite number" if error["type"] == "finite_number" else "a number")
     return f"{_dotted(key) or 'config'}={_shown(value)} must be {must_be}{hint}"
 
@@ -132,7 +138,8 @@ def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, A
     known = {key: _dotted((*section, key)) for key in schema["properties"]}
     if close := difflib.get_close_matches(name, known, n=1):
         return f"; did you mean {known[close[0]]}?"
-    for other in Config.model_fields:
+    # Options of `jaxmem generate` have the names of keys of unrelated sections (tokens, temperature).
+    for other in Config.model_fields if section[:1] != ("generate",) else ():
         _, fields, _ = _declared([other, "decoder"] if other == "model" else [other])
         if name in fields.get("properties", {}):
             return f"; did you mean {other}.{name}?"

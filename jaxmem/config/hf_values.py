@@ -73,7 +73,6 @@ def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) 
         return checked.validate_python(found)
     except ValidationError:
         expected = allowed(checked.json_schema())
-        given = (
-            f"must be {expected}, not {json.dumps(found)[:60]}" if key in settings else f"is missing; set {expected}"
-        )
-        raise UnsupportedError(f"{key}: {given}") from None
+        if key not in settings:
+            raise UnsupportedError(f"{key} is missing; set {expected}") from None
+        raise UnsupportedError(f"{key}: must be {expected}, not {json.dumps(found)[:60]}") from None

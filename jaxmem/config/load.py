@@ -47,7 +47,9 @@ class YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if event.anchor is not None:
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not supported", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not supported; write the value out", problem_mark=event.start_mark
+            )
         if getattr(event, "tag", None) is not None:
             raise yaml.MarkedYAMLError(
                 problem=f"tag {event.tag} is not supported; remove it", problem_mark=event.start_mark
@@ -133,16 +135,17 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def _parse(text: str, origin: str) -> Any:
+def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
     if len(text) > MAX_BYTES:
         raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, the limit for a config")
     try:
         return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        raise UserError(
-            f"{origin}:{mark.line + 1}:{mark.column + 1}: {error.problem}" if mark else str(error)
-        ) from None
+        mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end of the text")
+        if mark is None:
+            raise UserError(f"{origin}: {error}") from None
+        place = f"{origin}:{mark.line + 1}:{mark.column + 1}" if is_file else f"{origin}, column {mark.column + 1}"
+        raise UserError(f"{place}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids; a number of thousands of digits
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
 
@@ -160,12 +163,13 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}") from None
     raw = _parse(text, str(path))
+    if raw is None:
+        raise UserError(f"{path} is empty; write `key: value` lines, see configs/demo.yaml")
     if not isinstance(raw, dict):
-        raise UserError(
-            f"{path}: must contain `key: value` lines, not {'nothing' if raw is None else as_yaml(raw)[:60]}"
-        )
+        raise UserError(f"{path}: must contain `key: value` lines, not {as_yaml(raw)[:60]}")
     return raw
 
 
@@ -183,10 +187,11 @@ def _override(raw: dict[str, Any], text: str) -> None:
         elif part == "objective" and here is raw and isinstance(inner, str):
             inner = {"name": inner}
         elif not isinstance(inner, dict):
-            raise UserError(f"{key} requires {'.'.join(sections[:depth])} to be a section, not {as_yaml(inner)}")
+            given = f"{'.'.join(sections[:depth])}={as_yaml(inner)}"
+            raise UserError(f"{key} cannot be set: {given} is a value, not a section; check the key")
         here[part] = inner
         here = inner
-    here[last] = _parse(value, key)
+    here[last] = _parse(value, text.strip(), is_file=False)
 
 
 def _expand(raw: dict[str, Any]) -> None:

@@ -124,6 +124,10 @@ def run_config(
         raise UserError(
             f"{source}: not a YAML file, a Hugging Face directory or a preset{nearest(str(source), PRESETS)}"
         )
+    elif isinstance(source, str | os.PathLike) and Path(source).is_dir():
+        own = Path(source) / "config.yaml"
+        use = own if own.is_file() else "a YAML file or a Hugging Face directory"
+        raise UserError(f"{source} is a directory without config.json; use {use}")
     raw = read_config(source)
     if method is not None:
         _apply(method, raw)

@@ -71,7 +71,7 @@ def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any
 def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     file = Path(directory).expanduser() / CONFIG
     if not file.is_file():
-        raise UserError(f"adapter.hf: {directory}: contains no {CONFIG}; use a directory that PEFT saved")
+        raise UserError(f"adapter.hf={directory} contains no {CONFIG}; use a directory that PEFT saved")
     settings = read_json(file)
     if str(settings.get("init_lora_weights")).startswith("pissa_niter_"):  # the same, by fewer iterations
         settings["init_lora_weights"] = "pissa"

@@ -95,7 +95,9 @@ class Memory(Section):
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
     )
-    budget: Positive | None = setting(None, "memory limit in GiB per device; null: its memory minus the reserve")
+    budget: Annotated[Positive, Field(description="a number of GiB above 0")] | None = setting(
+        None, "memory limit in GiB per device; null: its memory minus the reserve"
+    )
     spill: Literal["none", "unified"] = setting(
         "none",
         "when a device is full; none: out of memory; unified: continue slowly in host memory (CUDA unified memory)",

@@ -85,7 +85,11 @@ class Rows:
             self._check(path, opened.schema)
             return read(opened)
         except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
-            raise UserError(f"{path}: not a valid {path.suffix[1:]} file: {error}; copy it again") from error
+            is_parquet = path.suffix.lower() == ".parquet"
+            known = is_parquet or path.suffix.lower() == ".arrow"
+            use = "copy it again" if known else "set data.source to the format of the file"
+            kind = "parquet" if is_parquet else "arrow"
+            raise UserError(f"{path}: not a valid {kind} file: {error}; {use}") from error
 
     def _check(self, path: Path, schema: Any) -> None:
         if self._field is None:

@@ -89,7 +89,7 @@ class JsonTexts(JsonLines, TokenizedText):
         found = parse_object(self.line(index))
         if key not in found:
             keys = ", ".join(list(found)[:8])
-            raise InvalidRecordError(f"no key {key!r}; set data.field to one of {keys}")
+            raise InvalidRecordError(f"no key {key!r}, only {keys} (see data.field)")
         return DocumentPiece(string_value(found[key], key), True, True)
 
 

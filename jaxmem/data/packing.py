@@ -1,15 +1,16 @@
 """Builds rows of tokens from document streams; each row of the batch has its own stream.
 
 Row r of R reads the records r, r + R, r + 2R, ... of the global order. So the batch of a step is the same for any
-number of processes, each reads only its own rows, and a position is two numbers per row: the record, and how many of
-its tokens are used. (grain's packing fills rows from one stream, in an order that depends on the number of processes.)
+number of processes, and each process reads only its own rows. The position in the data is two numbers per row: the
+record, and how many of its tokens are used. (grain's packing fills rows from one stream, in an order that depends on
+the number of processes.)
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last one is continued in the
-next row. After the limit the row is padding, with a warning. A target is the next token of the same document, even if
-it is the first token of the next row; the last token of a record (its end-of-document token, or the last token of a
-piece) has no target: mask 0. Segment ids count the documents in a row from 1.
-Positions begin at 0 with each document and with each row: a document continued in the next row does not attend to its
-beginning.
+next row. If a row reaches this limit, the rest is padding, and a warning is printed. The target of a token is the next
+token of the same document, even if that token is the first of the next row. The last token of a record (its
+end-of-document token, or the last token of a piece) has no target: mask 0. Segment ids count the documents in a row
+from 1. Positions begin at 0 with each document and with each row: a document continued in the next row does not attend
+to its beginning.
 
 Without packing, a row is the beginning of one record, then padding: segment 0, mask 0.
 
@@ -29,8 +30,8 @@ from jaxmem.data.records import Document
 from jaxmem.errors import UserError
 
 Batch = dict[str, np.ndarray]
-Position = dict[str, Any]  # in the data, for JSON
-MAX_EMPTY = 1000  # consecutive records without tokens; otherwise such data would be read for ever
+Position = dict[str, Any]  # a position in the data, with values that JSON can store
+MAX_EMPTY = 1000  # consecutive records without tokens that are an error; without a limit, reading would not end
 FULL = (
     "packed rows have data.documents_per_row={most} documents before they are full, and the rest is padding;"
     " increase data.documents_per_row, which takes more memory for attention"
@@ -44,7 +45,7 @@ class OrderedRecords:
 
     documents: Callable[[int], Sequence[Document]]
     total: int
-    per_record: int = 1  # documents, each of which fills a row if it is not 1
+    per_record: int = 1  # documents per record; if above 1, each is a row of its own
     length: Callable[[int], int | None] = lambda _: None  # tokens, if known without reading
     references: Callable[[int], np.ndarray] | None = None  # a number for each document of a record
 
@@ -66,8 +67,8 @@ def empty_rows(*shape: int) -> Batch:
 
 
 def write_document(document: Document, offset: int, row: Batch, at: int, segment: int) -> int:
-    """Writes a document from its token `offset` on into a row from `at` on, as far as there is room; returns the number
-    of tokens."""
+    """Writes the tokens of a document from `offset` on into a row at index `at`, as many as fit, and returns their
+    number."""
     left = document.tokens[offset:]
     used = min(len(row["inputs"]) - at, len(left))
     known = min(used, len(left) - 1)  # inputs whose next token belongs to the same record
@@ -82,7 +83,7 @@ def write_document(document: Document, offset: int, row: Batch, at: int, segment
 
 
 class RowStream:
-    """The documents row, row + stride, ... of one row."""
+    """The stream of one row: the documents with the numbers row, row + stride, row + 2 stride, ..."""
 
     def __init__(self, records: OrderedRecords, row: int, stride: int, most: int | None) -> None:
         """`most`: documents per row; None: rows are not packed."""
@@ -90,8 +91,8 @@ class RowStream:
         self._total = records.total * records.per_record
         self._document: Document | None = None
         self._empty = 0  # consecutive records with nothing to train on
-        self.finished = 0  # documents
-        self.offset = 0  # tokens used of the next one
+        self.finished = 0  # documents that are used completely
+        self.offset = 0  # tokens of the next document that are used already
 
     def seek(self, finished: int, offset: int) -> None:
         self.finished, self.offset, self._document = finished, offset, None

@@ -63,7 +63,7 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
             raw["data"]["packing"] = False
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
-        f"{directory}: is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
+        f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
     )
 
@@ -103,7 +103,7 @@ def check_run(directory: str | Path, key: str = "") -> None:
     """Refuses a directory that is not a run. `key`: the config key that names it."""
     if not is_run(directory):
         setting = f"{key}={directory}" if key else str(directory)
-        raise UserError(f"{setting}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
+        raise UserError(f"{setting} is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
 
 
 def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:

@@ -1,7 +1,7 @@
 """Grouped-query attention, on one device or sharded over batch, heads and sequence.
 
-A sequence dimension sharded over `context` is stored in the order of `context_order`. How attention communicates over
-`context` is `Execution.context_method`, a method of `kernels/fused_attention/context.py`.
+A sequence dimension sharded over `context` is stored in the order of `context_order`. `Execution.context_method` names
+the communication of attention over `context`, one of the methods in `kernels/fused_attention/context.py`.
 """
 
 import math
@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
     """Inputs of attention for each token."""
 
     angles: Angles | None = None
-    segment_ids: Int[Array, "batch time"] | None = None  # the document of a packed row
+    segment_ids: Int[Array, "batch time"] | None = None  # number of the document in a packed row
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
         cache = None
         if slot is not None:
-            # A few queries against the cache: XLA's partitioner shards it.
+            # XLA's partitioner shards attention to the cache; it cannot shard the kernels in PER_DEVICE.
             implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
             mixed, cache = attend_to_cache(q, k, v, slot, window=self.spec.window, implementation=implementation)
         else:
@@ -128,7 +128,7 @@ class Attention(nnx.Module):
 
     @property
     def head_shards(self) -> int:
-        """The number of devices among which attention divides the heads."""
+        """The number of devices over which attention shards the heads."""
         if (layout := current()) is None:
             return 1
         context = layout.parts("activations", "time") if self.execution.context_method == "ulysses" else 1
@@ -225,7 +225,7 @@ def context_order(layout: Layout | None, length: int, method: str, window: int |
 
 
 def key_data(keys: Keys | None) -> jax.Array | None:
-    """Random keys as integers, so that they can be sliced like other arrays per token."""
+    """Random keys as integers, so that they can be sliced into chunks of tokens like other arrays."""
     return None if keys is None else jax.random.key_data(keys)
 
 
@@ -239,6 +239,6 @@ def scatter_time(x: Float[Array, "batch time embed"]) -> Float[Array, "batch tim
 
 
 def gather_time(x: Float[Array, "batch time embed"], time: str) -> Float[Array, "batch time embed"]:
-    """All-gathers the sequence dimension over `tensor`, and reduce-scatters its gradient. Nothing is gathered for
-    weights that `tensor` does not shard; the logical axis `time` decides this."""
+    """All-gathers the sequence dimension over `tensor`, and reduce-scatters its gradient. `time` is the logical axis of
+    the result (for an MLP `mlp_time`). Its rule gathers nothing if `tensor` does not shard the weights."""
     return constrain(scatter_time(x), "batch", time, "embed")

@@ -1,4 +1,4 @@
-"""The named optimizers: each a transformation, decoupled weight decay of matrices, and the learning rate.
+"""The named optimizers. Each is a chain of a transformation, decoupled weight decay of matrices, and the learning rate.
 
     tx = optim.muon(learning_rate=1e-3, weight_decay=0.1)
     state = tx.init(params)
@@ -32,7 +32,7 @@ Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:
-    """The optimizer that a config names, after clipping. `axes` are the parameters' logical axes."""
+    """Gradient clipping and the optimizer that a config names. `axes` are the parameters' logical axes."""
     tx = optimizer(cfg.name)(learning_rate, axes=axes, **cfg.hyperparameters)
     return tx if cfg.clip is None else chain(clip(cfg.clip, cfg.clip_by, axes=axes), tx)
 
@@ -82,7 +82,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
 def add_decayed_weights(weight_decay: float, axes: Any = None) -> Transformation:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
     Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
-    With `update(..., layer=i)`, stacked leaves are one layer."""
+    With `update(..., layer=i)`, each stacked leaf holds one layer."""
 
     def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
         def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
@@ -101,7 +101,7 @@ def add_decayed_weights(weight_decay: float, axes: Any = None) -> Transformation
 
 
 def chain(*parts: optax.GradientTransformation) -> Transformation:
-    """`optax.chain` for callers with strict dtypes."""
+    """`optax.chain` that also works if implicit dtype promotion is off."""
     tx = optax.chain(*parts)
     return Transformation(_with_promotion(tx.init), _with_promotion(tx.update))
 

@@ -233,7 +233,8 @@ def _from_file(path: Path) -> Gpu:
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"target {path}: cannot be read: {str(error).splitlines()[0]}") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(f"target {path}: cannot be read: {reason}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
     spec = {"name": path.stem, "kind": path.stem, **given}

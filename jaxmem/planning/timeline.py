@@ -1,9 +1,10 @@
 """The estimated time of a compiled step: instructions run in the order of the schedule, communication overlaps.
 
-Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
-kernels attain. An asynchronous collective runs while kernels run; the seconds for which the program waits for it are
-exposed: max(0, seconds of the collective - seconds of the kernels between its start and its done). Collectives share
-one link and run one after the other. Copies to host memory and copies from it have a link each.
+The time of a kernel is the time of its arithmetic or of its memory traffic, whichever is longer (roofline model;
+Williams et al., 2009), at rates that large kernels attain. An asynchronous collective is overlapped with kernels. The
+seconds for which the program waits for it are exposed: max(0, seconds of the collective - seconds of the kernels
+between its start and its done). Collectives share one link and run one after the other. Copies to host memory have a
+link of their own, and so do copies from host memory.
 """
 
 from collections import defaultdict
@@ -24,9 +25,9 @@ _FREE = {
 
 
 class Traffic(NamedTuple):
-    """Sums over all executions of transmissions."""
+    """Totals of several transmissions, over all of their executions."""
 
-    executed: float  # number of executions; a mean, if they are not in every run
+    executed: float  # number of executions; a mean if it differs between runs
     wire_bytes: int
     exposed_bytes: int
     seconds: float
@@ -34,7 +35,7 @@ class Traffic(NamedTuple):
 
     @property
     def exposed_share(self) -> float:
-        """The share of the seconds for which the program waits."""
+        """The exposed seconds as a fraction of all seconds."""
         return self.exposed_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -44,7 +45,7 @@ class Transmission:
 
     instruction: Instruction
     message: Transfer
-    executed: float  # number of executions; a mean, if it is not in every run
+    executed: float  # number of executions; a mean if it differs between runs
     begins: float = 0.0
     ends: float = 0.0
     kernels: int = 0  # number of kernels and loops between its start and its done
@@ -103,7 +104,7 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """The resource that most seconds are spent on: "arithmetic", "memory" or "network"."""
+        """The resource that limits the speed for the most seconds: "arithmetic", "memory" or "network"."""
         exposed = self.network.exposed_seconds
         seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
         return max(seconds, key=lambda bound: (seconds[bound], bound))
@@ -169,7 +170,7 @@ class _Simulation:
             if one.opcode in ("while", "call", "conditional"):
                 counts = runs_of_called(one)
                 each = [float(count) * self.run(called) for count, called in zip(counts, one.called, strict=True)]
-                # A conditional whose scope states no mean counts as its more expensive branch.
+                # If the mean counts of the branches are unknown, the conditional takes as long as its slowest branch.
                 most = one.opcode == "conditional" and sum(counts) > 1
                 clock.work(max(each) if most else sum(each, 0.0))
             elif message := collective(one, self.devices, self.per_host) or host_copy(one):

@@ -69,8 +69,9 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
 
     Devices along `context` compute with the same weights as those along `fsdp`, so arrays are sharded over both.
     `undivided` names logical axes that are not divisible by `tensor`: key and value heads are then replicated over it,
-    and a vocabulary is stored replicated and padded in the computation. `dims` is the table of the config. Layers that
-    `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
+    and a vocabulary is stored replicated and padded in the computation. `dims` is the table in the section `rules` of
+    the config. Layers that `tensor` does not shard use replicated weights, and each device processes its part of the
+    sequence.
     """
     replicated = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
     split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **dims}
@@ -107,8 +108,8 @@ def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
 
 def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
     """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, it shards the first one. If
-    an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over it instead,
-    so that block scales are not replicated on many devices."""
+    an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over that axis
+    instead, so that block scales are not replicated on many devices."""
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
     storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
     assigned: set[str] = set()

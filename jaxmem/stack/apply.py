@@ -2,9 +2,10 @@
 micro-batches.
 
 A stack with some trainable layers is divided into consecutive ranges in which each weight is trainable or frozen.
-Frozen weights are indexed by layer where a layer is computed, not sliced: a slice would be a copy. If nothing before or
-within a range has a gradient, jax does not differentiate it and saves no activations of it. With the last N of L layers
-trainable, the backward pass, saved activations and gradients are as large as for N layers.
+Frozen weights are not sliced into ranges, since a slice is a copy: each layer indexes the complete stack. If all
+weights of a range, and all before it (also the embedding), are frozen, jax does not differentiate the range and saves
+no activations of it. With the last N of L layers trainable, the backward pass, saved activations and gradients are as
+large as for N layers.
 """
 
 from collections.abc import Callable
@@ -55,8 +56,8 @@ def apply_stack(
     `inputs` has an entry for each layer (keys, caches), stacked; `shared` is the same for all layers (positions,
     document ids). The outputs of the layers are stacked.
 
-    With `options.pipeline` the layers are distributed over stages, and `jax.vmap` over micro-batches pipelines them
-    with their `inputs` and `shared`: `layer` must not close over arrays of a micro-batch.
+    With `options.pipeline`, the layers are distributed over pipeline stages, which process micro-batches under
+    `jax.vmap`. Arrays of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
     """
     graphdef, state = nnx.split(blocks)
     weights = nnx.to_pure_dict(state)
@@ -84,7 +85,8 @@ def apply_stack(
 def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, Any]:
     """`forms` are the shapes of the weights of a layer."""
     fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
-    # Boundaries or weights in host memory use a schedule that saves every boundary, since it copies one layer ahead.
+    # If boundaries or weights are in host memory, use the schedule that saves every boundary: it copies the next layer
+    # ahead.
     ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
     call = replace(call, plan=schedule("every_1" if ahead else options.remat, call.layers))
     if call.plan is None:
@@ -112,7 +114,8 @@ def _with_boundary_name(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
     """`count` modules of one kind as one module, whose weights are stacked along a first axis `layer`.
 
-    They are created one after the other, so that initialization needs one layer in addition to the stacked weights.
+    They are created one after the other, so that initialization needs the memory of the stacked weights and of one
+    layer.
     """
     template = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graphdef, _ = nnx.split(template)
@@ -132,10 +135,10 @@ class LayerRange:
     stop: int
 
     def restrict(self, call: StackCall) -> StackCall:
-        """The application of these layers as a stack of their own."""
+        """The same call for these layers only."""
         leaves, form = jax.tree.flatten(call.weights, is_leaf=_has_stored)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
-        # Frozen weights have no gradient, also if gradients of `shared` are requested.
+        # `at=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if _has_stored(leaf) else None for leaf in leaves]
 
         def run(own: list[Any], x: Any, one: Any, shared: Any) -> tuple[Any, Any]:

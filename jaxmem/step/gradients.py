@@ -1,18 +1,18 @@
-"""Gradients of a batch in micro-batches, and when devices communicate them.
+"""Gradients of a batch that is divided into micro-batches, and when devices reduce them.
 
-Where gradients are sharded (`fsdp` from ZeRO-2 on), the gradients of every micro-batch are reduce-scattered as soon as
-they are computed, and no device ever holds a full gradient. Where they are replicated (`replica`; `fsdp` below
+Where gradients are sharded (`fsdp` with ZeRO-2 or 3), the gradients of every micro-batch are reduce-scattered as soon
+as they are computed, and no device ever holds a full gradient. Where they are replicated (`replica`; `fsdp` below
 ZeRO-2), each device accumulates the gradients of its own rows, and the sums are all-reduced once per update, which
-communicates 2 P w bytes instead of 2 a P w, for P parameters of w bytes and `a` micro-batches (PyTorch's DDP calls
-this `no_sync`; Li et al., arXiv:2006.15704, section 3.2.4). The sum is the float32 one that accumulation holds anyway;
-it is communicated in the compute dtype. A layer's sum is reduced as soon as the last micro-batch's gradient of the
-layer exists, while the backward pass continues with the layers before (`weights.HookedWeight`): only the reduction of
-the last gradient, of the embedding, has nothing to overlap with. So the last micro-batch is compiled separately, after
-the loop over the others.
+communicates 2 P w bytes instead of 2 a P w, for P parameters of w bytes and `a` micro-batches (PyTorch's DDP calls this
+`no_sync`; Li et al., arXiv:2006.15704, section 3.2.4). Gradients are accumulated in float32, and their sums are
+communicated in the compute dtype. The all-reduce of a layer starts as soon as the last micro-batch's gradient of this
+layer is computed, and is overlapped with the backward pass of the earlier layers (`weights.HookedWeight`). Only the
+all-reduce of the embedding is exposed, because its gradient is computed last. For this overlap, the last micro-batch is
+compiled separately, after the loop over the others.
 
-For each device to have gradients of its own, the loss is `jax.vmap`ped over groups of rows, one per device along these
-mesh axes, each with a view of the same weights. No data is copied, since each group is on the device that holds its
-weights.
+To compute separate gradients on each device, `jax.vmap` maps the loss over groups of rows: one group per device along
+the mesh axes that shard the batch but not the gradients. Each group has a view of the same weights. No data is copied,
+since each group is on the device that holds its weights.
 
 `memory.update: during` has its own loop over micro-batches (`stack.reverse`).
 """
@@ -76,8 +76,8 @@ def accumulate(
 def differentiate_all(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
-    """Gradients of all micro-batches, which `loss` processes together (pipeline stages) and whose gradients it
-    accumulates."""
+    """Gradients of all micro-batches, for a `loss` that processes them together (pipeline stages) and accumulates their
+    gradients itself."""
     layout = current()
     if layout is None or not layout.local_gradient_axes:
         return differentiate(loss, params, batch, keys, axes)
@@ -107,13 +107,13 @@ class _LocalGradients:
 
         def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
             hooked = HookedWeight(own, at, total, self.reduce(names))
-            return hooked if names[:1] == ("layer",) else hooked.apply()  # stacked weights do it layer by layer
+            return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies it layer by layer
 
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
             return loss(jax.tree.map(hook, self._axes, at, own, total, is_leaf=is_axes), batch, keys)
 
-        # `at` and so the reduced gradients have the dtype of communication, because they are in memory together with
-        # the sums that are not reduced yet.
+        # The reduced gradients have the dtype of `at`. It is the dtype of communication, not float32, because they are
+        # in memory together with the sums that are not reduced yet.
         at = differentiable(params, self._dtype)
         grads, sums = self._differentiate(of_group, at, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
@@ -122,8 +122,8 @@ class _LocalGradients:
         return _Reduce(self._layout, names, self._over, self._dtype)
 
     def _differentiate(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
-        """Gradients of the sum of the losses of all groups with respect to `at`. With trees in `own`, all groups share
-        `at`, and each group has its part of `own`; otherwise each group has its own `at`."""
+        """Gradients of the sum of the losses of all groups with respect to `at`. Without `own`, each group has its own
+        `at`, [groups, ...]. With `own`, trees of [groups, ...], all groups share `at`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)
@@ -148,7 +148,8 @@ class _LocalGradients:
 
 @dataclass(frozen=True)
 class _Reduce:
-    """(gradient of a group, its accumulated gradient) -> their sum over the groups, communicated in `dtype`."""
+    """A function of the gradient of a group and its accumulated gradient. It returns their sum over all groups,
+    communicated in `dtype`."""
 
     layout: Layout
     names: Axes
@@ -167,7 +168,7 @@ class _Reduce:
         return reduced(before + g.astype(before.dtype)).astype(self.dtype)
 
     def of_all(self, own: jax.Array) -> jax.Array:
-        """[groups, ...] -> the sum over groups, over neighbouring devices first."""
+        """[groups, ...] -> the sum over groups. The last mesh axis, which has the fastest links, is reduced first."""
         own = own.astype(self.dtype)
         names = self.names[len(self.names) - own.ndim + 1 :]
         pin = lambda x: constrain(x, *names, role="optimizer")  # noqa: E731

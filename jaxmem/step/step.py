@@ -1,7 +1,7 @@
 """One update: batch -> loss -> gradients -> update -> metrics.
 
 With P parameters in float32 and Adam, an update needs 4 P bytes of weights, 8 P of moments and 4 P of gradients, each
-divided by the number of devices that the layout shards it over. A scan over micro-batches accumulates gradients in one
+divided by the number of devices over which it is sharded. A scan over micro-batches accumulates gradients in one
 buffer, so activations exist for one micro-batch at a time, for any batch size. Pipeline stages process all
 micro-batches in one pass.
 """
@@ -25,7 +25,7 @@ from jaxmem.step.objective import Batch, Sums, means, objective
 from jaxmem.step.state import StateSpec, TrainState
 
 Metrics = dict[str, jax.Array]
-_ROUNDING_KEY = 2**31 - 1  # folded into a step's key for stochastic rounding, apart from the dropout keys
+_ROUNDING_KEY = 2**31 - 1  # folded into the key of a step: stochastic rounding uses other random bits than dropout
 
 
 def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -71,7 +71,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     losses = objective(cfg.objective, cfg.memory)
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
     scale = jnp.float32(1)
-    if state.loss_scale:  # it applies to the mean over a micro-batch, as usual; objectives return sums
+    if state.loss_scale:  # it multiplies the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
@@ -104,7 +104,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
     else:
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
         new = write(params, updates, axes=axes)
-        # Cast while sharded like the optimizer state, then gathered; otherwise float32 would be sent.
+        # Sharded like the optimizer state for the cast, and all-gathered after it: otherwise float32 would be sent.
         new = constrain_tree(new, stored_axes(axes, new), "optimizer")
     return model.replace(state.params, new), opt_state
 

@@ -1,5 +1,5 @@
-"""Attention to the keys of one device after the other, merged by log-sum-exp: the methods `ring` and, if the keys are
-`gathered` first, `all_gather` of `context.py`. The sequence is the second dimension of all arrays."""
+"""The methods `ring` and `all_gather` of `context.py`: attention to the keys of one device after the other, merged by
+log-sum-exp. With `gathered=True`, the method is `all_gather`. The sequence is the second dimension of all arrays."""
 
 import dataclasses
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def forward(shard: Shard, q: Any, k: Any, v: Any, ids: Any, *, gathered: bool = 
 def backward(
     shard: Shard, own: tuple[Any, ...], out: jax.Array, lse: jax.Array, d_out: jax.Array, *, gathered: bool = False
 ) -> tuple[jax.Array, ...]:
-    """dq, dk and dv in float32. `own`: the arguments of `forward`."""
+    """dq, dk and dv in float32. `own`: q, k, v and ids, as in `forward`."""
     axis = shard.axis
 
     def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
@@ -67,7 +67,7 @@ def backward(
 
     def meet(found: Any, block: Block, step: jax.Array) -> Any:
         dq, d_keys = found
-        # The gradients of these keys: so far none here, or those of the devices that the keys have passed.
+        # The gradients of this block: zeros if gathered, otherwise the sum over the devices that the block has visited.
         d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _next(axis, d_keys)
         for rows, keys in _pairs(axis, step):
             more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
@@ -86,7 +86,8 @@ def backward(
 
 
 def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any, gathered: bool) -> Any:
-    """Calls `meet` with the keys of every other device, which are gathered, or sent on while they are used."""
+    """Calls `meet` with the keys of every other device. Either all keys are gathered first, or each device sends its
+    current block to the next device while `meet` uses it."""
     last = jax.lax.axis_size(axis) - 1
     if gathered:
         every = jax.lax.all_gather(own, axis)
@@ -121,15 +122,16 @@ def _next(axis: str, block: Any) -> Any:
 
 
 def _pairs(axis: str, step: jax.Array) -> list[tuple[Any, Any]]:
-    """Which half of the queries meets which half of the keys that came `step` devices far: all that see anything,
-    and they see everything. The back half sees every front half. If the keys' device stands before this one, the
-    front half sees their front half too; if behind, the back half sees their back half, which is nearer the front."""
-    behind = (step > jax.lax.axis_index(axis)).astype(jnp.int32)  # the message came round the end
+    """Pairs (half of the queries, half of the keys) to compute after `step` sends; 0 is the front half, 1 the back
+    half. These pairs need no mask, and the causal mask excludes all others. The back half of the queries attends to the
+    front half of all keys. If the keys are of an earlier device, the front half of the queries attends to their front
+    half. If they are of a later device, the back half attends to their back half, which is earlier in the sequence."""
+    behind = (step > jax.lax.axis_index(axis)).astype(jnp.int32)  # the keys are of a later device
     return [(1, 0), (behind, behind)]
 
 
 def _half(which: Any, arrays: Any) -> Any:
-    """The front (0) or the back half (1) of the time."""
+    """The front (0) or the back half (1) of the sequence."""
 
     def cut(x: jax.Array) -> jax.Array:
         half = x.shape[1] // 2
@@ -146,7 +148,8 @@ def _put(which: Any, arrays: Any, halves: Any) -> Any:
 
 
 def _merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Outputs and log-sum-exps of two sets of keys as of their union. A query that has seen nothing keeps zeros."""
+    """Merges outputs and log-sum-exps of two sets of keys into those of their union. A query without keys has output
+    0."""
     top = jnp.maximum(a[1], b[1])
     finite = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = [jnp.exp(lse - finite) for _, lse in (a, b)]

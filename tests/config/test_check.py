@@ -179,7 +179,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.spill=unified", "memory.budget=4"],
-            "memory.spill=unified ... memory.budget=4 ... only one of them",
+            "memory.spill=unified ... memory.budget=4 ... memory.spill=none or memory.budget=null",
         ),
         (TEXT, ["data.weight=2"], "data.weight=2 requires data.mixture; remove it"),
         (

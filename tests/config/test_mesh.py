@@ -92,14 +92,14 @@ def test_stages_are_advised_to_who_asked_for_some():
 
 def test_wrong_number_of_devices():
     assert lines(TEXT, 8, "mesh.fsdp=4") == [
-        "mesh replica 1 x fsdp 4 x tensor 1 has 4 devices, not 8",
+        "mesh.replica=1 x mesh.fsdp=4 x mesh.tensor=1 needs 4 devices, but there are 8",
         "meshes for 8 devices: mesh.fsdp=8, or mesh.tensor=2, or mesh.replica=2",
     ]
 
 
 def test_no_rest():
     assert lines(TEXT, 8, "mesh.fsdp=-1", "mesh.tensor=3")[0] == (
-        "mesh.fsdp=-1 requires a multiple of 3 devices, not 8 (replica 1 x fsdp -1 x tensor 3)"
+        "mesh.fsdp=-1 requires a multiple of 3 devices, but there are 8 (mesh.replica=1 x mesh.fsdp=-1 x mesh.tensor=3)"
     )
 
 

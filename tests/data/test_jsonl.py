@@ -63,7 +63,7 @@ BROKEN = [
     ('{"text": "a"} trailing', "invalid JSON"),
     ("7", "must be an object, not 7"),
     ("[1]", "must be an object, not \\[1\\]"),
-    ('{"txet": "a", "id": 1}', r"no key 'text'; set data\.field to one of txet, id"),
+    ('{"txet": "a", "id": 1}', r"no key 'text', only txet, id \(see data\.field\)"),
     ('{"text": 7}', "text must be a string"),
     ('{"text": "\\ud800"}', "not valid text"),
     ('{"a": ' + "[" * 50_000, "invalid JSON"),

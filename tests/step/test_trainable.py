@@ -105,7 +105,7 @@ def test_the_backward_pass_stops_where_nothing_learns():
             r"memory.update=during does not support some layers as trainable",
         ),
         ({"adapter": {"base": "nf4"}}, r"adapter.base=nf4 does not support some layers as trainable \(blocks\[-1:\]"),
-        ({"adapter": {"layers": 3}}, "adapter.layers=3 exceeds the 2 layers of the last stack; use 2 or fewer"),
+        ({"adapter": {"layers": 3}}, "adapter.layers=3 exceeds the 2 layers of the model; use 2 or fewer"),
         (
             {"adapter": {"rank": 4}},
             "adapter.rank=4 requires adapter.kind=lora or dora or qlora, not last_layers",
