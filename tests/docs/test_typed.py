@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 # What readers have, under the names that the pages have for it; all of it small, the models of configs/ too.
 MODEL = {"vocab": 512, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
-MODELS = ("HF_DIR", "my-hf-dir", "llama-3.2-1b", "llama-3-8b", "llama-3-70b")
+MODELS = ("HF_DIR", "Qwen/Qwen3-8B", "my-hf-dir", "llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 CHATS = ("chats.jsonl", "conversations.jsonl", "data/chats.jsonl")
 TOKENS = ("tokens", "data/llama3-tokens")
 CONFIGS = {
