@@ -60,7 +60,7 @@ def test_an_embedding_has_one_adapter(alone):
         ({"adapter": {**SECTIONS["adapter"], "targets": ["*"]}}, "does not support embedding in adapter.targets"),
         ({"adapter": {**SECTIONS["adapter"], "token_indices": [5, 5]}}, "an id twice"),
         ({"adapter": {**SECTIONS["adapter"], "token_indices": [100000]}}, "contains 100000, but model.vocab="),
-        ({"adapter": {"kind": "prompt", "token_indices": [1]}}, "requires adapter.kind=lora or dora or qlora"),
+        ({"adapter": {"kind": "prompt", "token_indices": [1]}}, "requires adapter.kind=lora, dora or qlora"),
         ({"optimizer": {"trainable": ["embedding.*"]}}, "does not support embedding.weight in optimizer.trainable"),
     ],
 )
