@@ -59,7 +59,7 @@ def test_the_compiled_step_has_no_gradient_of_what_is_frozen(alone):
 
 
 def test_what_cannot_be_chosen():
-    with pytest.raises(UserError, match="optimizer.trainable: norms matches no parameter"):
+    with pytest.raises(UserError, match="norms matches no parameter"):
         _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).spec.state
 
 
