@@ -22,7 +22,7 @@ def is_id(name: str) -> bool:
 
 
 def local_directory(name: str, key: str) -> str:
-    """The directory of a model, with its settings and tokenizer: `name` itself, or for an id that in the cache."""
+    """The directory of a model with its settings and tokenizer: `name` itself, or the cache's for an id."""
     if not is_id(name):
         return name
     found = ID.fullmatch(name)
@@ -33,7 +33,7 @@ def local_directory(name: str, key: str) -> str:
 def fetch_weights(directory: Path) -> None:
     """Fetches the weights of a directory in the cache: .../models--org--name/snapshots/COMMIT."""
     if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):
-        repository = directory.parent.parent.name.removeprefix("models--").replace("--", "/")
+        repository = directory.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
         _fetch(repository, directory.name, WEIGHTS, repository)
 
 
@@ -57,5 +57,7 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
             f"{what}: is neither a directory here nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
             " reached; copy the model's files to a directory and set that"
         ) from None
+    except errors.HFValidationError:
+        raise UserError(f"{what}: is neither a directory here nor a valid id of the hub, org/name") from None
     except (errors.HfHubHTTPError, OSError) as error:
         raise UserError(f"{what}: the hub does not answer as expected: {one_line(error)}") from error

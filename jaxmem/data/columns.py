@@ -33,9 +33,11 @@ class Rows:
 
     def __init__(self, paths: Sequence[Path], field: str | None = None) -> None:
         self._paths, self._field = paths, field
-        for path in paths:
-            if any((folder / SPLITS).is_file() for folder in path.parents[:2]):
-                raise UserError(f"{path}: is a part of several splits; set data.path to {path.parent}")
+        splits = sorted({path.parent for path in paths if (path.parent.parent / SPLITS).is_file()})
+        if len(splits) > 1:
+            names = ", ".join(split.name for split in splits)
+            raise UserError(f"{splits[0].parent}: contains the splits {names}; set data.path to one, e.g. {splits[0]}")
+        self._opened = lru_cache(DECODED)(self._open)
         opened = [(file, group, rows) for file in range(len(paths)) for group, rows in enumerate(self._lengths(file))]
         self._groups = [(file, group) for file, group, rows in opened if rows]
         self.blocks = np.array([rows for _, _, rows in opened if rows], np.int64)
@@ -65,6 +67,7 @@ class Rows:
 
     def close(self) -> None:
         self.decoded.cache_clear()
+        self._opened.cache_clear()
 
     def _find(self, index: int) -> tuple[int, int]:
         group = int(np.searchsorted(self._ends, index, side="right"))
@@ -81,15 +84,19 @@ class Rows:
     def _read(self, file: int, read: Callable[[Any], Any]) -> Any:
         path = self._paths[file]
         try:
-            opened = (_Parquet if path.suffix.lower() == ".parquet" else _Arrow)(path)
-            self._check(path, opened.schema)
-            return read(opened)
+            return read(self._opened(file))
         except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
             is_parquet = path.suffix.lower() == ".parquet"
             known = is_parquet or path.suffix.lower() == ".arrow"
             use = "copy it again" if known else "set data.source to the format of the file"
             kind = "parquet" if is_parquet else "arrow"
             raise UserError(f"{path}: not a valid {kind} file: {error}; {use}") from error
+
+    def _open(self, file: int) -> Any:
+        path = self._paths[file]
+        opened = (_Parquet if path.suffix.lower() == ".parquet" else _Arrow)(path)
+        self._check(path, opened.schema)
+        return opened
 
     def _check(self, path: Path, schema: Any) -> None:
         if self._field is None:
@@ -109,8 +116,7 @@ class _Parquet:
         return int(self._file.metadata.row_group(group).num_rows)
 
     def decode(self, group: int, field: str | None) -> Any:
-        with self._file:
-            return self._file.read_row_group(group, columns=field and [field])
+        return self._file.read_row_group(group, columns=field and [field])
 
 
 class _Arrow:

@@ -113,6 +113,8 @@ def _settings(cfg: Decoder, name: str, kind: str, length: int) -> dict[str, Any]
         **_rope_scaling(cfg.rope),
     }
     architecture = _architecture(cfg)
+    if cfg.rope.scaling == "llama3" and architecture != "llama":
+        raise UserError(f"GGUF export does not support model.rope.scaling=llama3 for the architecture {architecture}")
     return {
         "general.architecture": architecture,
         "general.name": name,
