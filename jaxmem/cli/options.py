@@ -20,14 +20,14 @@ MethodName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora."),
 ]
-SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per row.")]
-BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows per update.")]
+SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Sequences per update.")]
 ConfigOutput = Annotated[
     Path | None,
     typer.Option(
         "--write",
         metavar="FILE",
-        help="Write the config to FILE, for `jaxmem train FILE`; a search writes the best config.",
+        help="Write the config to FILE, for `jaxmem train FILE`; `jaxmem fit` writes its best config.",
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]

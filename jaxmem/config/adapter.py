@@ -42,7 +42,7 @@ class Adapter(Section):
     targets: Texts | Ranks = setting(
         ("blocks.*",),
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
-        " for adapter.kind: patterns, patterns of weights",
+        " with adapter.kind=patterns: patterns of weight names",
     )
     token_indices: ListOf[Annotated[int, Field(ge=0)]] = setting(
         (), "ids of tokens whose rows of the embedding are trained too"

@@ -194,6 +194,9 @@ class TextRows(Rows):
         saved = {row: (finished, offset) for row, finished, offset in position["rows"]}
         rows = self._rows.ravel().tolist()
         if missing := [row for row in rows if row not in saved]:
-            raise UserError(f"the saved position in the data lacks rows {missing[:8]}: it is not from all processes")
+            raise UserError(
+                f"the saved position in the data lacks rows {missing[:8]}, which other processes read; merge"
+                " the positions of all processes with data.merge_states"
+            )
         for row, stream in zip(rows, self._streams, strict=True):
             stream.seek(*saved[row])

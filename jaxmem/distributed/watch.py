@@ -4,7 +4,7 @@ JAX's coordination service, in process 0, receives a heartbeat from every proces
 which ones are alive; the service answers when all live processes have asked, or when a heartbeat has been missing for
 `heartbeat` seconds. A process that stops because of its own error writes the reason and its exit code to the key-value
 store of the service, and the others report both. If process 0 is lost, the service is lost too, and JAX's client calls
-abort() in one of its threads; a signal handler reports the same line and exits with the same code.
+abort() in one of its threads; a signal handler then reports that process 0 is lost, and exits with the same code.
 """
 
 import ctypes

@@ -59,7 +59,7 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         return load_config(_hf_config(directory), overrides)
     if is_adapter(directory):
         raw = _hf_config(base_of(directory))
-        if is_prompt(directory):  # a soft prompt stands before one text per row
+        if is_prompt(directory):  # each text needs the soft prompt before it, so texts are not packed
             raw["data"]["packing"] = False
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
@@ -91,7 +91,7 @@ def _hf_config(directory: Path) -> dict[str, Any]:
 
 
 def _program(cfg: Config) -> Program:
-    """On one device if the mesh does not fit this machine's devices."""
+    """The program of a config, on one device if the mesh does not match the number of devices of this machine."""
     devices, mesh = jax.devices(), cfg.mesh
     sizes = [getattr(mesh, axis) for axis in MESH_AXES]
     if -1 not in sizes and math.prod(sizes) != len(devices):

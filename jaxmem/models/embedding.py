@@ -125,7 +125,7 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
     if layout is None or shards is None:
         matrix = gather_quantized(matrix, axes) if isinstance(matrix, QTensor) else gather(matrix, axes, dtype)
         return constrain(take_rows(matrix, ids, dtype), *RESIDUAL)
-    # Sharded at least as finely as the matrix is stored.
+    # The lookup uses the sharding of gradients, which is at least as fine as that of the stored matrix.
     if isinstance(matrix, QTensor):
         matrix = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), matrix)
     else:
@@ -196,8 +196,8 @@ class _Shards:
             ids = ids - jax.lax.axis_index(self.rows) * entries
             inside = (ids >= 0) & (ids < entries)
             x = jnp.where(inside[..., None], take_rows(matrix, ids, dtype, "clip"), jnp.zeros((), dtype))
-            # The scatter is along the sequence part of each requesting device, so that the device receives its own part
-            # of the sum.
+            # The sequence has one part for each device of `time`. Each part is scattered over `rows`, so that the
+            # all-to-all below sends each device its own tokens.
             parts = jax.lax.axis_size(self.time) if self.time else 1
             x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
             x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)

@@ -48,7 +48,8 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
 
 
 def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
-    """Also returns `x`, the input that the weight is multiplied with (see `sharding.gather_with_input`)."""
+    """(x, the weight as `fetch` returns it). `x` is the input of the matmul with this weight;
+    `sharding.gather_with_input` may delay its gradient."""
     value = param.get_value()
     if isinstance(value, GatheredWeight):
         return x, value.value.astype(dtype)

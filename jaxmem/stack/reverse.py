@@ -38,7 +38,7 @@ class ForwardPass:
     applied: StackCall
     y: Any
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
-    differentiable: Callable[[Any], Any]  # weights of a layer -> the arrays that receive their gradients
+    differentiable: Callable[[Any], Any]  # weights of a layer -> the arrays to differentiate with respect to
     # (layer, stacked weights, carry) -> (residuals of the derivative of this layer, carry)
     residuals: Callable[[jax.Array, Any, Any], tuple[Any, Any]]
     begin: Callable[[], Any]  # returns the first carry of `residuals`
@@ -92,7 +92,7 @@ class ForwardPass:
 def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
     """The forward pass. Weights, inputs and `shared` are not saved again. `trainable` marks the weights with a
     gradient. `dtype` is the dtype of gradients; None is the dtype of each weight. `micro` is the number of
-    micro-batches, which are processed one after the other; they need a policy that saves every boundary."""
+    micro-batches, which are processed one after the other; they need a policy that saves the input of every layer."""
 
     def at(weights: Any) -> Any:
         return differentiable(jax.tree.map(lambda own, w: w if own else None, trainable, weights), dtype)
@@ -102,8 +102,8 @@ def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None =
 
 def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> ForwardPass:
     """Every layer saves the residuals of its derivative."""
-    # The tree of the derivative of a layer, and for each leaf the index of the same leaf in (differentiable arrays,
-    # weights, input, shared inputs); None: saved.
+    # The tree structure of the derivative of a layer; and for each of its leaves, the index of the same array among the
+    # leaves of (differentiable arrays, weights, inputs of the layer, shared inputs). None: it must be saved.
     form: list[Any] = []
 
     def step(shared: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
@@ -148,8 +148,8 @@ def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> Forward
 
 
 def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], micro: int) -> ForwardPass:
-    """Some layers save their boundary; the others are recomputed by running earlier layers, which have not been updated
-    yet."""
+    """Some layers save their input; that of the others is recomputed by running earlier layers, which have not been
+    updated yet."""
     y, _, slots = first_pass(applied, plan)
 
     def residuals(layer: jax.Array, weights: Any, slots: Any) -> tuple[Any, Any]:

@@ -29,7 +29,9 @@ def places(length: int, devices: int) -> np.ndarray:
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     if length % (2 * devices):
-        raise ValueError(f"attention: {length} positions do not make 2 chunks for each of {devices} devices")
+        raise ValueError(
+            f"attention: a sequence of {length} is not divisible into 2 chunks for each of {devices} devices"
+        )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 

@@ -11,9 +11,9 @@ from .block import Blocks
 
 PASSES = ("forward", "d_queries", "d_keys")  # those of `triton`; `mosaic` has "forward" and "gradients"
 
-# By the largest bytes of a number and width of a head that they support. A forward block needs (queries + 2 keys
-# stages) width numbers of shared memory, of which a consumer GPU has 99 KB. d_keys keeps two sums of keys x width in
-# registers, which would spill with larger blocks of queries.
+# (largest bytes per element, largest head_dim) -> block sizes. A forward block stores
+# (queries + 2 x keys x stages) x head_dim elements in shared memory, of which a consumer GPU has 99 KB. d_keys
+# keeps two sums of keys x head_dim in registers, which would spill with larger blocks of queries.
 USUAL = {
     "forward": {
         (2, 64): Blocks(128, 64, 8, 3),
@@ -61,7 +61,8 @@ def space(implementation: str, of: str, wide: int, itemsize: int, shared: int) -
 
 def _fits(of: str, blocks: Blocks, wide: int, itemsize: int, shared: int) -> bool:
     queries, keys, warps, stages = blocks
-    # Rows of `wide` numbers that stay in shared memory and that are streamed; of sums, and scores, in registers.
+    # In shared memory: rows of `wide` elements that stay, and rows that are streamed. In registers: rows of the sums,
+    # and the number of scores.
     stays, streamed, sums, scores = {
         "forward": (queries, 2 * keys, queries, queries * keys),
         "d_queries": (2 * queries, 2 * keys, queries, 2 * queries * keys),

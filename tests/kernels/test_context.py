@@ -109,7 +109,7 @@ def test_every_device_has_the_same_work():
 
 
 def test_places_that_do_not_divide():
-    with pytest.raises(ValueError, match="12 positions do not make 2 chunks for each of 4 devices"):
+    with pytest.raises(ValueError, match="a sequence of 12 is not divisible into 2 chunks for each of 4 devices"):
         ring.places(12, 4)
 
 
