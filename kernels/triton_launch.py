@@ -1,7 +1,7 @@
 """Launching Triton kernels: by jax-triton on a GPU, by Triton's interpreter on a CPU.
 
-jax-triton is part of the extras `cuda12`, `cuda13`, `plan` and `dev`. To compile for a GPU that is not installed, its
-compute capability must be known: inside `jax.shard_map` jax knows the name of the GPU from the mesh.
+jax-triton is part of the extras `cuda12`, `cuda13`, `plan` and `dev`. To compile for a GPU that this machine does not
+have, launch a kernel inside `jax.shard_map`: the mesh names the GPU, and the name determines its compute capability.
 """
 
 import functools

@@ -94,7 +94,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     ranks = _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
-    # The same scale, of twice the rank.
+    # With twice the rank, the scale of the adapters stays the same.
     alpha_factor = math.sqrt(factor) if read(settings, "use_rslora", bool, False) else factor
     own_alphas = {one: alpha_factor * alphas[one.name] for one in targets if one.name in alphas}
     bias = settings.get("bias", "none")
@@ -224,7 +224,8 @@ def base_of(directory: str | Path) -> Path:
     if path is None:
         file = Path(directory).expanduser() / CONFIG
         raise UserError(
-            f"{file}: base_model_name_or_path={name} is not a directory here; set model.hf to the base and adapter.hf"
+            f"{file}: base_model_name_or_path={name} is not a directory here; set model.hf to the base model and"
+            " adapter.hf to the adapter"
         )
     return path
 
@@ -244,7 +245,7 @@ def adapter_json(
     if adapter.kind == "prompt":
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
-    named: dict[str, LowRank] = {}  # by the end of the name of a module
+    named: dict[str, LowRank] = {}  # by the last part of a module's name, or by its complete name
     for path, stack in layers.items():
         name = MODULES[path]
         if len(set(stack)) == 1 and stack[0] is not None:

@@ -61,7 +61,9 @@ class Tensors:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 if name in self.entries:
                     other = self.entries[name].file.name
-                    raise UserError(f"{file}: tensor {name} is also in {other}; remove the file of another model")
+                    raise UserError(
+                        f"{file}: tensor {name} is also in {other}; remove the file that belongs to another model"
+                    )
                 header = opened.get_slice(name)
                 self.entries[name] = TensorEntry(file, name, header.get_dtype(), tuple(header.get_shape()))
 
@@ -145,7 +147,8 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
     names = sorted(file.name for file in directory.iterdir())
     if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
         raise UserError(
-            f"{directory}: has {few(several)} without {INDEX}; copy the index too, or rename a single file to {SINGLE}"
+            f"{directory}: has {few(several)} without {INDEX}; copy the index too, or, if one file is the whole model, "
+            f"rename it to {SINGLE}"
         )
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(

@@ -1,4 +1,5 @@
-"""The share of one device in a config whose mesh is resolved: rows, vocabulary entries, chunks, passes in memory."""
+"""What one device processes, for a config whose mesh is resolved: rows, vocabulary entries, chunks, and passes whose
+activations are in memory."""
 
 import functools
 import math
@@ -81,8 +82,8 @@ def passes_per_update(cfg: Config) -> float:
 
 
 def passes_in_memory(cfg: Config) -> float:
-    """The number of passes whose saved activations are in memory at the same time: in a pipeline all ticks, but
-    boundaries within a segment of layers only for the segment that is being differentiated."""
+    """The number of passes whose saved activations are in memory at the same time. In a pipeline these are all ticks,
+    except for boundaries within a segment of layers: they are in memory only while the segment is differentiated."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
     if (pipeline := pipeline_of(cfg)) is None:

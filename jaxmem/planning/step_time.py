@@ -1,6 +1,7 @@
-"""Seconds of a step by arithmetic alone: matmuls and the operations between them, exposed communication, the update.
+"""Estimates the seconds of a step without compiling it: matmuls and the operations between them, exposed
+communication, and the update.
 
-It compares configs before any is compiled; `timeline.py` estimates the time from a compiled program.
+The estimates compare configs before any is compiled; `timeline.py` estimates the time from a compiled program.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ class WeightTraffic:
     gathered: float  # all-gathered, since they are stored sharded (zero 3)
     scattered: float  # gradients are reduce-scattered (from zero 2)
     reduced: float  # gradients are all-reduced
-    replicated: float  # replicated over `tensor`, whose devices have other tokens: all-reduces of gradients over it
+    replicated: float  # replicated over `tensor`, over which tokens are sharded: gradients all-reduced over it
     renewed: float  # updated in shards and then all-gathered in the stored dtype (zero 1 and 2)
 
 

@@ -37,7 +37,8 @@ class Fit:
 
     @cached_property
     def front(self) -> list[Candidate]:
-        """The Pareto front: fastest first, each next one in less memory. Every phase of a run is compiled for them."""
+        """The Pareto front: fastest first, each with less memory than the one before. Every phase of a run is compiled
+        for them."""
         return self.trials.front()
 
     @property
@@ -126,7 +127,7 @@ class Fit:
             Text(f"{counts}; {format_bytes(trials.limit)} per device"),
         ]
         if self.best:
-            table = Table(title="Fastest first, each next one in less memory", title_justify="left")
+            table = Table(title="Fastest first; each further row needs less memory", title_justify="left")
             table.add_column("step", justify="right", no_wrap=True)
             table.add_column("memory", justify="right", no_wrap=True)
             table.add_column("changes")
@@ -142,7 +143,7 @@ class Fit:
             parts.append(Text("Other compiled configs:"))
             parts += [Text(f"  {one.description}: {self.reason(one)}", style="dim") for one in others]
         if error := trials.estimate_error:
-            errors = f"error of the estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
+            errors = f"error of the memory estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
             parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
         return Group(*parts)
 

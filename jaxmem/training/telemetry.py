@@ -21,7 +21,8 @@ from jaxmem.training.trackers import Trackers
 
 
 class DivergedError(UserError):
-    """A loss that is not finite, or far above the previous losses. `key` is the config key of the policy for it."""
+    """A loss that is not finite, or far above the previous losses. `key`: the key of the section `train` that states
+    what to do about it."""
 
     def __init__(self, finding: str, key: str) -> None:
         super().__init__(f"{finding}; lower optimizer.learning_rate or optimizer.clip, and run the same command again")

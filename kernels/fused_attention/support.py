@@ -19,13 +19,13 @@ from .arguments import Extras, Options
 
 OPERATION = "attention"
 ORDER = {  # the reason for each, if it is chosen
-    "cudnn": "cuDNN supports it",
+    "cudnn": "cuDNN supports this attention",
     "mosaic": "the kernel for compute capability 9.0",
     "triton": "the kernel for compute capability 8.0 and newer",
 }
 PLAIN = "blockwise"  # runs wherever XLA does
 SIXTEEN = ("bfloat16", "float16")
-MAX_WORKSPACE = 4 * 2**30  # bytes of cuDNN for packed rows; a kernel without a workspace is as fast
+MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed rows; kernels without a workspace are as fast
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,18 @@ def _cudnn(call: Request, capability: int | None) -> Rules:
     yield from _common(call, capability, 256 if capability == 90 else 128, SIXTEEN)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
     yield call.soft_cap, "soft_cap is set", "does not support it"
-    yield call.dropout, "dropout is set", "does not support a mask that depends on positions alone"
+    yield call.dropout, "dropout is set", "cannot derive the dropout mask from positions alone"
     # Its deterministic backward pass stores the gradients of all scores.
     yield call.deterministic, "deterministic is set", "does not support it"
     lengths = f"q has {call.queries} positions and k {call.keys}"
     yield call.masked and call.queries != call.keys, lengths, "needs as many queries as keys for a causal mask"
-    # Offsets of segments are counted in numbers, with 32 bits.
+    # cuDNN counts the offsets of segments in elements, with 32 bits.
     numbers = call.batch * call.queries * call.heads * call.dim
-    yield call.has_segments and numbers >= 2**31, f"q has {numbers:,} numbers", "supports fewer than 2^31 with segments"
+    yield (
+        call.has_segments and numbers >= 2**31,
+        f"q has {numbers:,} elements",
+        "supports fewer than 2^31 with segments",
+    )
     packs = capability is None or capability == 90 or 100 <= capability < 120
     yield call.has_segments and not packs, _has(capability), "needs 9.0 or 10.0 for segments"
     unknown = call.has_segments and call.max_segments is None

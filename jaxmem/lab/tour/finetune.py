@@ -36,7 +36,7 @@ PROMPT, NEW = "def ", 16  # the text that transformers continues, and the number
 
 
 def measure() -> Findings:
-    """All steps, in the directory PLACE; an earlier one is renamed."""
+    """All steps, in the directory PLACE. If the directory exists already, it is renamed first."""
     place, rows = Path(PLACE), []
     move_aside(place)
     start = time.process_time()

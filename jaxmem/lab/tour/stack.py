@@ -116,7 +116,7 @@ def measure() -> Findings:
     series = {name: list(enumerate(losses)) for name, _, _, losses in runs}
     return Findings(
         [Table("One run, written in three ways", rows)],
-        f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest one to the losses of the"
-        f" config; 0 is bitwise equal. The directory of the config has {', '.join(files)}.",
+        f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest difference from the"
+        f' losses of the run "config"; 0 is bitwise equal. The directory of that run contains {", ".join(files)}.',
         [Lines("Training loss", "updates", "loss", series, "y")],
     )
