@@ -24,7 +24,7 @@ def measure() -> Findings:
     """Each kind, from the same weights and with the same number of updates; then a random subset of the weights."""
     before, rows = _fine_tune()
     kinds = Table("A decoder pretrained on source text is fine-tuned to answer", rows)
-    subsets = Table("A random subset of the weights: digits whose pixels were permuted", list(random_subset.compare()))
+    subsets = Table("A random subset of the weights, on digits with permuted pixels", list(random_subset.compare()))
     buffers = {row["trainable"]: row["temporary buffers, MiB"] for row in subsets.rows}
     return Findings(
         [kinds, subsets],

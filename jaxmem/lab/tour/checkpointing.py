@@ -78,11 +78,11 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
     return Findings(
         [small, Table(f"32 layers of llama3-8b on {target}, 8,192 tokens, frozen weights", hosted)],
         "Boundaries: saved layer inputs, including the one in use. Recomputed: layers that run after the first forward"
-        " pass. Weights are frozen, so the arithmetic without recompute is that of two passes, and recompute is a"
+        " pass. Weights are frozen, so a step without recompute has two passes instead of three, and recompute adds a"
         f" larger share than in training. With about 2 sqrt N boundaries {depths[-1]} layers need"
         f" {none[memory] / root[memory]:.0f} times fewer bytes than with everything saved, for"
-        f" {root[arithmetic] - 1:.0%} more arithmetic; with one, {constant[arithmetic]:.1f} times the arithmetic."
-        " Hidden: transfers overlapped with computation.",
+        f" {root[arithmetic] - 1:.0%} more arithmetic; `constant` needs {constant[arithmetic]:.1f} times the"
+        " arithmetic. Hidden: transfers overlapped with computation.",
         [
             Lines("Memory of the backward pass", "layers", "MiB", sizes, "xy"),
             Lines(f"{depths[-1]} layers: memory and CPU time", "MiB", "ms", cost, "xy"),

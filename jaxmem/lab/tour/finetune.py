@@ -98,7 +98,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     guessed = collections.Counter(expected).most_common(1)[0][1]
     yield (
         f"{len(conversations)} held-out questions, answered",
-        f"{right} right; always the most common answer: {guessed} right",
+        f"{right} right; the most common answer is right for {guessed}",
     )
     first = {kind: number for number, kind in reversed(list(enumerate(expected)))}  # a question of each kind
     for number in sorted(first.values()):

@@ -37,7 +37,8 @@ def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
         [table, Table(f"A small decoder, {SMALL['train']['steps']} updates here", runs)],
         f"From {first['optimizer']} to the last row the step shrinks from {first['total, GiB']:.1f} to"
         f" {last['total, GiB']:.1f} GiB; all weights are trained. Other: gradients, activations, logits. Embedding and"
-        " output matrices have the state of AdamW unless optimizer.project_embeddings is set. Loss: nats per byte.",
+        " output matrices have the state of AdamW unless optimizer.project_embeddings is set. The residual is the part"
+        " of the gradient outside of the basis (Fira). Loss: nats per byte.",
         [Bars(table, list(table.rows[0])[1:4], "Memory of a step, GiB")],
     )
 

@@ -1,8 +1,8 @@
-"""The limit of a GPU: the bytes that its processors read and write, in two small problems and in a training step.
+"""What limits the speed of a GPU: the bytes that it reads and writes, in two small problems and in a training step.
 
 The maximum over a sliding window is computed on a CPU by brute force, a heap and a monotonic deque, each with fewer
-operations than the previous one. On a GPU each thread computes one window, either from global memory or through shared
-memory, which reads a hundredth of the bytes from global memory.
+operations than the previous one. On a GPU each thread computes one window, either directly from global memory
+("straight") or through shared memory ("shared"), which reads a hundredth of the bytes from global memory.
 
 A matmul of n x n matrices in tiles of t x t reads each number n / t times, 2 n^3 / t numbers in total. Tiles of twice
 the size halve this and need four times the shared memory; numbers of half the size also halve the bytes. The time of a
@@ -53,7 +53,9 @@ def measure(target: str) -> Findings:
     assert gpu is not None  # checked by Stop.visit
     bandwidth = gpu.bandwidth_gb_s * 1e9
     ridge = gpu.flops / bandwidth  # operations per byte where both limits are equal
-    windows = Table(f"Maximum of each {WINDOW} of {NUMBERS:,} numbers on {gpu.name}", list(_windows(bandwidth)))
+    windows = Table(
+        f"Maximum of each window of {WINDOW} in {NUMBERS:,} numbers on {gpu.name}", list(_windows(bandwidth))
+    )
     matmuls = Table(f"A matmul of {SIZE} x {SIZE} matrices on {gpu.name}", list(_matmuls(bandwidth)))
     kernels = [
         {**row, "limited by": "memory" if (row["FLOP per byte"] or 0) < ridge else "arithmetic"}

@@ -48,14 +48,14 @@ def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] 
     model = common.title(base)
     steps = table(f"{model}, on one {kind}", [row for row in rows if row.gpus == 1 and not row.is_alternative])
     others = {
-        "Alternatives to a step": [row for row in rows if row.is_alternative],
+        "Alternatives to rows of the first table": [row for row in rows if row.is_alternative],
         f"{model} per GPU, on {SEVERAL} x {kind}": [row for row in rows if row.gpus > 1],
     }
     first, last = (steps.rows[end][GIB] for end in (0, -1))
     return Findings(
         [steps, *(table(name, chosen) for name, chosen in others.items() if chosen)],
-        "The formula counts weights, gradients and optimizer state; a step also has activations, logits and temporary"
-        " buffers. Predicted: computed from the config; compiled: allocated by XLA. Every row trains all weights: on"
+        "Weights + gradients + state: bytes per parameter. A step also has activations, logits and temporary buffers."
+        " Predicted: computed from the config; compiled: allocated by XLA. Every row trains all weights: on"
         f" one GPU the step shrinks from {first:.1f} GiB to {last:.1f}. The figure shows the first table.",
         [Bars(steps, (GIB,), f"All weights trained, {steps.title}: GiB, planned", limits=LIMITS)],
     )

@@ -29,8 +29,8 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
     rows = [_row(base, name, plan) for name, plan in plans.items()]
     link, ring = busiest_link(plans["data parallel"]["bytes_per_device"]["parameters"], GPUS)
     sent = rows[0]["sent, GiB"] * link / ring  # in the dtype that the all-reduce sends
-    server = {"layout": "parameter server, its link", "sent, GiB": sent, "exposed, %": 100.0}
-    rows.append({**dict.fromkeys(rows[0]), **server, "most bytes": "push; pull as much"})
+    server = {"layout": "parameter server: the link of the server", "sent, GiB": sent, "exposed, %": 100.0}
+    rows.append({**dict.fromkeys(rows[0]), **server, "most bytes": "push, and as many for pull"})
     devices.simulate(SIMULATED)  # after the steps, which run on GPUs if this machine has them
     memory = [
         {"layout": name, **{part: gib(plan["bytes_per_device"][part]) for part in PARTS}}

@@ -30,7 +30,7 @@ def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides
     return Findings(
         [table],
         f"{trainable / 1e6:.1f} M parameters are trainable; 'trainable': their weights, gradients and AdamW state."
-        f" From {first['stored as']} to {small['stored as']} the frozen layers shrink"
+        f" From '{first['stored as']}' to '{small['stored as']}', the frozen layers shrink"
         f" {shrunk['frozen layers, GiB']:.1f} times and the step {shrunk['total, GiB']:.1f} times. The embedding and"
         " output matrices are quantized too. FLOP: operations of matmuls, relative to the minimum for these adapters.",
         [Bars(table, list(table.rows[0])[2:6], "Memory of a step, GiB")],

@@ -51,9 +51,11 @@ SCHEMES: dict[str, Quantizer] = {
 
 def measure() -> Findings:
     """The bytes and errors of each scheme; then a small trained model with fewer and fewer bits."""
-    schemes = Table(f"Weights of {MODEL}; errors of normal numbers", list(_schemes()), ("parameters",))
+    schemes = Table(f"Weights of {MODEL}; errors of normally distributed values", list(_schemes()), ("parameters",))
     networks = Table(
-        "Accuracy on digits of a network that is quantized after training", list(quantized_networks()), ("bits",)
+        "A network that is quantized after training: accuracy and loss on digits, with symmetric and affine codes",
+        list(quantized_networks()),
+        ("bits",),
     )
     rows = {row["stored as"]: row for row in schemes.rows}
     trained, even = networks.rows[0]["symmetric"], [row for row in networks.rows if row["affine"] is not None]

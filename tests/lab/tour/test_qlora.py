@@ -40,4 +40,4 @@ def test_quantized_frozen_weights_take_less_and_nothing_else_does(monkeypatch: p
     # Weights, gradients and state of the adapters alone.
     assert bfloat16["trainable, GiB"] == nf4["trainable, GiB"] == double["trainable, GiB"] > 0
     assert bfloat16["total, GiB"] > nf4["total, GiB"] > double["total, GiB"]
-    assert "From bfloat16 to nf4, double quantization the frozen layers shrink" in found.note
+    assert "From 'bfloat16' to 'nf4, double quantization', the frozen layers shrink" in found.note
