@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -121,28 +121,18 @@ class Operation:
 # (operation, implementation) -> the reason why this process does not use an implementation that failed its check.
 FAILURES: dict[tuple[str, str], str] = {}
 
-_table: ContextVar[dict[str, Any] | None] = ContextVar("table", default=None)
 _recorded: ContextVar[list[Choice] | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
-def override(variable: ContextVar[Any], value: Result) -> Iterator[Result]:
-    """A context in which a context variable has this value."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
-def record_choices() -> AbstractContextManager[list[Choice]]:
+def record_choices() -> Iterator[list[Choice]]:
     """A context that records all choices, in order."""
-    return override(_recorded, [])
-
-
-def use_table(table: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-    """A context that uses another table than the packaged one, to measure with new entries."""
-    return override(_table, table)
+    choices: list[Choice] = []
+    token = _recorded.set(choices)
+    try:
+        yield choices
+    finally:
+        _recorded.reset(token)
 
 
 @functools.cache
@@ -172,13 +162,9 @@ def nearest_entry(
     return min(entries, key=distance, default=None)
 
 
-def tuned() -> dict[str, Any]:
-    table = _table.get()
-    return _packaged() if table is None else table
-
-
 @functools.cache
-def _packaged() -> dict[str, Any]:
+def tuned() -> dict[str, Any]:
+    """The table of measurements."""
     return json.loads(importlib.resources.files(__package__).joinpath("tuned.json").read_text(encoding="utf-8"))
 
 

@@ -1,24 +1,30 @@
-"""Launching Triton kernels: by jax-triton on a GPU, by Triton's interpreter on a CPU.
+"""Launching Triton kernels by jax-triton, on a GPU.
 
 jax-triton is part of the extras `cuda12`, `cuda13`, `plan` and `dev`. To compile for a GPU that this machine does not
 have, launch a kernel inside `jax.shard_map`: the mesh names the GPU, and the name determines its compute capability.
+Tests set `INTERPRETER`, which runs the programs on a CPU.
 """
 
 import functools
 import importlib
 import inspect
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from .choice import capability
 from .launch import on_each_platform
-from .tuning import SHARED
 
+# Bytes of shared memory that a block may have, by compute capability (CUDA programming guide).
+SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
 PTX = 87  # the first version with compute capability 12.0; newer ones need a newer ptxas
+
+INTERPRETER: Callable[..., Any] | None = None  # (kernel, grid, static, shapes of outputs, *arrays) -> outputs
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError("the triton implementation needs an NVIDIA GPU; use another one on a CPU")
 
 
 def load_programs(module: str) -> Any:
@@ -51,8 +57,8 @@ def launch(
     compute_capability = capability()
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
-        interpret = functools.partial(_interpret, kernel, grid, static, tuple(outputs))
-        return list(jax.pure_callback(interpret, list(outputs), *arrays))
+        run = _refuse if INTERPRETER is None else functools.partial(INTERPRETER, kernel, grid, static, tuple(outputs))
+        return list(jax.pure_callback(run, list(outputs), *arrays))
 
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         call = _triton_call()
@@ -92,69 +98,3 @@ def _triton_call() -> Any:
 
     library.compile_ttir_inplace = check_shared_memory
     return library.triton_call
-
-
-# ---------------------------------------------------------------- interpreted
-
-_ONE = threading.Lock()  # the interpreter changes triton.language while it runs
-
-
-class _Memory:
-    """An array in the form that Triton's interpreter needs."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.dtype = array.dtype.name
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-
-def _interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *arrays: Any) -> Any:
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    jit = importlib.import_module("triton.runtime.jit")
-
-    class Executor(interpreter.GridExecutor):  # type: ignore[name-defined]
-        def _init_args_hst(self, args: Any, kwargs: Any) -> Any:
-            return args, kwargs
-
-        def _restore_args_dev(self, *_: Any) -> None:
-            """Nothing to copy: programs write into the arrays."""
-
-    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Interprets a function that a kernel calls; otherwise Triton refuses to call it from Python."""
-        return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
-
-    inputs = [np.ascontiguousarray(x) for x in arrays]
-    made = [np.zeros(x.shape, x.dtype) for x in outputs]
-    with _ONE, np.errstate(all="ignore"):
-        refused, jit.JITFunction.__call__ = jit.JITFunction.__call__, called
-        builder = _with_bfloat16(interpreter)
-        try:
-            function = interpreter.InterpretedFunction(kernel.fn)
-            run = Executor(function.rewrite(), function.arg_names, grid)
-            run(*map(_Memory, [*inputs, *made]), s=static)
-        finally:
-            jit.JITFunction.__call__ = refused
-            del builder.cast_impl, builder.create_dot
-    return made
-
-
-def _with_bfloat16(interpreter: Any) -> Any:
-    """Corrects the interpreter, which stores bfloat16 as bits: it would multiply the bits, and truncate casts."""
-    builder = interpreter.interpreter_builder
-    kind, held, bits = type(builder), interpreter.TensorHandle, jax.numpy.bfloat16
-
-    def wide(x: Any) -> Any:
-        return x.data.view(bits).astype(np.float32) if x.dtype.scalar.name == "bf16" else x.data
-
-    def cast_impl(source: Any, to: Any) -> Any:
-        if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
-            return kind.cast_impl(builder, source, to)
-        return held(source.data.astype(bits).view(np.uint16), to.scalar)
-
-    def create_dot(a: Any, b: Any, d: Any, *_: Any) -> Any:
-        return held(np.matmul(wide(a), wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
-
-    builder.cast_impl, builder.create_dot = cast_impl, create_dot
-    return builder

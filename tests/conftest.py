@@ -44,10 +44,12 @@ install_import_hook(
 
 import jax  # noqa: E402
 
-from jaxmem.kernels import mosaic_launch  # noqa: E402
-from tests.kernels import warpgroups  # noqa: E402
+from jaxmem.kernels import mosaic_launch, triton_launch  # noqa: E402
+from tests.kernels import interpreter, warpgroups  # noqa: E402
 
-mosaic_launch.EVALUATOR = warpgroups.evaluator  # no compiler of Mosaic kernels for CPUs
+# No compiler of these kernels for CPUs.
+mosaic_launch.EVALUATOR = warpgroups.evaluator
+triton_launch.INTERPRETER = interpreter.interpret
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 collect_garbage_rarely()

@@ -147,7 +147,7 @@ def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         {"contestant": "triton", "pass": "forward", "check": "float16", "right": True, "error": 0.4},
         {"contestant": "mosaic", "pass": "forward", "check": "float16", "right": False, "error": None},
         {"contestant": "triton", "pass": "forward", **timed},
-        {"contestant": "torch flash", "why_not": "torch is not installed"},
+        {"contestant": "mosaic", "pass": "backward", "why_not": "compute capability is 8.0"},
     ]
     rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
     monkeypatch.setattr("jaxmem.lab.bench.kernels.bench_kernels", lambda *_, **__: iter([here, *rows]))
@@ -156,7 +156,7 @@ def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert "triton         forward  right, float16, error 0.4 steps" in out
     assert "mosaic         forward  WRONG, float16, error infinite" in out
     assert "1.500 (1.250 to 1.750) TFLOP/s  1.04 x jax.nn cudnn" in out
-    assert "not: torch is not installed" in out
+    assert "not: compute capability is 8.0" in out
 
 
 def test_bench_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ app.command()(info.tour)
 app.command()(info.doctor)
 app.command()(info.schema)
 
-bench = typer.Typer(help="Measure speed, compared with PyTorch and cuDNN.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure speed, compared with PyTorch (steps) and cuDNN (kernels).", rich_markup_mode=None)
 bench.command("step")(benches.bench_step)
 bench.command("kernels")(benches.bench_kernels)
 bench.command("tune")(benches.bench_tune)

@@ -55,7 +55,7 @@ Only = Annotated[
     ),
 ]
 Without = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Leave out this implementation, e.g. torch; may be repeated.")
+    list[str] | None, typer.Option(metavar="NAME", help="Leave out this implementation, e.g. jax.nn; may be repeated.")
 ]
 
 
@@ -80,11 +80,11 @@ def bench_kernels(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check kernels (by default attention) on this machine, and compare their speed with cuDNN and PyTorch."""
+    """Check kernels (by default attention) on this machine, and compare their speed with cuDNN."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
 
-    selection = _selection(shapes, operation, only, without, seconds=seconds)
+    selection = _selection(shapes, operation, only, without, seconds)
     if explain:
         with only_json(as_json):
             choices = kernels.explain(selection)
@@ -105,20 +105,16 @@ def bench_tune(
     operation: Operation = None,
     only: Only = None,
     without: Without = None,
-    passes: Annotated[
-        list[str] | None,
-        typer.Option("--pass", metavar="PASS", help="Tune only this pass, e.g. forward; may be repeated."),
-    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also measure entries that the table already has.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per kernel or shape, in seconds.")
+        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per shape, in seconds.")
     ] = 5.0,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The table to write. [default: kernels/tuned.json]")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure kernels on this GPU, and store the fastest block sizes and implementations."""
+    """Measure kernels on this GPU, and store the fastest implementation for each shape."""
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import tune
@@ -127,7 +123,7 @@ def bench_tune(
     if write is None and not devices.has_nvidia_gpu():
         raise UserError("bench tune: no GPU on this machine; use --write FILE for a dry run on the CPU")
     with only_json(as_json):
-        selection = _selection(shapes, operation, only, without, passes, seconds=seconds)
+        selection = _selection(shapes, operation, only, without, seconds)
         rows = _collect(tune.tune(path, selection, again=again), as_json)
     if as_json:
         show({"rows": rows})
@@ -138,15 +134,11 @@ def _selection(
     operation: str | None,
     only: list[str] | None,
     without: list[str] | None,
-    passes: list[str] | None = None,
-    *,
     seconds: float,
 ) -> Any:
     from jaxmem.lab.bench.kernels import BenchSelection
 
-    names = {"shapes": shapes, "only": only, "without": without, "passes": passes}
-    listed = {key: tuple(value or ()) for key, value in names.items()}
-    return BenchSelection(operation=operation, seconds=seconds, **listed)
+    return BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
@@ -174,8 +166,6 @@ def _describe(row: dict[str, Any]) -> str:
         return f"not{_checked(row)}: {row['why_not']}"
     if "implementation" in row:
         return f"the fastest: {row['implementation']}"
-    if "blocks" in row:
-        return f"{row['kind']}: {'x'.join(map(str, row['blocks']))} of {row['of']}, {row['milliseconds']:.3f} ms"
     if "rate" not in row:
         error = "infinite" if row["error"] is None else f"{row['error']:.1f} steps"
         return f"{'right' if row['right'] else 'WRONG'}{_checked(row)}, error {error}"

@@ -18,13 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.config import Config
 from jaxmem.errors import UserError, one_line
-from jaxmem.kernels import attention, choice
+from jaxmem.kernels import attention, choice, triton_launch
 from jaxmem.kernels.fused_attention.support import OPERATION, PLAIN, Request
 from jaxmem.step import Program
 
 LENGTH, WINDOW = 192, 70
 STEPS = 8  # largest error, in rounding errors of the dtype relative to the largest value
+
+
+def refuse_gpu_kernels(cfg: Config) -> None:
+    """Refuses kernels that a CPU cannot run."""
+    named = {
+        "memory.attention": cfg.memory.attention,
+        "optimizer.kernel": cfg.optimizer.kernel,
+        "adapter.matmul": cfg.adapter.matmul,
+    }
+    for key, value in named.items():
+        if value in ("cudnn", "mosaic", "triton") and triton_launch.INTERPRETER is None:
+            use = "none" if key == "optimizer.kernel" else "auto"
+            raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}={use}")
 
 
 def checked_attention(build: Callable[[], Program], agree: Callable[[bool], bool] = bool) -> Iterator[str]:

@@ -204,11 +204,13 @@ def _preflight(cfg: Config) -> None:
 
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> None:
-    if devices[0].platform == "gpu":
-        from jaxmem.training.kernel_check import checked_attention
+    from jaxmem.training.kernel_check import checked_attention, refuse_gpu_kernels
 
-        for line in checked_attention(lambda: program(cfg, devices), any_process):
-            print(line, flush=True)
+    if devices[0].platform == "cpu":
+        refuse_gpu_kernels(cfg)
+        return
+    for line in checked_attention(lambda: program(cfg, devices), any_process):
+        print(line, flush=True)
 
 
 def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:

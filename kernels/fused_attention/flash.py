@@ -16,9 +16,42 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem.kernels.launch import block_size, next_power_of_2
 
 from .arguments import Extras, Options
-from .block import Call, MaskArrays
+from .block import Blocks, Call, MaskArrays
 from .blockwise import SAVED
-from .tuning import blocks
+
+# Block sizes of each pass: (largest bytes per element, largest head_dim) -> sizes. They fit every GPU from Ampere on: a
+# forward block stores (queries + 2 x keys x stages) x head_dim elements in shared memory, of which a consumer GPU has
+# 99 KB; d_keys keeps two sums of keys x head_dim in registers, which would spill with larger blocks of queries.
+BLOCKS = {
+    ("triton", "forward"): {
+        (2, 64): Blocks(128, 64, 8, 3),
+        (2, 128): Blocks(128, 64, 8, 2),
+        (2, 256): Blocks(64, 32, 8, 2),
+        (4, 64): Blocks(32, 32, 4, 2),
+        (4, 256): Blocks(32, 16, 4, 2),
+    },
+    ("triton", "d_queries"): {
+        (2, 64): Blocks(64, 64, 4, 2),
+        (2, 128): Blocks(64, 64, 8, 1),
+        (2, 256): Blocks(32, 32, 4, 1),
+        (4, 128): Blocks(32, 32, 4, 1),
+        (4, 256): Blocks(16, 16, 4, 1),
+    },
+    ("triton", "d_keys"): {
+        (2, 64): Blocks(32, 128, 8, 2),
+        (2, 128): Blocks(32, 64, 8, 1),
+        (2, 256): Blocks(32, 32, 8, 1),
+        (4, 128): Blocks(32, 32, 4, 1),
+        (4, 256): Blocks(16, 16, 4, 1),
+    },
+    # The two computing warpgroups of `mosaic` are 8 warps.
+    ("mosaic", "forward"): {
+        (2, 64): Blocks(128, 128, 8, 3),
+        (2, 128): Blocks(128, 128, 8, 2),
+        (2, 256): Blocks(128, 64, 8, 2),
+    },
+    ("mosaic", "gradients"): {(2, 128): Blocks(64, 128, 8, 2)},
+}
 
 
 class Passes(NamedTuple):
@@ -110,7 +143,8 @@ def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array) -> Call:
-    most = blocks(passes.name, of, q, k, next_power_of_2(q.shape[3]))
+    table, wide = BLOCKS[passes.name, of], next_power_of_2(q.shape[3])
+    most = table[min(key for key in table if key >= (q.dtype.itemsize, wide))]
     fitted = most._replace(
         queries=block_size(most.queries, q.shape[1], passes.min_block),
         keys=block_size(most.keys, k.shape[1], passes.min_block),

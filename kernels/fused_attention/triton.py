@@ -8,7 +8,7 @@ sums dk and dv over the queries of all heads that share them. Both recompute the
 
 In addition to inputs and outputs they store batch x heads x sequence x 2 numbers, never sequence squared. With P
 unmasked pairs they need 4 P dim operations per head forward, and 14 P dim backward: 10, and the scores and their
-gradients a second time. On a CPU Triton's interpreter runs the same programs.
+gradients a second time.
 """
 
 import functools

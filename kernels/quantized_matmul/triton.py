@@ -10,8 +10,6 @@ With T tokens the codes are read T / 128 times, all but the first from the secon
 share a tile of codes start one after the other.
 """
 
-import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmem.kernels import tuning
 from jaxmem.kernels.launch import block_size
 from jaxmem.kernels.triton_launch import launch, load_programs
 
@@ -68,14 +65,14 @@ class Tiling:
 
 def multiply(call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """[tokens, outputs]."""
-    blocks = _blocks("forward", call, x)
+    blocks = _fitting(call, x.shape[0], USUAL["forward"])
     columns = jnp.moveaxis(x.reshape(x.shape[0], codes.shape[0], call.form.together), 2, 0)
     return _run("dequant_matmul", call, blocks, columns, codes, scale)
 
 
 def of_activations(call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """[tokens, inputs]."""
-    made = _run("dequant_matmul_of_activations", call, _blocks("backward", call, g), g, codes, scale)
+    made = _run("dequant_matmul_of_activations", call, _fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
     return jnp.moveaxis(made, 0, 2).reshape(g.shape[0], call.inputs)
 
 
@@ -113,27 +110,6 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
         flops=2.0 * (call.inputs if forward else call.outputs),
     )
     return made
-
-
-def _blocks(direction: str, call: Call, x: jax.Array) -> Blocks:
-    room = functools.partial(space, direction, call.form.together, x.dtype.itemsize)
-    sizes = x.shape[0], call.inputs, call.outputs
-    request = tuning.KernelCall(f"triton {direction}", f"{call.form.bits} bits {x.dtype.name}", sizes, room)
-    return _fitting(call, x.shape[0], tuning.blocks("dequant_matmul", request, USUAL[direction]))
-
-
-def space(direction: str, together: int, itemsize: int, shared: int) -> list[Blocks]:
-    """The sizes to measure: those that fit in shared memory and registers. Tiles of the weight need both."""
-
-    def fits(blocks: Blocks) -> bool:
-        tokens, rows, outputs, warps, stages = blocks
-        weight = together * rows * outputs
-        read, written = (together * rows, outputs) if direction == "forward" else (outputs, together * rows)
-        held = stages * (tokens * read * itemsize + rows * outputs) + weight * itemsize
-        return held <= shared and 32 <= (tokens * written + weight) / (32 * warps) <= tuning.REGISTERS
-
-    sizes = itertools.product((64, 128), (32, 64), (64, 128, 256), (4, 8), (2, 3))
-    return [blocks for blocks in itertools.starmap(Blocks, sizes) if fits(blocks)]
 
 
 def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:

@@ -3,15 +3,11 @@
 A program has complete blocks in registers, so the absmax of a block is known before its codes are written. With a
 16-bit gradient or update and blocks of 256, Adam moves 8.06 bytes per number and int8 weights 4.05."""
 
-import functools
-import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels import tuning
 from jaxmem.kernels.launch import next_power_of_2
 from jaxmem.kernels.triton_launch import launch, load_programs
 
@@ -20,19 +16,11 @@ from .arguments import Adam, Blocks, Moments8, blocked, lines
 PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 
 
-class Share(NamedTuple):
-    """The part of the arrays that one program updates."""
-
-    numbers: int
-    columns: int  # the least number of columns if blocks are along rows: memory is read in lines of 32 bytes
-    warps: int  # for this count of numbers; proportionally more if a program has more
-
-
-# 32 numbers per thread: at least two programs share a multiprocessor, so that one computes while another one waits.
-USUAL = Share(4096, 32, 4)
-MAX_WARPS = 32
+# A program updates 32 numbers per thread: at least two programs share a multiprocessor, so that one computes while
+# another one waits. A program with more numbers has proportionally more warps.
+NUMBERS, WARPS, MAX_WARPS = 4096, 4, 32
+COLUMNS = 32  # the least number of columns if blocks are along rows: memory is read in lines of 32 bytes
 MAX_BLOCK = 16384  # numbers of a block
-REGISTERS = {"adam8_update": 5, "int8_add": 3}  # per number of a thread
 
 
 @dataclass(frozen=True)
@@ -90,15 +78,12 @@ def _run(
         raise ValueError(
             f"{operation}: block_size is {blocks.size}; the triton implementation supports at most {MAX_BLOCK}"
         )
-    kind, sizes = f"{like.dtype.name} along {blocks.along}", (like.size, blocks.size)
-    request = tuning.KernelCall("triton update", kind, sizes, functools.partial(space, operation, blocks.along))
-    numbers, least, warps = tuning.blocks(operation, request, USUAL)
     total = like.size // blocks.size
     if along_columns:
-        each = max(1, numbers // padded)
+        each = max(1, NUMBERS // padded)
         grid = -(-total // each)
     else:
-        each = min(max(least, numbers // padded), next_power_of_2(columns))
+        each = min(max(COLUMNS, NUMBERS // padded), next_power_of_2(columns))
         grid = -(-columns // each) * (total // columns)
     betas = {} if adam is None else {"beta1": adam.beta1, "beta2": adam.beta2}
     return launch(
@@ -107,14 +92,7 @@ def _run(
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid=(grid,),
         static=Tiling(along_columns, blocks.size, padded, each, total, columns, **betas),
-        warps=min(MAX_WARPS, warps * max(1, padded * each // numbers)),
+        warps=min(MAX_WARPS, WARPS * max(1, padded * each // NUMBERS)),
         stages=1,
         in_place=in_place,
     )
-
-
-def space(operation: str, along: int, _: int) -> list[Share]:
-    """The shares to measure: those that fit in registers. Shared memory has only sums."""
-    columns = (USUAL.columns,) if along == -1 else (16, 32, 64)
-    shares = itertools.starmap(Share, itertools.product((2048, 4096, 8192), columns, (4, 8, 16)))
-    return [one for one in shares if REGISTERS[operation] * one.numbers / (32 * one.warps) <= tuning.REGISTERS]

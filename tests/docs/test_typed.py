@@ -54,7 +54,7 @@ LESS = {
     "fit": ["--compiles", "2"],
     "--maximize": ["memory.budget=0.02"],
     "kernels": ["--seconds", "0.1"],
-    "dry.json": ["--seconds", "0.1", "--only", "mosaic", "--pass", "forward"],
+    "dry.json": ["--seconds", "0.1", "--only", "blockwise"],
     "--check": ["--without", "triton"],  # interpreted, it is what takes longest to compile
     "tests.support.fuzz": ["-n", "2"],
     "scripts/demo.py": ["zero=0"],

@@ -2,6 +2,7 @@
 does, against plain JAX; the calls as XLA compiles them for each GPU; and what is refused before that."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +212,7 @@ def test_the_choice_of_each_gpu(call, chosen):
 
 def test_a_measurement_comes_first_and_a_failure_goes_to_the_next(monkeypatch):
     entry = {"implementation": "mosaic", "kind": CALL.kind, "sizes": [4096, 4096, 32, 128], "rate": 1.0}
-    with support.choice.use_table({"attention": {"H100": [entry]}}):
+    with mock.patch.object(support.choice, "tuned", return_value={"attention": {"H100": [entry]}}):
         assert choose(CALL, 90, "H100").implementation == "mosaic"
         assert choose(CALL, 90, "H200").implementation == "cudnn"
     monkeypatch.setitem(support.choice.FAILURES, ("attention", "cudnn"), "it is off by 3")

@@ -36,8 +36,12 @@ from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.errors import UserError
+from jaxmem.kernels import triton_launch
 from jaxmem.step import program
+from tests.kernels import interpreter
 from tests.step.golden import rows as batch_rows
+
+triton_launch.INTERPRETER = interpreter.interpret
 
 BASE: dict[str, Any] = {
     "name": "pairs",

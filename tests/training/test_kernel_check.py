@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.kernels import choice
+from jaxmem.kernels import choice, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.fused_attention.support import Request, choose
 from jaxmem.training import kernel_check
@@ -65,6 +65,17 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
     assert all(line.startswith("warning: ") for line in lines)
     assert built().model.attention.implementation == "triton"
     assert "it is off by 1" in built().model.attention.why
+
+
+def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
+    kernels = SimpleNamespace(
+        memory=SimpleNamespace(attention="auto"),
+        optimizer=SimpleNamespace(kernel="triton"),
+        adapter=SimpleNamespace(matmul="auto"),
+    )
+    monkeypatch.setattr(triton_launch, "INTERPRETER", None)
+    with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=none"):
+        kernel_check.refuse_gpu_kernels(kernels)
 
 
 def test_a_failure_in_another_process_counts(monkeypatch):

@@ -17,8 +17,6 @@ from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 EXACT = 1024  # the most positions that are compared with float64
 # The most bytes of float32 scores for these implementations, which store all scores several times.
 SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
-# The gradients of one kernel, or of two that are deterministic.
-GRADIENTS = {"gradients": (0, 1, 2), "d_queries": (0,), "d_keys": (1, 2)}
 OTHERS = ("jax.nn xla", "jax.nn cudnn")
 
 
@@ -47,12 +45,7 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
         "forward": BenchPass(run, exact, forward, step),
         "backward": BenchPass(run, exact, 2.5 * forward, step, gradients=(0, 1, 2)),
     }
-    # Single kernels in full size, compared with plain JAX.
-    kernels = {"forward": BenchPass(run, "blockwise", forward, step)}
-    for of, which in GRADIENTS.items():
-        own = partial(_run, shape, options | {"deterministic": of != "gradients"})
-        kernels[of] = BenchPass(own, "blockwise", forward, step, gradients=which)
-    return BenchWork((q, k, v), passes, "TFLOP/s", d_out, kernels)
+    return BenchWork((q, k, v), passes, "TFLOP/s", d_out)
 
 
 def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
@@ -92,8 +85,6 @@ OPERATION = BenchOperation(
     SHAPES,
     small,
     work,
-    passes=("forward", "backward", *GRADIENTS),
-    tuned=("long", "llama3.2-1b"),
     others=OTHERS,
     usual=("long", "llama3-8b", "llama3.2-1b", "mistral-7b"),
     plain="blockwise",

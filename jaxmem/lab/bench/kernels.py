@@ -10,9 +10,8 @@ import datetime as dt
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +19,38 @@ import jax
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.lab.bench import isolated
-from jaxmem.lab.bench.contest import CEILING, RIGHT, Call, Contestant, Row, Say, ceilings, error_line, take_turns
+from jaxmem.lab.bench.contest import CEILING, RIGHT, Contestant, Row, Say, ceilings, error_line, take_turns
 from jaxmem.lab.bench.operations import OPERATIONS, choice_for
-from jaxmem.lab.bench.torch_kernels import PEERS, wait
 from jaxmem.lab.bench.work import BenchOperation
 from jaxmem.machine import devices
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-    *("nvidia-cublas", "nvidia-cuda-nvcc", "triton", "jax-triton", "torch", "bitsandbytes", "torchao"),
+    *("nvidia-cublas", "nvidia-cuda-nvcc", "triton", "jax-triton"),
 )
 
 
 @dataclass(frozen=True)
 class BenchSelection:
-    """What a command measures; (): the usual shapes of the operation, all contestants, all passes."""
+    """What a command measures; (): the usual shapes of the operation, all contestants."""
 
     shapes: tuple[str, ...] = ()
     operation: str | None = None
     only: tuple[str, ...] = ()  # contestants, or single passes of them
     without: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()  # the passes whose block sizes are tuned
     seconds: float = 5.0  # approximate time for each shape or kernel
 
     def has(self, name: str, of: str, without: Sequence[str]) -> bool:
-        """Whether a contestant's pass is selected. A name selects all names that begin with its words: `torch` also
-        `torch flash`, `mosaic` all its passes.
+        """Whether a contestant's pass is selected. A name selects all names that begin with its words: `jax.nn` also
+        `jax.nn xla`, `mosaic` all its passes.
 
-        >>> BenchSelection().has("torch flash", "forward", ["torch"])
+        >>> BenchSelection().has("jax.nn xla", "forward", ["jax.nn"])
         False
         >>> BenchSelection(only=("mosaic forward",)).has("mosaic", "forward", ())
         True
         """
-        words = f"{name} {of} ".replace("  ", " ")
-        # `only` may name one pass of a peer whose passes are created together.
-        is_named = not self.only or any(words.startswith(f"{one} ") or f"{one} ".startswith(words) for one in self.only)
+        words = f"{name} {of} "
+        is_named = not self.only or any(words.startswith(f"{one} ") for one in self.only)
         return is_named and not any(words.startswith(f"{one} ") for one in without)
 
 
@@ -67,9 +63,7 @@ class Job:
     selection: BenchSelection
     dry: bool = False
     check: bool = False  # only check results, with every option
-    peers: bool = True
     known: tuple[Row, ...] = ()  # entries of the table that are not measured again
-    table: Mapping[str, Any] = field(default_factory=dict)  # has the block sizes to use
 
     @property
     def sizes(self) -> Any:
@@ -141,11 +135,10 @@ def check_selection(operation: str, selection: BenchSelection) -> BenchOperation
 
     check("operation", [operation], OPERATIONS)
     own = OPERATIONS[operation]
-    contestants = [*own.implementations, *own.others, *PEERS.get(operation, ())]
+    contestants = [*own.implementations, *own.others]
     passes = [f"{one} {of}" for one in contestants for of in own.passes]
     check("shape", selection.shapes, own.shapes)
     check("contestant", (*selection.only, *selection.without), contestants, passes)
-    check("pass", selection.passes, own.passes)
     return own
 
 
@@ -175,34 +168,19 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
         return
     refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
     contestants: list[Contestant] = []
-    for name, of, make in _candidates(job):
-        if not job.selection.has(name, of or "", without) or (name, of) in refused:
-            continue
-        say(f"{name} {of or ''}".strip())
-        try:
-            made = make()
-        except Exception as error:  # noqa: BLE001 (each compiler and library has errors of its own)
-            yield {"contestant": name} | ({"pass": of} if of else {}) | {"why_not": error_line(error)}
-        else:
-            contestants += [one for one in made if job.selection.has(name, one.of, without)]
-    for row in _timed(job, contestants, checked, say):
-        yield {"sizes": job.sizes._asdict()} | row
-
-
-def _candidates(job: Job) -> Iterator[tuple[str, str | None, Any]]:
-    """(name, pass, function that returns contestants); for a peer the pass is None, and it returns all passes."""
     own = OPERATIONS[job.operation]
     work = own.work(job.sizes)
-
-    def contestants(name: str, calls: Callable[[], Mapping[str, Call]], wait: Any) -> list[Contestant]:
-        return [Contestant(name, of, call, wait, work.passes[of].amount, work.unit) for of, call in calls().items()]
-
-    for name in (*own.implementations, *(own.others if job.peers else ())):
-        for of in work.passes:
-            compiled = partial(lambda name, of: {of: work.passes[of].compiled(name, work)}, name, of)
-            yield name, of, partial(contestants, name, compiled, jax.block_until_ready)
-    for name, peer in PEERS.get(job.operation, {}).items() if job.peers else ():
-        yield name, None, partial(contestants, name, partial(peer, job.sizes), wait)
+    for name, of in itertools.product((*own.implementations, *own.others), work.passes):
+        if not job.selection.has(name, of, without) or (name, of) in refused:
+            continue
+        say(f"{name} {of}")
+        one = work.passes[of]
+        try:
+            contestants.append(Contestant(name, of, one.compiled(name, work), amount=one.amount, unit=work.unit))
+        except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
+            yield {"contestant": name, "pass": of, "why_not": error_line(error)}
+    for row in _timed(job, contestants, checked, say):
+        yield {"sizes": job.sizes._asdict()} | row
 
 
 def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
@@ -234,7 +212,7 @@ def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], 
     """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
     of the implementations in plain JAX."""
     own = OPERATIONS[job.operation]
-    compared = {"reference", own.plain, *own.others, *PEERS.get(job.operation, ())}
+    compared = {"reference", own.plain, *own.others}
     limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
     take_turns([*contestants, *limits.values()], job.selection.seconds, say)
     for one in [*contestants, *limits.values()][::-1]:

@@ -137,9 +137,7 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
 
 # The update of all of Llama's matrices at once needs 56 GiB in plain JAX and 74 in float64, so it is not a default.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
-_update = partial(
-    BenchOperation, UPDATES, update_shapes.SHAPES, _small_blocks, passes=("update",), tuned=ONE_MATRIX, usual=ONE_MATRIX
-)
+_update = partial(BenchOperation, UPDATES, update_shapes.SHAPES, _small_blocks, passes=("update",), usual=ONE_MATRIX)
 OPERATIONS = {
     "attention": attention.OPERATION,
     "dequant_matmul": BenchOperation(
@@ -147,7 +145,6 @@ OPERATIONS = {
         matmul_shapes.SHAPES,
         lambda shape: shape._replace(tokens=16, inputs=2 * shape.block, outputs=32),
         _dequant_matmul,
-        tuned=("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
         others=(DEQUANTIZED,),
         plain="sliced",
     ),

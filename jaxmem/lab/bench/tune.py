@@ -1,134 +1,56 @@
-"""Measures the fastest block sizes of each kernel, then the fastest implementation of each operation, into a table.
-
-Block sizes: all that fit on the GPU; each is checked, then timed in alternating bursts. Implementations: with these
-block sizes, the correct one with the smallest sum of times over all passes."""
+"""Measures the fastest implementation of each operation into a table: the correct one with the smallest sum of times
+over all passes, for each of the usual shapes."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxmem.errors import UserError
-from jaxmem.kernels import tuning
-from jaxmem.kernels.choice import use_table
-from jaxmem.lab.bench import kernels, operations
-from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
+from jaxmem.lab.bench import kernels
+from jaxmem.lab.bench.contest import Row, Say
 from jaxmem.lab.bench.kernels import BenchSelection, Job, measured
-from jaxmem.lab.bench.operations import OPERATIONS
-from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
-
-DRY_SIZES = 2  # block sizes of a dry run
+from jaxmem.lab.bench.operations import OPERATIONS, choice_for
+from jaxmem.lab.bench.work import BenchOperation
 
 
 def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Iterator[Row]:
-    """Measures, and writes each winner at once into the entries of this kind of device. If contestants or passes are
-    selected, only their block sizes are tuned. Entries that the table has are measured again only with `again`. On a
-    CPU this is a dry run on tiny shapes."""
+    """Measures, and writes each winner at once into the entries of this kind of device. Entries that the table has are
+    measured again only with `again`. On a CPU this is a dry run on a tiny shape."""
     table = _table(path)
-    operation, only_blocks = selection.operation, selection.only + selection.passes
+    operation = selection.operation
     if operation is not None:
         kernels.check_selection(operation, selection)
-    elif selection.shapes + only_blocks:
-        raise UserError(f"bench tune: {', '.join(selection.shapes + only_blocks)}: --operation is missing; add it")
+    elif named := selection.shapes + selection.only:
+        raise UserError(f"bench tune: {', '.join(named)}: --operation is missing; add it")
     here = kernels.device_row()
-    dry, kind, left_out = here["dry_run"], here["device"], list(selection.without)
-    for one in [operation] if operation else OPERATIONS:
-        own = OPERATIONS[one]
-        works = [(tune_blocks, own.tuned, tuning.table(one))]
-        if not only_blocks:
-            works.append((tune_implementations, own.usual or tuple(own.shapes), one))
-        for work, usual, place in works:
-            known = [] if again else [*table.get(place, {}).get(kind, [])]
-            jobs = (
-                Job(one, name, selection, dry, peers=False, known=tuple(known), table=table)
-                for name in selection.shapes or (usual[:1] if dry else usual)
-            )
-            for row in kernels.run_jobs(work, jobs, left_out, here):
-                if "kind" in row:
-                    entry = {key: value for key, value in row.items() if key not in ("operation", "shape")}
-                    known.append(entry)
-                    _store(path, table, place, kind, entry)
-                yield row
-
-
-def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    """The entries of the table: one for each kernel that has block sizes and runs here."""
-    own = OPERATIONS[job.operation]
-    capability = getattr(jax.devices()[0], "compute_capability", "")
-    shared = tuning.SHARED.get(capability, min(tuning.SHARED.values()))
-    known = {(entry["kind"], tuple(entry["sizes"])) for entry in (*job.known, *done)}
-    work = own.work(job.sizes)
-    for of, one in (work.kernels or work.passes).items():
-        expected: list[Any] = []  # computed once, if needed
-        for implementation in own.implementations:
-            kernel = f"{implementation} {of}"
-            is_tuned = not job.selection.passes or of in job.selection.passes
-            if not is_tuned or not job.selection.has(implementation, of, without):
-                continue
-            call = _called_kernels(one, implementation, work).get(kernel)
-            if call is None or (f"{kernel} {call.kind}", tuple(call.sizes)) in known:
-                continue
-            space = [blocks for blocks in call.space(shared) if BenchSelection().has(kernel, _name(blocks), without)]
-            if not expected:
-                say(f"plain {of}")
-                expected.append(one.expected(work))
-            contestants = list(_correct(kernel, one, work, expected[0], space[:DRY_SIZES] if job.dry else space, say))
-            take_turns(contestants, job.selection.seconds, say)
-            seconds = {contestant.of: min(contestant.seconds) for contestant in contestants if not contestant.failed}
-            if seconds:
-                best = min(seconds, key=lambda blocks: seconds[blocks])
-                yield {
-                    "kind": f"{kernel} {call.kind}",
-                    "sizes": list(call.sizes),
-                    "blocks": [int(size) for size in best.split("x")],
-                    "of": len(seconds),
-                    "milliseconds": 1e3 * seconds[best],
-                }
-
-
-def _called_kernels(one: BenchPass, implementation: str, work: BenchWork) -> dict[str, tuning.KernelCall]:
-    """The kernels that a pass of an implementation calls; {} if it does not support the shape."""
-    with tuning.record_calls() as recorded:
-        try:
-            one.traced(implementation, work)
-        except Exception:  # noqa: BLE001 (reported where the implementation is measured)
-            return {}
-    return recorded
-
-
-def _correct(
-    kernel: str, one: BenchPass, work: BenchWork, expected: Any, space: Iterable[tuple[int, ...]], say: Say
-) -> Iterator[Contestant]:
-    """The block sizes that compile and compute the correct result."""
-    for blocks in space:
-        say(f"{kernel} {_name(blocks)}")
-        try:
-            with tuning.force_blocks(kernel, blocks):
-                call = one.compiled(kernel.split(maxsplit=1)[0], work)
-            error = one.far(call(), expected)
-        except Exception:  # noqa: BLE001, S112 (of many sizes some do not compile)
-            continue
-        if error <= RIGHT:
-            yield Contestant(kernel, _name(blocks), call)
-
-
-def _name(blocks: tuple[int, ...]) -> str:
-    return "x".join(map(str, blocks))
-
-
-def tune_implementations(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    """The measured rows, then the entry of the winner."""
-    with use_table(dict(job.table)):
-        choice = operations.choice_for(job.operation, job.shape)
-        call = {"kind": choice.kind, "sizes": list(choice.sizes)}
-        if any(call.items() <= entry.items() for entry in job.known):
-            return
-        rows = []
-        for row in measured(job, done=done, without=without, say=say):
-            rows.append(row)
+    kind, left_out = here["device"], list(selection.without)
+    for name in [operation] if operation else OPERATIONS:
+        own = OPERATIONS[name]
+        usual = own.usual or tuple(own.shapes)
+        known = [] if again else [*table.get(name, {}).get(kind, [])]
+        jobs = (
+            Job(name, shape, selection, here["dry_run"], known=tuple(known))
+            for shape in selection.shapes or (usual[:1] if here["dry_run"] else usual)
+        )
+        for row in kernels.run_jobs(tune_shape, jobs, [*left_out, *own.others], here):
+            if "implementation" in row:
+                entry = {key: value for key, value in row.items() if key not in ("operation", "shape")}
+                known.append(entry)
+                _store(path, table, name, kind, entry)
             yield row
+
+
+def tune_shape(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    """The measured rows, then the entry of the winner."""
+    choice = choice_for(job.operation, job.shape)
+    call = {"kind": choice.kind, "sizes": list(choice.sizes)}
+    if any(call.items() <= entry.items() for entry in job.known):
+        return
+    rows = []
+    for row in measured(job, done=done, without=without, say=say):
+        rows.append(row)
+        yield row
     if (winner := fastest(OPERATIONS[job.operation], rows)) is not None:
         yield call | winner
 

@@ -17,20 +17,15 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BenchPass:
-    """`exact` computes the result of `run` from the same arrays in float64; if that would need too much memory, it is
-    the name of the implementation to compare with."""
+    """`exact` computes the result of `run` from the same arrays in float64."""
 
     run: Run  # (an implementation's name, *arrays of the work) -> result
-    exact: Run | str
+    exact: Run
     amount: float  # TFLOP or GB
     step: float = 2**-8  # one step of error, relative to the largest value
     read: Run = lambda result: result  # returns the part of the result that is compared; not timed
     in_place: tuple[tuple[int, int], ...] = ()  # (argument, result) pairs that share memory, as in a training step
     gradients: tuple[int, ...] = ()  # the arguments with respect to which the pass differentiates; (): forward
-
-    def traced(self, implementation: str, work: BenchWork) -> None:
-        """Traces the pass without computing anything."""
-        jax.eval_shape(self._complete(partial(self.run, implementation)), work.arrays, work.cotangents)
 
     def compiled(self, implementation: str, work: BenchWork) -> Call:
         """The compiled pass. Arrays that it updates in place are passed on to the next call."""
@@ -50,12 +45,9 @@ class BenchPass:
 
     def expected(self, work: BenchWork) -> Any:
         """The exact result."""
-        exact = self.exact
-        if isinstance(exact, str):
-            return self.read(self.compiled(exact, work)())
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
-            return jax.jit(self._complete(exact))(arrays, cotangents)
+            return jax.jit(self._complete(self.exact))(arrays, cotangents)
 
     def error(self, implementation: str, work: BenchWork, expected: Any) -> float:
         """The error in steps. Outputs are initialized with NaN or the largest integer, so that missing writes are
@@ -102,7 +94,6 @@ class BenchWork(NamedTuple):
     passes: Mapping[str, BenchPass]
     unit: str
     cotangents: Any = None  # shaped like the result, for passes that compute gradients
-    kernels: Mapping[str, BenchPass] = {}  # passes of single kernels, if `passes` consist of several
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,6 @@ class BenchOperation:
     small: Callable[[Any], Any]  # returns a tiny shape, for a dry run without a GPU
     work: Callable[[Any], BenchWork]
     passes: tuple[str, ...] = ("forward", "backward")
-    tuned: tuple[str, ...] = ()  # shapes on which block sizes are tuned: one of each kind
     others: tuple[str, ...] = ()  # other functions of jax that compute a pass, to compare with
     usual: tuple[str, ...] = ()  # the shapes that are measured if none is named; (): all
     plain: str = "reference"  # the implementation in plain JAX to compare with

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxmem.kernels import Moments8, choice
 from jaxmem.kernels import attention as operation
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
-from jaxmem.lab.bench import attention, contest, kernels, operations, torch_kernels, work
+from jaxmem.lab.bench import attention, contest, kernels, operations, work
 from jaxmem.lab.bench.kernels import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 
@@ -81,16 +80,15 @@ def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, t
     assert peer["spread"][0] <= peer["rate"] <= peer["spread"][1]
     assert set(found["reference", "forward"]["ratios"]) == {"jax.nn xla", "this device"}
     assert {found["this device", of]["unit"] for of in ("matmul", "copy")} == {"TFLOP/s", "GB/s"}
-    assert "why_not" in found["torch flash", None]
 
 
 def test_names_choose_contestants_and_their_passes(monkeypatch):
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
-    chosen = bench(["long"], seconds=0.0, only=["reference", "jax.nn", "torch flash forward"])
+    chosen = bench(["long"], seconds=0.0, only=["reference", "jax.nn"])
     found = by_pass(chosen)
-    assert {name for name, _ in found} == {"reference", "jax.nn xla", "jax.nn cudnn", "torch flash", "this device"}
-    left = bench(["long"], seconds=0.0, without=["torch", "jax.nn", "wrong", "reference backward"])
+    assert {name for name, _ in found} == {"reference", "jax.nn xla", "jax.nn cudnn", "this device"}
+    left = bench(["long"], seconds=0.0, without=["jax.nn", "wrong", "reference backward"])
     assert set(by_pass(left)) == {("reference", "forward"), ("this device", "matmul"), ("this device", "copy")}
     with pytest.raises(UserError, match=r"unknown contestant 'reference bakward'"):
         next(bench([], without=["reference bakward"]))
@@ -126,11 +124,11 @@ def test_what_is_known_is_not_checked_again(monkeypatch):
     """As after another process has died."""
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
-    job = Job("attention", "long", BenchSelection(seconds=0.0), dry=True, peers=False)
+    job = Job("attention", "long", BenchSelection(seconds=0.0), dry=True)
     rows = measured(job, **ROWS)
     done = [next(rows) for _ in range(3)]
     rows.close()
-    found = list(measured(job, done=done, without=["wrong backward"], say=lambda _: None))
+    found = list(measured(job, done=done, without=["wrong backward", "jax.nn"], say=lambda _: None))
     assert [(row["contestant"], row["pass"]) for row in found if "check" in row] == [("reference", "backward")] * (
         ("reference", "backward") not in {(row["contestant"], row["pass"]) for row in done}
     )
@@ -301,53 +299,6 @@ def test_what_a_run_updates_in_place_is_measured_so(operation):
     first, second = call(), call()
     assert jax.tree.leaves(first)[-1].is_deleted()
     assert not any(x.is_deleted() for x in jax.tree.leaves((second, given.arrays)))
-
-
-def torch_with(monkeypatch, **modules):
-    """A PyTorch that sees a GPU, and libraries for it, of which every call is only written down."""
-    torch = mock.MagicMock()
-    torch.cuda.is_available.return_value = True
-    for name, module in {"torch": torch, **modules}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return torch
-
-
-def test_libraries_that_are_here_take_turns_and_others_say_why_not(monkeypatch):
-    monkeypatch.setattr(contest, "BURST", 0.0)
-    own = OPERATIONS["dequant_matmul"]
-    only(monkeypatch, own.implementations)
-    here, functional = mock.MagicMock(), mock.MagicMock()
-    codes = functional.quantize_4bit.return_value = mock.MagicMock(), "state"
-    torch_with(monkeypatch, bitsandbytes=here, **{"bitsandbytes.functional": functional})
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    found = bench(["llama3-8b up"], operation="dequant_matmul", seconds=0.0)
-    rows = by_pass(found)
-    for of in ("forward", "backward"):
-        assert rows["bitsandbytes", of]["rate"] > 0
-        assert rows["bitsandbytes, decoded", of]["rate"] > 0
-    assert rows["torchao", None]["why_not"] == "torchao is not installed"
-    form = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
-    assert all(call.kwargs == form for call in functional.quantize_4bit.call_args_list)
-    assert all(call.kwargs == {"quant_state": "state"} for call in here.matmul_4bit.call_args_list)
-    assert functional.dequantize_4bit.call_args_list[0].args == codes
-
-    shape = own.shapes["llama3-8b up"]
-    with pytest.raises(ValueError, match="bitsandbytes multiplies nf4 and fp4 in blocks, not int4"):
-        torch_kernels.matmul_by_bitsandbytes(shape._replace(format="int4"), decoded=False)
-    with pytest.raises(ValueError, match="bitsandbytes' blocks are of 256 numbers, not 172"):
-        torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama2-7b down"])
-    assert set(torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama3-8b up"])) == {
-        "update"
-    }
-
-
-def test_a_library_that_cannot_be_run_says_why(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ValueError, match="torch is not installed"):
-        torch_kernels.needed("bitsandbytes")
-    torch_with(monkeypatch).cuda.is_available.return_value = False
-    with pytest.raises(ValueError, match="torch has no GPU"):
-        torch_kernels.needed()
 
 
 def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
