@@ -24,9 +24,9 @@ test: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python scripts/check_words.py
+	@$(BIN)/python tests/support/check_words.py
 	@$(BIN)/python scripts/api.py --check
-	@$(BIN)/python scripts/check_numbers.py
+	@$(BIN)/python tests/support/check_numbers.py
 	@$(BIN)/mypy
 
 clean:

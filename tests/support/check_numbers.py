@@ -1,8 +1,8 @@
 """Checks the planned figures that README, docs and configs state.
 
-    python scripts/check_numbers.py                   # they agree with each other (part of `make lint`)
-    python scripts/check_numbers.py --plan            # and with what is planned today; about half an hour
-    python scripts/check_numbers.py --plan llama3-8b  # figures of these configs only
+    python tests/support/check_numbers.py                   # they agree with each other (part of `make lint`)
+    python tests/support/check_numbers.py --plan            # and with what is planned today; about half an hour
+    python tests/support/check_numbers.py --plan llama3-8b  # figures of these configs only
 
 A config states in its header the command that makes its figure, `jaxmem plan CONFIG --target GPU`, and `Planned: N
 GiB`. A row of a table in README or docs that names a config repeats its figure in its last cell. A figure in a text is
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
 HEADER = re.compile(r"^#\s+jaxmem plan\s+(configs/\S+\.yaml) --target (\S+)$", re.MULTILINE)
 COMMENT = re.compile(

@@ -1,7 +1,7 @@
 """Checks the words of docs, comments, docstrings and messages, and that public names have docstrings.
 
-    python scripts/check_words.py                 # what `make lint` checks
-    python scripts/check_words.py jaxmem/hf docs  # these folders
+    python tests/support/check_words.py                 # what `make lint` checks
+    python tests/support/check_words.py jaxmem/hf docs  # these folders
 
 check_words.yaml has the terms, and the places where such a word means something else.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "README.md")
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
