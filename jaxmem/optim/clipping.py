@@ -6,7 +6,7 @@ update during the backward pass needs another backward pass before it, which onl
 `previous`: the norm of all gradients of the previous update, 4 bytes of state. A sudden increase is clipped one update
 late; the first update is not clipped.
 
-`weight`: the norm of each weight of each layer.
+`weight`: the gradient norm of each weight of each layer, separately.
 """
 
 from typing import Any, Literal, NamedTuple

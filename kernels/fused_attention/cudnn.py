@@ -7,8 +7,8 @@ documents; and the internal function that supports them reads grouped heads at w
 
 Documents (segments) are cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
 XLA allocates them statically: room for `max_segments` documents per row, each as long as the row. The workspace of the
-backward pass grows accordingly (`workspace`); it computes as many heads at once as WORKSPACE allows. The output of a
-row with more documents is NaN.
+backward pass grows accordingly (`workspace`); it computes as many heads at once as WORKSPACE allows. If the
+rows together have more documents than these, the output is NaN.
 
 A plan for GPUs that are not installed compiles without cuDNN, so each call states its workspace by a formula; on a GPU
 XLA replaces it by the workspace that cuDNN requests.

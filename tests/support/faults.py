@@ -173,7 +173,7 @@ def all_damaged(scene: Scene) -> Outcomes:
         _flipped(step)
     started = scene.start("hopeless")
     told = started.wait()
-    ok = started.codes == [2] and clear(told) and "can be read" in told
+    ok = started.codes == [2] and clear(told) and "are damaged" in told
     yield "every checkpoint damaged", {"exit code": started.codes[0], "last line": _last(told), "ok": ok}
 
 
@@ -218,7 +218,7 @@ def _without_room(scene: Scene, disk: Disk, place: Path, full: bool, on_failure:
     cure = disk.empty if full else functools.partial(kept.chmod, 0o755)
     started.send(signal.SIGCONT)
     if on_failure == "continue":
-        started.until(lambda: "; going on" in started.told)
+        started.until(lambda: "; continuing" in started.told)
         cure()
     told, code = started.wait(), started.codes[0]
     if on_failure == "stop":
@@ -323,7 +323,7 @@ def data(scene: Scene) -> Outcomes:
         told = started.wait()
         file.write_bytes(before)
         new.unlink(missing_ok=True)
-        ok = started.codes == [2] and clear(told) and "not what they were" in told
+        ok = started.codes == [2] and clear(told) and "have changed" in told
         yield f"a data file between two runs: {what}", {"exit code": started.codes[0], "ok": ok}
     scene.finish("data")
     same = scene.outcome("data") == undisturbed(scene)

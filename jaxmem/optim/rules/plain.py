@@ -36,7 +36,8 @@ def trace(settings: SgdSettings = SgdSettings(), *, axes: Any = None) -> optax.G
 
 
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """State in the dtype of each weight, for any dtype of its gradient; quantized weights count as float32."""
+    """State in the dtype of each weight, for any dtype of its gradient. The dtype of a quantized weight is that of
+    its dequantized values."""
 
     def init(params: Any) -> Any:
         plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731
