@@ -178,7 +178,7 @@ def merge(model: nnx.Module) -> None:
                 variable.set_value(_merged(variable.get_value(), own, module.lora.scale))
             module.lora = None
     if getattr(model, "prompt", None) is not None:
-        raise UserError("merge does not support a prompt, which has no weight to be merged into; export the adapter")
+        raise UserError("merge does not support adapter.kind=prompt (no weight to merge into); export the adapter")
 
 
 def _merged(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:

@@ -67,7 +67,9 @@ def bench_kernels(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only check the results, for all options of the operation; measure no times."),
+        typer.Option(
+            "--check", help="Only check the results, also with each option (e.g. a window); measure no times."
+        ),
     ] = False,
     only: Only = None,
     without: Without = None,

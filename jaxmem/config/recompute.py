@@ -5,7 +5,7 @@ A policy saves all activations of a layer, or its input and the activations with
 save the inputs of some layers only (boundaries), and recompute the others. For N layers:
 
     policy     boundaries in memory     layers run again  method
-    every_K    N / K + K                below N           boundaries of segments of K layers, and within one segment
+    every_K    N / K + K                below N           input of every K-th layer; all inputs of one segment
     sqrt       2 sqrt N                 below N           the same with K = sqrt N (Chen et al., arXiv:1604.06174)
     recursive  1 + log2 N               N / 2 log2 N      halves of halves (the same paper, section 4.3)
     slots_K    K + 1                    the fewest        Griewank and Walther, ACM TOMS 26(1), 2000: revolve
@@ -13,7 +13,7 @@ save the inputs of some layers only (boundaries), and recompute the others. For 
 
 With slots_K and constant, one of the boundaries is the input of the running layer.
 
-`jaxmem.stack.schedule` makes the order of the layers from a split. Imports no jax.
+`jaxmem.stack.schedule` derives from a split (see `Split`) the order in which layers run. Imports no jax.
 """
 
 import math
@@ -27,7 +27,8 @@ from pydantic import Field
 from jaxmem.config.base import Count, Positive, Section, Texts, setting
 
 MATMUL = "product"  # the checkpoint name of every matrix multiplication with a weight
-# (n layers of a segment, its slot) -> number of layers to run before the next boundary is saved, from 1 to n - 1
+# (number n of layers of a segment, slot of the segment's input) -> number of layers that run before the next boundary
+# is saved, from 1 to n - 1
 Split = Callable[[int, int], int]
 
 
@@ -89,7 +90,7 @@ class Memory(Section):
     )
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = setting(
         "none",
-        "stored in host memory: saved activations, or those with these names; optimizer state; frozen parameters",
+        "stored in host memory: saved activations (all, or a list of names), optimizer state, frozen parameters",
     )
     update: Literal["after", "during"] = setting("after", "update after the backward pass, or layer by layer during it")
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(

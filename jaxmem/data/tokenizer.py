@@ -108,8 +108,8 @@ class FileTokenizer:
             self._content = file.read_bytes()
         except OSError as error:
             raise UserError(
-                f"data.tokenizer={path}: cannot read {file.absolute()}: {error.strerror}; use bytes or the path of a"
-                " tokenizer.json"
+                f"data.tokenizer={path}: cannot read {file.absolute()}: {error.strerror}; use data.tokenizer=bytes"
+                " or the path of a tokenizer.json"
             ) from error
         self.directory: Path | None = file.parent
         self._path = path

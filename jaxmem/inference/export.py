@@ -56,7 +56,9 @@ def export_model(
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)
         ranks = hf.save_adapter(params, cfg.adapter, target, base=cfg.model.hf, indices=indices, saved=saved)
-        note = "; it has several ranks, or weights or rows of the base, which vLLM does not support: use --merge for it"
+        note = (
+            "; vLLM does not support several ranks, base weights or embedding rows in an adapter; use --merge for vLLM"
+        )
         is_plain = len(ranks) == 1 and not saved and not cfg.adapter.token_indices
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)

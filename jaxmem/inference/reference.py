@@ -50,7 +50,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
         return found
     if weights is not None:
         raise UserError(
-            f"{file}: is missing; it comes from the initial weights, which have been trained since; restore the file"
+            f"{file}: is missing and cannot be computed again, since training has changed the weights; restore the file"
         )
     computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
     if jax.process_index() == 0:
@@ -73,7 +73,7 @@ def read(file: Path) -> Reference:
         with np.load(file, allow_pickle=False) as found:
             values = found["values"]
             if values.ndim != 2 or values.shape[1] != 2 or values.dtype != np.float32:
-                raise ValueError("another shape or dtype")
+                raise ValueError("values: the shape is not [pairs, 2], or the dtype is not float32")
             return Reference(values, str(found["data"]), str(found["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(

@@ -87,7 +87,8 @@ class Candidate:
 
 
 def difference(old: Config, new: Config) -> dict[str, Any]:
-    """The settings of `new` that differ from `old`, by dotted key. A new optimizer is a section without defaults."""
+    """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, its complete
+    section: the name, and the values that are not the defaults of this optimizer."""
     found: dict[str, Any] = {}
     for section, fields in new.model_dump(mode="json").items():
         before, after = getattr(old, section), getattr(new, section)
@@ -111,7 +112,7 @@ def overrides(changes: Change) -> list[str]:
 
 
 class Space:
-    """All configs that some knobs make of one config. Configs with other kernels are added for the best one only."""
+    """All configs that differ from one config in the settings of some knobs; other kernels only for the best config."""
 
     def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
         self._cfg, self._target = cfg, target
@@ -224,7 +225,8 @@ def _canonical(cfg: Config, target: Target) -> Config:
 
 
 def _plain_rules(cfg: Config) -> Rules:
-    """An equivalent table in its usual form: mesh axes of size 1, or that shard nothing, are as in the default."""
+    """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing can be anywhere in the rules:
+    those of size 1, and without ZeRO those that shard only stored arrays."""
     sharding = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
     usual = Rules().table
     plain: dict[str, Any] = {}

@@ -122,21 +122,23 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
 
 
 def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """(gradients of x and of the output) -> gradients of weights, x, input and shared inputs; None for integers and
-    keys."""
+    """Returns a function: (gradients of x and of the output) -> (gradients of weights, x, input and shared inputs).
+    Arrays of integers and PRNG keys have None as their gradient."""
     layout = current()
     if layout is None or not layout.vmapped:
         return lambda *g: _gradients(run, arguments, g)
     of_group = custom_vmap(partial(_gradients, run))
 
-    # jax cannot map the residuals of a differentiated `shard_map`, so groups are mapped first and differentiated then.
+    # `jax.vmap` does not support the residuals of a differentiated `shard_map`. So `run` is first mapped over groups of
+    # rows, and the mapped function is differentiated.
     @of_group.def_vmap
     def _(groups: int, batched: Any, arguments: Any, g: Any) -> tuple[Any, Any]:
         in_axes = jax.tree.map(lambda own: 0 if own else None, batched[0])
         mapped = jax.vmap(run, in_axes=tuple(in_axes), spmd_axis_name=layout.vmapped)
         every = lambda x, own: x if own else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
         gradients = _gradients(mapped, arguments, jax.tree.map(every, g, batched[1]))
-        return gradients, inexact_leaves(arguments, batched[0])  # the sum over groups where they share an argument
+        # The gradient of an argument that all groups share is the sum over groups, and not batched.
+        return gradients, inexact_leaves(arguments, batched[0])
 
     return lambda *g: of_group(arguments, g)
 
@@ -147,8 +149,8 @@ def _gradients(run: Run, arguments: Any, g: Any) -> Any:
 
 
 def inexact_leaves(tree: Any, values: Any = None) -> Any:
-    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others. Or the
-    values of these leaves in another tree."""
+    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others. With
+    `values`, a tree of the same structure, the leaves of that tree at the same places."""
 
     def of(leaf: Any, value: Any) -> Any:
         at, value = (leaf.at, value.at) if isinstance(leaf, StoredWeight) else (leaf, value)

@@ -135,7 +135,7 @@ class StateSpec:
 
     @property
     def gradient_names(self) -> list[str]:
-        """The names that the metric `nonfinite.METRIC` indexes: weights, with their layer for stacks."""
+        """Names of gradients, one per layer for stacks; the metric `nonfinite.METRIC` is an index in this list."""
         dense = jax.eval_shape(differentiable, self._shapes.params)
         model = self.model
         return nonfinite.gradient_names(

@@ -85,7 +85,9 @@ def test_the_end_can_be_named_beside_the_file(tokenizer_file: str, tmp_path: Pat
 
 
 def test_files_that_are_no_tokenizers(tmp_path: Path, tokenizer_file: str) -> None:
-    with pytest.raises(UserError, match=r"data\.tokenizer=byte: .*byte: No such file.*use bytes or the path"):
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer=byte: .*byte: No such file.*use data\.tokenizer=bytes or the path"
+    ):
         tokenizer_for("byte")
     broken = tmp_path / "tokenizer.json"
     for content in (b"", b"{}", b"[" * 100_000, b"\xff\x00", Path(tokenizer_file).read_bytes()[:2000]):

@@ -110,7 +110,7 @@ def _of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int) ->
 
 
 def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
-    """The plans of the largest models of the first and the last method that have one."""
+    """Plans of two of the largest models: those of the first and of the last method for which any model fits."""
     fitting = [(method, one) for method, one in largest.items() if one]
     ends: dict[str, Any] = dict((fitting[0], fitting[-1]))
     plans = common.plans(aim.name, BASE, {method: one["overrides"] for method, one in ends.items()})
