@@ -97,10 +97,26 @@ def _decoder(cfg: Config) -> Iterator[str]:
         yield f"model.head_dim={model.head_dim} must be even for rotary positions; use {model.head_dim + 1}"
     if model.hf is not None and model.preset is not None:
         yield f"model.hf={model.hf} and model.preset={model.preset} are both set; remove one of them"
+    yield from _layer_types(model)
+    if model.qk_norm == "all_heads" and cfg.memory.head_groups not in (1, "auto"):
+        groups = f"memory.head_groups={cfg.memory.head_groups}"
+        yield unsupported("model.qk_norm=all_heads", groups, "memory.head_groups=1")
     try:
         config_json(model)
     except UserError as error:  # it could be trained, but not exported
         yield str(error)
+
+
+def _layer_types(model: Decoder) -> Iterator[str]:
+    types, key = model.layer_types, f"model.layer_types={as_yaml(model.layer_types)}"
+    if len(types) > model.layers:
+        yield f"{key} has {len(types)} values, but model.layers={model.layers}; use at most {model.layers}"
+    if "sliding_attention" in types and model.window is None:
+        yield f"{key} requires model.window, not null; set the number of keys that sliding_attention attends to"
+    if model.window is not None and not any(model.windows):
+        yield f"model.window={model.window} requires sliding_attention in model.layer_types; use model.window=null"
+    if model.sliding_rope is not None and not any(model.windows):
+        yield "model.sliding_rope requires model.window, not null; use model.sliding_rope=null"
 
 
 def _image_model(cfg: Config) -> Iterator[str]:
@@ -176,7 +192,9 @@ def _context(cfg: Config, model: Decoder) -> Iterator[str]:
     attention, method = cfg.memory.attention, f"mesh.context_method={cfg.mesh.context_method}"
     if attention == "reference":
         yield unsupported(f"mesh.context={cfg.mesh.context}", f"memory.attention={attention}", "memory.attention=auto")
-    if cfg.mesh.context_method == "all_gather" and model.window is not None:
+    if model.windows_differ and cfg.mesh.context_method not in ("auto", "ulysses"):
+        yield unsupported(method, "layers with and without a window", "mesh.context_method=ulysses")
+    elif cfg.mesh.context_method == "all_gather" and model.window is not None:
         yield unsupported(method, f"model.window={model.window}", "mesh.context_method=ring")
     if attention == "cudnn" and cfg.mesh.context_method in ("ring", "all_gather"):
         if model.window is not None:

@@ -13,6 +13,7 @@ from jaxmem.config.networks import Decoder
 MODULES = {
     "embedding": "model.embed_tokens",
     "blocks.attention_norm": "model.layers.{}.input_layernorm",
+    "blocks.attention_post_norm": "model.layers.{}.post_attention_layernorm",
     "blocks.attention.q": "model.layers.{}.self_attn.q_proj",
     "blocks.attention.k": "model.layers.{}.self_attn.k_proj",
     "blocks.attention.v": "model.layers.{}.self_attn.v_proj",
@@ -20,12 +21,14 @@ MODULES = {
     "blocks.attention.q_norm": "model.layers.{}.self_attn.q_norm",
     "blocks.attention.k_norm": "model.layers.{}.self_attn.k_norm",
     "blocks.mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks.mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
     "blocks.mlp.gate": "model.layers.{}.mlp.gate_proj",
     "blocks.mlp.up": "model.layers.{}.mlp.up_proj",
     "blocks.mlp.down": "model.layers.{}.mlp.down_proj",
     "norm": "model.norm",
     "head": "lm_head",
 }
+WITH_POST_NORMS = {**MODULES, "blocks.mlp_norm": "model.layers.{}.pre_feedforward_layernorm"}
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
 REGEX_SECONDS = 5
 MATCH = """import json, re, sys
@@ -49,10 +52,15 @@ class HfModule(NamedTuple):
 def modules_of(model: Decoder) -> list[HfModule]:
     """All modules with weights."""
     biased = {name for field, names in BIASES.items() if getattr(model, field) for name in names}
+    absent = {"head"} if model.tie_embeddings else set()
+    absent |= set() if model.qk_norm else {"q_norm", "k_norm"}
+    absent |= {"pre": {"attention_post_norm", "mlp_post_norm"}, "post": {"attention_norm", "mlp_norm"}}.get(
+        model.norms, set()
+    )
     found = []
-    for path, name in MODULES.items():
+    for path, name in (MODULES if model.norms == "pre" else WITH_POST_NORMS).items():
         last = path.rpartition(".")[2]
-        if (path == "head" and model.tie_embeddings) or (last in ("q_norm", "k_norm") and not model.qk_norm):
+        if last in absent:
             continue
         layers = range(model.layers) if "{}" in name else (None,)
         found += [HfModule(path, name.format(layer), layer, last in biased) for layer in layers]

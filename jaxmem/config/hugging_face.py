@@ -1,46 +1,21 @@
 """A Hugging Face `config.json` as the fields of a decoder, and back.
 
-Each family has the properties of its class that no file states (which projections have biases, whether heads are
-normalized, the default of an absent key). Files of models that `Decoder` does not support are refused: with another
-scaling of rotary positions, different layers, other activations, or weights quantized by another tool.
+`hf_families.py` has the properties of each architecture. Files of models that `Decoder` does not support are refused:
+with another scaling of rotary positions, another kind of layer or activation, or weights quantized by another tool.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
+from jaxmem.config.hf_families import ACTIVATIONS, FAMILIES, WINDOWS, HfFamily
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder, Rope
 from jaxmem.errors import UserError, one_of
 
-
-@dataclass(frozen=True)
-class HfFamily:
-    """An architecture of transformers, with the defaults of its class for absent keys."""
-
-    model_type: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    biased: bool | None = None  # whether queries, keys and values have biases; None: `attention_bias` decides
-    biased_output: bool = True  # whether `attention_bias` includes the output projection
-    mlp_bias: bool = False  # whether the file may set it
-    qk_norm: bool = False
-    windows: str | None = None  # "all": every layer has `sliding_window`; "asked": only with `use_sliding_window`
-
-
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
-
-FAMILIES = {
-    "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
-    "MistralForCausalLM": HfFamily(
-        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
-    ),
-    "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, windows="asked"),
-    "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True, windows="asked"),
-}
 SHAPE = {
     "vocab": "vocab_size",
     "layers": "num_hidden_layers",
@@ -57,13 +32,15 @@ ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
     "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None)},
     "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0)},
 }
+_OPTIONS = (
+    "activation", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
+    "scale_embeddings", "attention_bias", "output_bias", "mlp_bias", "window", "layer_types", "sliding_rope",
+)  # fmt: skip
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Settings that change the outputs of a model, and the values that `Decoder` supports.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "partial_rotary_factor": (1.0, None),
     "attention_dropout": (0.0, None),
-    "attn_logit_softcapping": (None,),
     "dtype": (*DTYPES, None),
     "torch_dtype": (*DTYPES, None),
 }
@@ -92,7 +69,7 @@ WITHOUT_EFFECT = (
     "task_specific_params", "torchscript", "prefix", "max_length", "min_length", "max_new_tokens",
     "max_sequence_length", "model_max_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
     "num_return_sequences", "temperature", "top_k", "top_p", "typical_p", "*_penalty",
-    "*no_repeat_ngram_size", "bad_words_ids",
+    "*no_repeat_ngram_size", "bad_words_ids", "cache_implementation",
 )  # fmt: skip
 
 
@@ -129,7 +106,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
             "quantization_config: weights that another tool quantized are not supported; use the model without "
             "quantization, and set precision.parameters, for example to nf4"
         )
-    check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | set(family.keys.values()), FIXED | family.fixed, WITHOUT_EFFECT)
     shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
         raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
@@ -140,35 +117,42 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **shape,
         "kv_heads": read(settings, "num_key_value_heads", Size, shape["heads"]),
         "head_dim": read(settings, "head_dim", Size, shape["embed"] // shape["heads"]),
-        "rope": _rope_fields(settings),
         "norm_epsilon": read(settings, "rms_norm_eps", Number, 1e-6),
-        "qk_norm": family.qk_norm,
         "attention_bias": biased,
         "output_bias": biased and family.biased_output,
         "mlp_bias": family.mlp_bias and read(settings, "mlp_bias", bool, False),
         "tie_embeddings": read(settings, "tie_word_embeddings", bool, False),
-        "window": _window(settings, family, shape["layers"]),
+        **family.fields,
+        **{name: read(settings, key, Decoder.model_fields[name].annotation) for name, key in family.keys.items()},
+        "rope": _rope_fields(settings),
+        **_windows(settings, family, shape["layers"]),
     }
 
 
-def _window(settings: Mapping[str, Any], family: HfFamily, layers: int) -> int | None:
-    """The number of keys that a query attends to, which must be the same in every layer; None: all."""
-    kinds = set(read(settings, "layer_types", list[str], []))
-    if settings.get("sliding_window") is None or family.windows is None:
-        return None
-    if family.windows == "asked":
-        if not read(settings, "use_sliding_window", bool, False):
-            return None
+def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict[str, Any]:
+    """The fields `window` and `layer_types`, the latter as the shortest list that is repeated."""
+    types = read(settings, "layer_types", list[WINDOWS], [])
+    if types and len(types) != layers:
+        raise UnsupportedError(f"layer_types has {len(types)} values, but num_hidden_layers is {layers}")
+    is_asked = family.windows != "asked" or read(settings, "use_sliding_window", bool, False)
+    if settings.get("sliding_window") is None or family.windows is None or not is_asked:
+        return {"window": None}
+    if family.windows == "all":
+        if "full_attention" in types:
+            raise UnsupportedError(
+                f"layer_types: full_attention is not supported in a {family.model_type} with a window"
+            )
+        types = []
+    elif not types:
         first = read(settings, "max_window_layers", Annotated[int, Field(ge=0)], 28)
-        present = {"full_attention": first > 0, "sliding_attention": first < layers}
-        kinds = kinds or {kind for kind, is_present in present.items() if is_present}
-        if kinds == {"full_attention"}:
-            return None
-    if not kinds <= {"sliding_attention"}:
-        raise UnsupportedError(
-            f"layer_types: {', '.join(sorted(kinds))} is not supported; all layers must have the same window"
-        )
-    return read(settings, "sliding_window", Size)
+        period = family.windows
+        is_full = [i < first if period == "asked" else (i + 1) % period == 0 for i in range(layers)]
+        types = [("sliding_attention", "full_attention")[one] for one in is_full]
+    if "sliding_attention" not in types and types:
+        return {"window": None}
+    period = next(n for n in range(1, layers + 1) if types[n:] == types[:-n])
+    kinds = {} if "full_attention" not in types else {"layer_types": tuple(types[:period])}
+    return {"window": read(settings, "sliding_window", Size), **kinds}
 
 
 def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,15 +201,16 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
         written = {"architectures": [architecture], **_settings(model, family, length)}
         if _read_back(written) == wanted:
             return {**written, **kept}
-    options = ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "window")
-    used = ", ".join(name for name in options if getattr(model, name))
+    options = {name: info.default for name, info in Decoder.model_fields.items() if name in _OPTIONS}
+    used = ", ".join(name for name, usual in options.items() if getattr(model, name) != usual)
     raise UserError(f"model: no Hugging Face family supports {used} together; use the settings of {one_of(FAMILIES)}")
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:
     """The fields that change the outputs of a model."""
-    fields = model.model_dump(exclude={"family", "preset", "hf", "dropout", "rope"})
-    return {**fields, "rope_theta": model.rope.theta, "rope_scaling": _rope_scaling(model.rope)}
+    unequal = {"family", "preset", "hf", "dropout", "rope", "sliding_rope", "window", "layer_types"}
+    ropes = [(rope.theta, _rope_scaling(rope)) for rope in model.ropes]
+    return {**model.model_dump(exclude=unequal), "windows": model.windows, "ropes": ropes}
 
 
 def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -241,7 +226,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         **{key: getattr(model, name) for name, key in SHAPE.items()},
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
-        "hidden_act": "silu",
+        family.activation: ACTIVATIONS[model.activation],
         "rms_norm_eps": model.norm_epsilon,
         "attention_bias": model.attention_bias,
         "mlp_bias": model.mlp_bias,
@@ -250,10 +235,12 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         "rope_theta": model.rope.theta,
         "rope_scaling": _rope_scaling(model.rope),
         "sliding_window": model.window,
+        **{key: getattr(model, name) for name, key in family.keys.items()},
     }
     if family.windows == "asked":
-        first = 0 if model.window else model.layers
-        found |= {"use_sliding_window": model.window is not None, "max_window_layers": first}
+        found |= {"use_sliding_window": any(model.windows), "max_window_layers": model.windows.count(None)}
+    if model.windows_differ or isinstance(family.windows, int):
+        found["layer_types"] = [get_args(WINDOWS)[window is None] for window in model.windows]
     return found
 
 

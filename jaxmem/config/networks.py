@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from jaxmem.config.base import Count, Fraction, Positive, Section, setting
+from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, setting
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
@@ -42,7 +42,7 @@ class Rope(Section):
 
 
 class Decoder(Family):
-    """Llama 2/3, Mistral, Qwen 2.5/3: pre-norm attention and a gated MLP."""
+    """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4: attention and a gated MLP."""
 
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
@@ -59,13 +59,50 @@ class Decoder(Family):
     head_dim: Count = setting(..., "width of a head")
     rope: Rope = Rope()
     norm_epsilon: Positive = setting(1e-5, "added to the mean square in RMSNorm")
-    qk_norm: bool = setting(False, "normalize queries and keys")
+    activation: Literal["silu", "gelu_tanh"] = setting("silu", "of the gate of the MLP; gelu_tanh: approximate GELU")
+    norms: Literal["pre", "post", "both"] = setting(
+        "pre", "norms of each layer: before, after, or around attention and MLP"
+    )
+    norm_offset: bool = setting(False, "norms multiply by 1 + weight, as in Gemma")
+    qk_norm: bool | Literal["all_heads"] = setting(
+        False, "normalize queries and keys, each head by itself; all_heads: all heads together"
+    )
+    query_pre_attn_scalar: Count | None = setting(
+        None, "attention scores are divided by the square root of this; null: of head_dim"
+    )
+    attention_soft_cap: Positive | None = setting(None, "c: attention scores s become c tanh(s / c)")
+    logit_soft_cap: Positive | None = setting(None, "c: logits y become c tanh(y / c)")
+    scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP")
     tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
     window: Count | None = setting(None, "keys that a query attends to, including its own; null: all previous ones")
+    layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
+        (), "whether each layer has `window` (sliding_attention); a shorter list is repeated; []: every layer has it"
+    )
+    sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
     dropout: Fraction = setting(0.0, _DROPOUT)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        pattern = self.layer_types or ("sliding_attention",)
+        kinds = (pattern[layer % len(pattern)] for layer in range(self.layers))
+        return tuple(self.window if kind == "sliding_attention" else None for kind in kinds)
+
+    @property
+    def windows_differ(self) -> bool:
+        return len(set(self.windows)) > 1
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary positions of all layers; if layers differ, of those without and of those with a window."""
+        has_window = [window is not None for window in self.windows]
+        sliding = self.sliding_rope or self.rope
+        if all(has_window):
+            return (sliding,)
+        return (self.rope,) if sliding == self.rope or not any(has_window) else (self.rope, sliding)
 
 
 class ImageInput(Family):

@@ -23,6 +23,12 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
 
 GALORE = {"norm_epsilon": 1e-6}
 LLAMA3 = {"rope": {"theta": 500_000.0}}
+GEMMA2 = {
+    "norm_epsilon": 1e-6, "activation": "gelu_tanh", "norms": "both", "norm_offset": True, "scale_embeddings": True,
+    "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "tie_embeddings": True, "window": 4096,
+    "layer_types": ("sliding_attention", "full_attention"),
+}  # fmt: skip
+OLMO2 = {"rope": {"theta": 500_000.0}, "norm_epsilon": 1e-6, "norms": "post", "qk_norm": "all_heads"}
 QWEN = {"rope": {"theta": 1_000_000.0}, "norm_epsilon": 1e-6}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -38,7 +44,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-1b": _decoder(128_256, 16, 2048, 8192, 32, 8, 64, rope=_llama3_rope(32.0), tie_embeddings=True),
     "llama3-70b": _decoder(128_256, 80, 8192, 28_672, 64, 8, 128, **LLAMA3),
     "llama3-405b": _decoder(128_256, 126, 16_384, 53_248, 128, 8, 128, rope=_llama3_rope(8.0)),
+    "gemma2-2b": _decoder(256_000, 26, 2304, 9216, 8, 4, 256, query_pre_attn_scalar=256, **GEMMA2),
+    "gemma2-9b": _decoder(256_000, 42, 3584, 14_336, 16, 8, 256, query_pre_attn_scalar=256, **GEMMA2),
+    "gemma2-27b": _decoder(256_000, 46, 4608, 36_864, 32, 16, 128, query_pre_attn_scalar=144, **GEMMA2),
     "mistral-7b": _decoder(32_000, 32, 4096, 14_336, 32, 8, 128, window=4096),
+    "olmo2-7b": _decoder(100_352, 32, 4096, 11_008, 32, 32, 128, **OLMO2),
+    "olmo2-13b": _decoder(100_352, 40, 5120, 13_824, 40, 40, 128, **OLMO2),
     "qwen2.5-7b": _decoder(152_064, 28, 3584, 18_944, 28, 4, 128, attention_bias=True, **QWEN),
     "qwen3-8b": _decoder(151_936, 36, 4096, 12_288, 32, 8, 128, qk_norm=True, **QWEN),
     "qwen3-32b": _decoder(151_936, 64, 5120, 25_600, 64, 8, 128, qk_norm=True, **QWEN),
@@ -54,8 +65,9 @@ def parameter_count(model: Decoder) -> int:
     if model.output_bias:
         attention += model.embed
     if model.qk_norm:
-        attention += 2 * model.head_dim
-    layer = attention + 3 * model.embed * model.mlp + 2 * model.embed  # two norms
+        attention += queries + keys if model.qk_norm == "all_heads" else 2 * model.head_dim
+    norms = 4 if model.norms == "both" else 2
+    layer = attention + 3 * model.embed * model.mlp + norms * model.embed
     if model.mlp_bias:
         layer += 2 * model.mlp + model.embed
     tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)

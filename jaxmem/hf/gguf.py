@@ -20,7 +20,7 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.networks import Rope
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
-from jaxmem.errors import UserError, nearest
+from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.gguf_blocks import FORMATS, Format, encode
 from jaxmem.hf.writer import model_tensors
@@ -47,6 +47,10 @@ NAMES = {
 # The regular expression that splits text before byte-level BPE, by a part of it that only this tokenizer has, and the
 # name that llama.cpp has for it.
 SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{L}+|\p{N}|": "qwen2"}
+UNSUPPORTED = (
+    "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
+    "scale_embeddings", "layer_types", "sliding_rope",
+)  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
 FALLBACKS = {"q4_k": "q8_0", "q4_0": "float16", "q8_0": "float16"}
 
@@ -89,6 +93,11 @@ def save_gguf(
 
 
 def _architecture(cfg: Decoder) -> str:
+    for name in UNSUPPORTED:
+        if (value := getattr(cfg, name)) != Decoder.model_fields[name].default:
+            raise UserError(f"GGUF export does not support model.{name}={as_yaml(value)}; use another format")
+    if cfg.qk_norm == "all_heads":
+        raise UserError("GGUF export does not support model.qk_norm=all_heads; use another format")
     if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
         return "qwen3"
     if cfg.qk_norm:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
-from jaxmem.config.hf_modules import MODULES
+from jaxmem.config.hf_modules import MODULES, WITH_POST_NORMS
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
@@ -60,10 +60,11 @@ class FileWeight:
 
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
     """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
+    names = WITH_POST_NORMS if "mlp_post_norm" in params["blocks"] else MODULES
     for path, array in flatten_dict(params).items():
         *module, kind = path
         is_transposed = kind == "weight" and module != ["embedding"]
-        yield FileWeight.of(path, array, f"{MODULES['.'.join(module)]}.{LEAVES[kind]}", is_transposed, indices)
+        yield FileWeight.of(path, array, f"{names['.'.join(module)]}.{LEAVES[kind]}", is_transposed, indices)
 
 
 def tensor_shapes(weights: Iterable[FileWeight]) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,6 @@ the communication of attention over `context`, one of the methods in `kernels/fu
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
@@ -35,6 +34,7 @@ class Tokens(NamedTuple):
 
     angles: Angles | None = None
     segment_ids: Int[Array, "batch time"] | None = None  # number of the document in a packed row
+    has_window: Bool[Array, ""] | None = None  # of this layer, if layers differ
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,19 @@ class AttentionSpec:
     head_dim: int
     causal: bool
     window: int | None = None
+    window_share: tuple[int, int] | None = None  # (layers with the window, all layers), if layers differ
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    soft_cap: float | None = None
     bias: bool = False  # of queries, keys and values
     output_bias: bool = False
-    qk_norm: float | None = None  # the epsilon of an RMS norm of each head's q and k
+    qk_norm: float | None = None  # the epsilon of an RMS norm of q and k
+    joint_qk_norm: bool = False  # whether it normalizes all heads together, not each head
+    norm_offset: float = 0.0
+
+    def options(self, has_window: jax.Array | None) -> dict[str, Any]:
+        """Options of `kernels.attention` for a layer; `has_window` if layers differ."""
+        own = {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap}
+        return own if has_window is None else own | {"has_window": has_window, "window_share": self.window_share}
 
 
 class Attention(nnx.Module):
@@ -59,8 +69,7 @@ class Attention(nnx.Module):
         self.k = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
         self.v = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
         self.o = Linear(rngs, heads, spec.embed, ("heads", "embed"), bias=spec.output_bias)
-        self.q_norm = None if spec.qk_norm is None else RMSNorm(spec.head_dim, spec.qk_norm, "head_dim")
-        self.k_norm = None if spec.qk_norm is None else RMSNorm(spec.head_dim, spec.qk_norm, "head_dim")
+        self.q_norm, self.k_norm = self._norm(spec, "heads", heads), self._norm(spec, "kv_heads", kv_heads)
         self.spec, self.execution = spec, execution
 
     def __call__(
@@ -78,36 +87,45 @@ class Attention(nnx.Module):
         if slot is not None:
             # XLA's partitioner shards attention to the cache; it cannot shard the kernels in PER_DEVICE.
             implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
-            mixed, cache = attend_to_cache(q, k, v, slot, window=self.spec.window, implementation=implementation)
+            mixed, cache = attend_to_cache(
+                q, k, v, slot, self.spec.options(tokens.has_window) | {"implementation": implementation}
+            )
         else:
-            mixed = self._attend(q, k, v, tokens.segment_ids)
+            mixed = self._attend(q, k, v, tokens)
         joined = mixed.reshape(*x.shape[:-1], -1)
         return self.o(constrain(joined, "batch", "time", "heads"), outer), cache
 
+    @staticmethod
+    def _norm(spec: AttentionSpec, axis: str, size: int) -> RMSNorm | None:
+        if spec.qk_norm is None:
+            return None
+        size, axis = (size, axis) if spec.joint_qk_norm else (spec.head_dim, "head_dim")
+        return RMSNorm(size, spec.qk_norm, axis, spec.norm_offset)
+
     def in_chunks(
         self,
-        norm: Callable[[jax.Array], jax.Array],
+        norm: Callable[[jax.Array], jax.Array] | None,
         x: Float[Array, "batch time embed"],
         tokens: Tokens,
         keys: Keys | None,
         size: int | None,
         groups: int,
     ) -> Float[Array, "batch time embed"]:
-        """Attention of norm(x) for one group of heads at a time, with projections in chunks of `size` tokens."""
+        """Attention of norm(x), one group of heads at a time, with projections in chunks of `size` tokens."""
 
         inner_keys, outer = (key_data(one) for one in fold_keys(keys, 2))
 
         def project(own: dict[str, Any], x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
             angles, data = others
-            normal = gather_time(own["norm"](x), "time")
+            normal = gather_time(own["norm"](x) if "norm" in own else x, "time")
             return tuple(y.reshape(*y.shape[:2], -1) for y in self._project(own, normal, angles, as_keys(data)))
 
         def attend(own: dict[str, Any], x: jax.Array) -> jax.Array:
             flat = map_token_chunks(project, own, x, (tokens.angles, inner_keys), size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.spec.head_dim) for y in flat)
-            return self._attend(q, k, v, tokens.segment_ids)
+            return self._attend(q, k, v, tokens)
 
-        inner = {"norm": norm, **self._inner}
+        inner = {**({} if norm is None else {"norm": norm}), **self._inner}
         heads = {"heads": self.spec.heads, "kv_heads": self.spec.kv_heads}
         parts = self.head_shards
         mixed = map_head_groups(attend, inner, x, groups, heads, parts)
@@ -122,6 +140,8 @@ class Attention(nnx.Module):
     def group_count(self, x: Float[Array, "batch time embed"]) -> int:
         """The number of groups of heads (`memory.head_groups`)."""
         spec, parts = self.spec, 1 if (layout := current()) is None else layout.parts("activations", "heads")
+        if spec.joint_qk_norm:
+            return 1
         return self.execution.chunking.group_count(
             x, spec.heads, spec.kv_heads, spec.head_dim, self.head_shards // parts
         )
@@ -149,8 +169,8 @@ class Attention(nnx.Module):
         k = self._split_heads(own["k"](x, of_k), "kv_heads", own.get("k_norm"), angles)
         return q, k, self._split_heads(own["v"](x, of_v), "kv_heads")
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        return sharded_attention(q, repeat_kv_heads(k), repeat_kv_heads(v), segment_ids, self.spec, self.execution)
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> jax.Array:
+        return sharded_attention(q, repeat_kv_heads(k), repeat_kv_heads(v), tokens, self.spec, self.execution)
 
     def _split_heads(
         self,
@@ -159,8 +179,10 @@ class Attention(nnx.Module):
         norm: RMSNorm | None = None,
         angles: Angles | None = None,
     ) -> Float[Array, "batch time heads head_dim"]:
+        if norm is not None and self.spec.joint_qk_norm:
+            x = norm(x)
         x = x.reshape(*x.shape[:-1], -1, self.spec.head_dim)
-        if norm is not None:
+        if norm is not None and not self.spec.joint_qk_norm:
             x = norm(x)
         if angles is not None:
             x = rotate(x, angles)
@@ -171,38 +193,33 @@ def sharded_attention(
     q: Float[Array, "batch time heads dim"],
     k: Float[Array, "batch time kv_heads dim"],
     v: Float[Array, "batch time kv_heads dim"],
-    segment_ids: Int[Array, "batch time"] | None,
+    tokens: Tokens,
     spec: AttentionSpec,
     execution: Execution,
 ) -> Float[Array, "batch time heads dim"]:
     """`kernels.attention` of arrays sharded over batch, heads and sequence."""
-    layout, window = current(), spec.window
+    layout, segment_ids = current(), tokens.segment_ids
     if execution.attention == "cudnn" and spec.causal and not execution.packed:
         segment_ids = None  # padding comes last: a causal mask is enough for the tokens that have a loss
     over = () if layout is None else layout.over("activations", "time")
-    options: dict[str, Any] = {
-        "window": window,
-        "implementation": execution.attention,
-        "deterministic": execution.deterministic,
-        "max_segments": execution.max_segments,
-    }
-    run: Callable[..., jax.Array] = partial(kernels.attention, causal=spec.causal, **options)
-    if layout is None or (not over and execution.attention not in PER_DEVICE):
-        return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)
+    how = {"deterministic": execution.deterministic, "max_segments": execution.max_segments}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, has_window: Any) -> jax.Array:
+        options = spec.options(has_window) | how | {"implementation": execution.attention, "segment_ids": ids}
         if not over:
-            return run(q, k, v, segment_ids=ids, kv_segment_ids=ids)
+            return kernels.attention(q, k, v, causal=spec.causal, kv_segment_ids=ids, **options)
         from jaxmem.kernels.fused_attention.context import attention_over
 
-        own = options | {"implementation": execution.attention or "blockwise"}
-        return attention_over(over[0], execution.context_method, q, k, v, segment_ids=ids, **own)
+        options["implementation"] = execution.attention or "blockwise"
+        return attention_over(over[0], execution.context_method, q, k, v, **options)
 
-    heads, tokens = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
-    specs = (heads, heads, heads, None if segment_ids is None else tokens)
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)(
-        q, k, v, segment_ids
-    )
+    arrays = q, k, v, segment_ids, tokens.has_window
+    if layout is None or (not over and execution.attention not in PER_DEVICE):
+        return local(*arrays)
+    heads, rows = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
+    each = heads, heads, heads, rows, layout.spec("activations", ())
+    specs = tuple(None if x is None else spec for x, spec in zip(arrays, each, strict=True))
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
 
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:

@@ -22,11 +22,22 @@ from jaxmem.sharding import constrain, current, row_major_in_stages
 from jaxmem.stack import recompute_from_inputs
 
 
-class GatedMlp(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x) (Shazeer, arXiv:2002.05202)."""
+def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
-    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, bias: bool = False):
-        self.hidden = mlp
+
+def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+_GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+
+
+class GatedMlp(nnx.Module):
+    """SwiGLU: down(silu(gate x) * up x), or with another activation (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, bias: bool = False, activation: str = "silu"):
+        self.hidden, self.activation = mlp, activation
         self.gate = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
@@ -34,7 +45,7 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: Features, keys: Keys | None = None) -> Features:
         own = fold_keys(keys, 3)
         gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
-        hidden = recompute_from_inputs(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+        hidden = recompute_from_inputs(_GATES[self.activation], gate, up)
         hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
         return self.down(hidden, own[2])
 
@@ -55,10 +66,19 @@ class DenseMlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then an MLP. `norms` are the norms before each."""
+    """Residual block: attention, then an MLP. `norms` and `post_norms` are the norms before and after each; None: no
+    norm there."""
 
-    def __init__(self, attention: Attention, mlp: GatedMlp | DenseMlp, norms: tuple[Any, Any], dropout: float):
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: GatedMlp | DenseMlp,
+        norms: tuple[Any, Any],
+        dropout: float,
+        post_norms: tuple[Any, Any] = (None, None),
+    ):
         self.attention_norm, self.mlp_norm = norms
+        self.attention_post_norm, self.mlp_post_norm = post_norms
         self.attention, self.mlp, self.dropout = attention, mlp, dropout
 
     def __call__(
@@ -69,10 +89,11 @@ class Block(nnx.Module):
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
         size = self.attention.execution.chunking.chunk_size(x, self.mlp.hidden)
         mixed, cache = self._attend(x, tokens, third, slot, size)
-        x = x + dropout(checkpoint_name(mixed, "attention_out"), self.dropout, first)
-        mlp = {"norm": self.mlp_norm, "mlp": self.mlp}
+        mixed = _normal(self.attention_post_norm, checkpoint_name(mixed, "attention_out"))
+        x = x + dropout(mixed, self.dropout, first)
+        mlp = {"mlp": self.mlp} if self.mlp_norm is None else {"norm": self.mlp_norm, "mlp": self.mlp}
         y = checkpoint_name(map_token_chunks(_normed_mlp, mlp, x, key_data(fourth), size=size), "mlp_out")
-        return scatter_time(x + dropout(y, self.dropout, second)), cache
+        return scatter_time(x + dropout(_normal(self.mlp_post_norm, y), self.dropout, second)), cache
 
     def _attend(
         self, x: Features, tokens: Tokens, keys: Keys | None, slot: CacheSlot | None, size: int | None
@@ -80,7 +101,7 @@ class Block(nnx.Module):
         groups = self.attention.group_count(x)
         if slot is None and (size is not None or groups > 1):
             return self.attention.in_chunks(self.attention_norm, x, tokens, keys, size, groups), None
-        normal = checkpoint_name(self.attention_norm(x), "attention_norm")
+        normal = _normal(self.attention_norm, x, "attention_norm")
         mixed, cache = self.attention(gather_time(normal, "time"), tokens, keys, slot)
         return scatter_time(mixed), cache
 
@@ -94,6 +115,13 @@ class Block(nnx.Module):
         return tuple(jax.vmap(of_row, in_axes=(0, None))(own, jnp.asarray(order)) for own in split_keys(keys, 4))
 
 
+def _normal(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
+    """The result of a norm, and its name for activation checkpointing; x if there is no norm."""
+    if norm is None:
+        return x
+    return norm(x) if name is None else checkpoint_name(norm(x), name)
+
+
 def _normed_mlp(own: dict[str, Any], x: Features, data: Any) -> Features:
-    normal = checkpoint_name(own["norm"](x), "mlp_norm")
+    normal = _normal(own.get("norm"), x, "mlp_norm")
     return scatter_time(own["mlp"](gather_time(normal, "mlp_time"), as_keys(data)))

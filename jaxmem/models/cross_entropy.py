@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmem.models.layers import Features
+from jaxmem.models.layers import Features, soft_cap, soft_cap_slope
 from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, gather, shard_axes, shard_count, weights
@@ -43,10 +43,12 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 @dataclass(frozen=True)
 class Terms:
     """`label_smoothing` s adds s / classes to the target probability of every class (Szegedy et al., arXiv:1512.00567).
-    `z_loss` is the coefficient of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5)."""
+    `z_loss` is the coefficient of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5). `soft_cap`
+    is applied to the logits first."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    soft_cap: float | None = None
 
     def loss(self, partition: jax.Array, label_logit: jax.Array, mean: Callable[[], jax.Array]) -> jax.Array:
         """The loss, from the log of the partition function, the logit of the label and the mean of all logits."""
@@ -88,7 +90,8 @@ def vocab_cross_entropy(
     slices, weight = slices_for(chunk, x, network.cfg.vocab, max_entries), network.projection
     if slices is None or weight is None:
         return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss)
-    loss = SlicedLoss(weight.get_metadata()["axes"], slices, Terms(label_smoothing, z_loss))
+    terms = Terms(label_smoothing, z_loss, getattr(network.cfg, "logit_soft_cap", None))
+    loss = SlicedLoss(weight.get_metadata()["axes"], slices, terms)
     return loss(constrain(x, "batch", "vocab_time", "embed"), weight.get_value(), labels)
 
 
@@ -206,7 +209,7 @@ class SlicedLoss:
 
         def add(sums: _Sums, weight: Columns, j: jax.Array) -> _Sums:
             highest, total, label_logit, summed = sums
-            logits, entries = _logits(x, weight), slices.entries(depend(j))
+            logits, entries = self.logits(x, weight), slices.entries(depend(j))
             real = entries >= 0
             higher = jnp.maximum(highest, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
             exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
@@ -232,19 +235,22 @@ class SlicedLoss:
         vocabulary are separate, so that devices along `tensor` reduce them once, after the last slice."""
         per_token = lambda value: value[..., None, None]  # noqa: E731
         entries, s = self.slices.entries(j), self.terms.label_smoothing
-        probability = jnp.exp(_logits(x, weight) - per_token(found.partition))
+        logits = self.logits(x, weight)
+        probability = jnp.exp(logits - per_token(found.partition))
         of_partition = 1.0 + 2.0 * self.terms.z_loss * found.partition
         target = jnp.where(entries == per_token(labels), 1.0 - s, 0.0) + s / self.slices.vocab
         of_logits = per_token(g) * (per_token(of_partition) * probability - target)
+        if (cap := self.terms.soft_cap) is not None:
+            of_logits = of_logits * soft_cap_slope(logits, cap)
         of_logits = jnp.where(entries >= 0, of_logits, 0.0).astype(x.dtype)
         of_weight = jnp.einsum("bte,btpv->epv", x, of_logits)
         of_x = jnp.einsum("btpv,epv->pbte", of_logits, weight, preferred_element_type=jnp.float32)
         return of_weight, of_x
 
-
-def _logits(x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
-    logits = jnp.einsum("bte,epv->btpv", x, weight)
-    return constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
+    def logits(self, x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
+        logits = jnp.einsum("bte,epv->btpv", x, weight)
+        logits = constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
+        return logits if (cap := self.terms.soft_cap) is None else soft_cap(logits, cap)
 
 
 _Saved = tuple[jax.Array, Any, Any, jax.Array, Statistics]

@@ -1,46 +1,78 @@
-"""Decoder-only language models: Llama 2/3, Mistral, Qwen 2.5/3."""
+"""Decoder-only language models: Llama, Mistral, Qwen, Gemma, OLMo 2, Phi."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem.config import networks
 from jaxmem.models.attention import Attention, AttentionSpec, Tokens, context_order
 from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.kv_cache import CacheSlot, KVCache, empty_cache
-from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys
+from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys, soft_cap, split_keys
 from jaxmem.models.linear import Linear
-from jaxmem.models.network import Execution, Network, apply_blocks
-from jaxmem.models.rope import Angles, angles
+from jaxmem.models.network import Execution, Network
+from jaxmem.models.rope import Angles, angles, select
 from jaxmem.sharding import constrain, current
 from jaxmem.stack import apply_stack, stacked
 
 
+class _SharedInputs(NamedTuple):
+    """Inputs of attention that all layers share."""
+
+    angles: Angles
+    sliding: Angles | None  # of layers with a window, if layers differ in their positions
+    segment_ids: Ids | None
+
+    def of_layer(self, has_window: Bool[Array, ""] | None) -> Tokens:
+        chosen = self.angles
+        if has_window is not None and self.sliding is not None:
+            chosen = select(has_window, self.sliding, self.angles)
+        return Tokens(chosen, self.segment_ids, has_window)
+
+
 class Decoder(Network):
-    """A pre-norm transformer with causal attention, gated MLPs and rotary positions."""
+    """A transformer with causal attention, gated MLPs and rotary positions.
+
+    Layers may differ in their window and their rotary positions. Their weights have the same shapes, so they are one
+    stack and one program; whether a layer has the window is an input of the layer.
+    """
 
     def __init__(self, cfg: networks.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)
         self.blocks = stacked(self._block, cfg.layers, rngs)
-        self.norm = RMSNorm(cfg.embed, cfg.norm_epsilon)
+        self.norm = self._norm()
         self.head = None if cfg.tie_embeddings else Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
         self.prompt: Any = nnx.data(None)  # trained embeddings before the tokens: jaxmem.adapters
 
     def _block(self, rngs: nnx.Rngs) -> Block:
         cfg = self.cfg
-        biases = {"bias": cfg.attention_bias, "output_bias": cfg.output_bias}
-        qk_norm = cfg.norm_epsilon if cfg.qk_norm else None
-        sizes = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
-        spec = AttentionSpec(*sizes, causal=True, window=cfg.window, **biases, qk_norm=qk_norm)
-        attention = Attention(rngs, spec, self.execution)
-        norms = RMSNorm(cfg.embed, cfg.norm_epsilon), RMSNorm(cfg.embed, cfg.norm_epsilon)
-        return Block(attention, GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias), norms, cfg.dropout)
+        windows = [window for window in cfg.windows if window is not None]
+        spec = AttentionSpec(
+            *(cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim),
+            causal=True,
+            window=cfg.window if windows else None,
+            window_share=(len(windows), cfg.layers),
+            scale=None if cfg.query_pre_attn_scalar is None else cfg.query_pre_attn_scalar**-0.5,
+            soft_cap=cfg.attention_soft_cap,
+            bias=cfg.attention_bias,
+            output_bias=cfg.output_bias,
+            qk_norm=cfg.norm_epsilon if cfg.qk_norm else None,
+            joint_qk_norm=cfg.qk_norm == "all_heads",
+            norm_offset=float(cfg.norm_offset),
+        )
+        mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
+        before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")
+        pairs = [(self._norm(), self._norm()) if has_norms else (None, None) for has_norms in (before, after)]
+        return Block(Attention(rngs, spec, self.execution), mlp, pairs[0], cfg.dropout, pairs[1])
+
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(self.cfg.embed, self.cfg.norm_epsilon, offset=float(self.cfg.norm_offset))
 
     def __call__(
         self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
@@ -54,9 +86,14 @@ class Decoder(Network):
         """The input of the output projection, for losses in slices of the vocabulary."""
         if self.prompt is not None:
             tokens, positions, segment_ids = self._after_prompt(tokens, positions, segment_ids)
-        apply = lambda block, x, keys, tokens: block(x, tokens, keys)[0]  # noqa: E731
-        x, others = self._embed(tokens), Tokens(self._angles(tokens, positions), segment_ids)
-        x = apply_blocks(self.blocks, x, keys, self.cfg.layers, self.execution.stack, apply, others)
+
+        def layer(block: Block, x: jax.Array, one: Any, tokens: _SharedInputs) -> tuple[jax.Array, None]:
+            keys, has_window = one
+            return block(x, tokens.of_layer(has_window), keys)[0], None
+
+        inputs = None if keys is None else split_keys(keys, self.cfg.layers), self._has_window
+        shared = self._shared(tokens, positions, segment_ids)
+        x, _ = apply_stack(self.blocks, layer, self._embed(tokens), inputs, shared, options=self.execution.stack)
         return self.norm(x if self.prompt is None else x[:, self.prompt.length :])
 
     def _after_prompt(
@@ -76,6 +113,8 @@ class Decoder(Network):
     def logits(self, x: Features) -> Float[Array, "batch time vocab"]:
         x = constrain(x, "batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
+        if (cap := self.cfg.logit_soft_cap) is not None:
+            y = soft_cap(y, cap)
         # Removes the padding of a vocabulary whose size is not divisible by the number of devices.
         return constrain(y, "batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
 
@@ -105,13 +144,13 @@ class Decoder(Network):
         """
         positions = jnp.broadcast_to(length + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         # Padding is before the first token, so its position does not matter.
-        turned = self._angles(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
+        shared = self._shared(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
 
-        def layer(block: Block, carry: tuple[jax.Array, KVCache], i: jax.Array, _: None) -> tuple[Any, None]:
-            x, cache = carry
-            return block(x, Tokens(turned), slot=CacheSlot(cache, i, length, first)), None
+        def layer(block: Block, carry: tuple[jax.Array, KVCache], one: Any, _: None) -> tuple[Any, None]:
+            (x, cache), (i, has_window) = carry, one
+            return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first)), None
 
-        layers = jnp.arange(self.cfg.layers, dtype=jnp.int32)
+        layers = jnp.arange(self.cfg.layers, dtype=jnp.int32), self._has_window
         # There is no backward pass, so nothing to recompute.
         options = dataclasses.replace(self.execution.stack, remat="none")
         (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(tokens), cache), layers, options=options)
@@ -120,14 +159,29 @@ class Decoder(Network):
 
     def _embed(self, tokens: Ids) -> Features:
         dtype = self.execution.dtype
-        if self.prompt is None:
-            return self.embedding(tokens, dtype)
-        known = jnp.minimum(tokens, self.cfg.vocab - 1)
-        return constrain(self.prompt(tokens, self.embedding(known, dtype), dtype), "batch", "stream", "embed")
+        # Rounded to the compute dtype, as in transformers.
+        scale = jnp.asarray(self.cfg.embed**0.5, dtype) if self.cfg.scale_embeddings else None
 
-    def _angles(self, tokens: Ids, positions: Ids | None) -> Angles:
+        def embed(tokens: Ids) -> Features:
+            x = self.embedding(tokens, dtype)
+            return x if scale is None else x * scale
+
+        if self.prompt is None:
+            return embed(tokens)
+        known = jnp.minimum(tokens, self.cfg.vocab - 1)
+        return constrain(self.prompt(tokens, embed(known), dtype), "batch", "stream", "embed")
+
+    @property
+    def _has_window(self) -> Bool[Array, "layers"] | None:
+        """Whether each layer has the window; None if layers do not differ."""
+        windows = self.cfg.windows
+        return jnp.asarray([window is not None for window in windows]) if self.cfg.windows_differ else None
+
+    def _shared(self, tokens: Ids, positions: Ids | None, segment_ids: Ids | None = None) -> _SharedInputs:
+        cfg = self.cfg
         if positions is None:
             order = context_order(current(), tokens.shape[1], self.execution.context_method, self.cfg.window)
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
             positions = jnp.broadcast_to(row, tokens.shape)
-        return angles(positions, self.cfg.rope, self.cfg.head_dim)
+        first, *others = (angles(positions, rope, cfg.head_dim) for rope in cfg.ropes)
+        return _SharedInputs(first, others[0] if others else None, segment_ids)

@@ -65,11 +65,10 @@ def attend_to_cache(
     k: NewTokens,
     v: NewTokens,
     slot: CacheSlot,
-    *,
-    window: int | None,
-    implementation: str | None,
+    options: dict[str, Any],
 ) -> tuple[Float[Array, "batch time heads head_dim"], KVCache]:
-    """Attention of new tokens to the tokens in the cache and to earlier new tokens. Also returns the updated cache."""
+    """Attention of new tokens to the tokens in the cache and to earlier new tokens. Also returns the updated cache.
+    `options`: of `kernels.attention`."""
     # Written, then read: the other way round XLA copies the caches of all layers.
     cache = _write(slot.cache[0], k, slot), _write(slot.cache[1], v, slot)
     new, capacity = q.shape[1], capacity_of(cache)
@@ -78,8 +77,10 @@ def attend_to_cache(
     if new > 1:  # rotated so that the last token is at the end, where a causal mask expects it
         places = (places + end) % capacity
     visible = places < end
-    if new == 1 and window is not None:
-        visible &= places >= end - window
+    if new == 1 and (window := options["window"]) is not None:
+        unlimited = jnp.logical_not(options.get("has_window", True))
+        visible &= (places >= end - window) | unlimited
+        options = options | {"window": None, "has_window": None}
     visible = visible[None] if slot.first is None else visible & (places >= slot.first[:, None])
 
     def read(buffer: Buffer) -> jax.Array:
@@ -92,10 +93,9 @@ def attend_to_cache(
         q,
         *map(read, cache),
         causal=new > 1,
-        window=window if new > 1 else None,
         segment_ids=jnp.ones(q.shape[:2], jnp.int32),
         kv_segment_ids=jnp.broadcast_to(visible.astype(jnp.int32), (q.shape[0], capacity)),
-        implementation=implementation,
+        **options,
     )
     return mixed, cache
 

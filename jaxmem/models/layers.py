@@ -62,24 +62,28 @@ def axes_of(param: nnx.Param, ndim: int) -> Axes:
     return axes[len(axes) - ndim :]
 
 
-def _normalize(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """RMS norm, or layer norm if it has a bias."""
+def _normalize(
+    epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, *, offset: float = 0.0
+) -> jax.Array:
+    """RMS norm, or layer norm if it has a bias; multiplied by scale + offset."""
     wide = x.astype(jnp.float32)
     if bias is not None:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * scale if bias is None else wide * scale + bias).astype(x.dtype)
+    wide = wide * (scale + offset if offset else scale)
+    return (wide if bias is None else wide + bias).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean x^2) * scale (Zhang and Sennrich, arXiv:1910.07467), in float32."""
+    """x / sqrt(mean x^2) * (scale + offset) (Zhang and Sennrich, arXiv:1910.07467), in float32."""
 
-    def __init__(self, size: int, epsilon: float, axis: str | None = "norm"):
-        self.scale = new_constant(1.0, (size,), (axis,))
-        self.epsilon = epsilon
+    def __init__(self, size: int, epsilon: float, axis: str | None = "norm", offset: float = 0.0):
+        self.scale = new_constant(1.0 - offset, (size,), (axis,))
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        return recompute_from_inputs(partial(_normalize, self.epsilon), x, fetch(self.scale, jnp.float32))
+        normalize = partial(_normalize, self.epsilon, offset=self.offset)
+        return recompute_from_inputs(normalize, x, fetch(self.scale, jnp.float32))
 
 
 class LayerNorm(nnx.Module):
@@ -92,6 +96,20 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
         return recompute_from_inputs(partial(_normalize, 1e-5), x, scale, bias)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def soft_cap(x: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """cap tanh(x / cap) (Gemma Team, arXiv:2408.00118). Saves its result for the backward pass."""
+    return cap * jnp.tanh(x / cap)
+
+
+def soft_cap_slope(capped: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """The derivative of `soft_cap`, from its result."""
+    return 1.0 - jnp.square(capped / cap)
+
+
+soft_cap.defvjp(lambda x, cap: (soft_cap(x, cap),) * 2, lambda cap, capped, g: (g * soft_cap_slope(capped, cap),))
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:

@@ -7,6 +7,7 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -49,6 +50,11 @@ def angles(positions: Int[Array, "batch time"], rope: Rope, head_dim: int) -> An
     radians, factor = frequencies(rope, head_dim)
     phase = positions[..., None].astype(jnp.float32) * jnp.asarray(radians, jnp.float32)
     return Angles(jnp.cos(phase) * factor, jnp.sin(phase) * factor)
+
+
+def select(which: jax.Array, angles: Angles, other: Angles) -> Angles:
+    """`angles` where `which` is true, otherwise `other`."""
+    return Angles(*(jnp.where(which, x, y) for x, y in zip(angles, other, strict=True)))
 
 
 def rotate(x: Float[Array, "batch time heads head_dim"], angles: Angles) -> Float[Array, "batch time heads head_dim"]:

@@ -191,7 +191,7 @@ class _Operations:
             return LayerOperation(sources, 0, 0, backward=False, name=name, bytes=self.bytes_of(eqn.outvars[0].aval))
         elements = sum(getattr(x.aval, "size", 0) for x in eqn.outvars)
         parts = [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]  # (operation, number of runs)
-        flops = sum(matmul(one, times).flops * times for one, times in parts if one.primitive.name in MATMULS)
+        flops = round(sum(matmul(one, times).flops * times for one, times in parts if one.primitive.name in MATMULS))
         return LayerOperation(sources, flops, elements, self._back)
 
 

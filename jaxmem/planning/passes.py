@@ -26,7 +26,7 @@ from jaxmem.step import Program
 from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while")
+MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
 # Primitives of kernels: Pallas for Mosaic GPU, the same with an accumulator, Triton, library calls.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
@@ -38,7 +38,7 @@ AROUND, _KERNELS_PER_MATMUL = 2.5, 3
 class Matmul:
     """Matrix multiplications of one kind in the two passes of one row."""
 
-    times: int
+    times: float  # a fraction in a branch that does not always run
     flops: int
     weights: int  # bytes of operands and results that are weights; independent of the number of rows
     others: int
@@ -147,7 +147,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
         elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted: the branch for CPUs
             matmuls.append(_kernel(eqn, times))
             kernels += times
-    return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
+    return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
@@ -182,19 +182,25 @@ def _is_matmul_input(out: Any, scan: Any) -> bool:
     return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in equations(body, 1))
 
 
-def equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
+def equations(traced: Any, times: Any) -> Iterator[tuple[Any, Any]]:
     """Every operation of a trace, nested ones included, and the number of its runs if the trace runs `times`."""
     for eqn in traced.eqns:
         yield eqn, times
         yield from inside(eqn, times)
 
 
-def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
+def inside(eqn: Any, times: Any) -> Iterator[tuple[Any, Any]]:
     """The operations inside an operation that runs `times`, and the number of their runs."""
     if eqn.primitive.name == "scan":
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
         times = int(times * mean_runs(str(eqn.source_info.name_stack)))
+    elif eqn.primitive.name == "cond":  # the branch of false first; a scope states how often each one runs
+        share = mean_runs(str(eqn.source_info.name_stack))
+        branches = eqn.params["branches"]
+        for branch, runs in zip(branches, (1 - share, share) if share != 1 else (1,) * len(branches), strict=True):
+            yield from equations(branch.jaxpr, times * runs)
+        return
     elif eqn.primitive.name in KERNELS:
         return
     for value in eqn.params.values():
@@ -204,7 +210,7 @@ def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
                 yield from equations(part, times)
 
 
-def matmul(eqn: Any, times: int) -> Matmul:
+def matmul(eqn: Any, times: Any) -> Matmul:
     """The cost of a `dot_general` or a convolution."""
     left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
     if eqn.primitive.name == "dot_general":
@@ -218,7 +224,7 @@ def matmul(eqn: Any, times: int) -> Matmul:
     return Matmul(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
 
 
-def _kernel(eqn: Any, times: int) -> Matmul:
+def _kernel(eqn: Any, times: Any) -> Matmul:
     """The cost of a kernel; its metadata state the FLOPs per element of the result."""
     each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval

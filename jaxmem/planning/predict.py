@@ -106,9 +106,9 @@ def ideal_flops(built: Program) -> float:
         return 6.0 * parameters * cfg.batch.global_size
     length = cfg.row_length
     looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
-    seen = min(model.window or length, length)
-    pairs = seen * length - seen * (seen - 1) / 2  # (query, key) that are not masked
-    attention = 4 * model.layers * model.heads * model.head_dim * pairs
+    seen = [min(window or length, length) for window in model.windows]
+    pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
+    attention = 4 * model.heads * model.head_dim * pairs
     frozen = parameters - built.model.trainable if cfg.trainable_patterns else 0  # without a gradient
     forward = 2.0 * (parameters - looked_up) * length + attention
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)

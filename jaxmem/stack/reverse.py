@@ -180,13 +180,16 @@ def merge_micro_batches(tree: Any, micro: int) -> Any:
 
 
 def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
-    """The inverse: [..., micro x rows, ...] to [micro, ..., rows, ...]; `dim` is the dimension of rows."""
+    """The inverse: [..., micro x rows, ...] to [micro, ..., rows, ...]; `dim` is the dimension of rows. Arrays
+    without rows are repeated."""
     over = shard_count("activations", "batch")
     if micro == 1:
         return tree
 
     def one(x: jax.Array) -> jax.Array:
         before, after = x.shape[:dim], x.shape[dim + 1 :]
+        if x.ndim <= dim:  # the same for all rows
+            return jnp.broadcast_to(x, (micro, *x.shape))
         x = jnp.moveaxis(x.reshape(*before, over, micro, -1, *after), dim + 1, 0)
         return x.reshape(micro, *before, -1, *after)
 

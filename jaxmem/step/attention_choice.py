@@ -76,9 +76,9 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
     if not isinstance(model, Decoder | Vit):
         return None
     if isinstance(model, Decoder):
-        length, dim, window = cfg.row_length, model.head_dim, model.window
+        length, dim, window, soft_cap = cfg.row_length, model.head_dim, model.window, model.attention_soft_cap
     else:
-        length, dim, window = (model.image_size // model.patch) ** 2, model.embed // model.heads, None
+        length, dim, window, soft_cap = (model.image_size // model.patch) ** 2, model.embed // model.heads, None, None
     is_text = isinstance(model, Decoder)
     rows = max(1, cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards)))
     return Request(
@@ -90,6 +90,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         batch=rows,
         masked=is_text,
         window=window is not None,
+        soft_cap=soft_cap is not None,
         deterministic=cfg.train.deterministic,
         has_segments=is_text and cfg.data.packing,
         max_segments=cfg.data.max_segments,
@@ -105,6 +106,7 @@ def _methods(cfg: Config) -> list[str]:
     counts = head_group_counts(heads, kv_heads, cfg.mesh.context) if heads % kv_heads == 0 else []
     excluded = set() if counts and groups in ("auto", *counts) else {"ulysses"}
     excluded |= set() if cfg.model.window is None else {"all_gather"}
+    excluded |= {"ring"} if cfg.model.windows_differ else set()
     return [method for method in METHODS if method not in excluded]
 
 
@@ -135,7 +137,8 @@ def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> fl
     model, devices = cfg.model, cfg.mesh.context
     assert isinstance(model, Decoder)
     numbers = call.batch * call.heads * call.dim
-    visible = pairs(call.queries, call.keys, causal=True, window=model.window)
+    each = [pairs(call.queries, call.keys, causal=True, window=window) for window in model.windows]
+    visible = sum(each) / len(each)
     compute = 14 * numbers * visible / devices / _KERNELS.get(implementation, _PLAIN)
     link = _NVLINK if devices * cfg.mesh.tensor <= _HOST else _NETWORK
     width = 4 if call.dtype == "float32" else 2

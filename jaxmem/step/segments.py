@@ -94,8 +94,9 @@ class Segments:
 
     @cached_property
     def last(self) -> Tree:
-        """The parameters outside of stacks that only the last segment uses: usually the final norm."""
-        return _without(self._at, [*set().union(*self._read[:-1]), *self.matrices])
+        """The parameters outside of stacks that only the last segment uses: usually the final norm. Not a matrix that a
+        cut uses too: tied embeddings, whose gradient is complete only after the lookup."""
+        return _without(self._at, [*set().union(*self._read[:-1]), *self._paths])
 
     def backward(
         self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None

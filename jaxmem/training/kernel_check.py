@@ -24,7 +24,7 @@ from jaxmem.kernels import attention, choice, triton_launch
 from jaxmem.kernels.fused_attention.support import OPERATION, PLAIN, Request
 from jaxmem.step import Program
 
-LENGTH, WINDOW = 192, 70
+LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 STEPS = 8  # largest error, in rounding errors of the dtype relative to the largest value
 
 
@@ -89,6 +89,7 @@ def _difference(implementation: str, call: Request) -> str | None:
     ids = np.sort(rng.integers(0, call.max_segments, (call.batch, LENGTH))) if call.has_segments else None
     options: dict[str, Any] = {"causal": call.masked, "deterministic": call.deterministic}
     options |= {"segment_ids": ids, "max_segments": call.max_segments, "window": WINDOW if call.window else None}
+    options |= {"soft_cap": SOFT_CAP if call.soft_cap else None}
 
     def run(way: str) -> list[np.ndarray]:
         def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:

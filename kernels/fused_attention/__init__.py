@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxmem.kernels.choice import Operation, capability
 
 from .arguments import CHECKS, check_arguments
+from .optional_window import with_optional_window
 from .support import OPERATION, PLAIN, Request, refusal
 
 IMPLEMENTATIONS: dict[str, Any] = {
@@ -35,6 +36,8 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
+    has_window: ArrayLike | None = None,
+    window_share: tuple[int, int] | None = None,
 ) -> Any:  # an array; with `return_lse` a pair
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
@@ -51,6 +54,9 @@ def attention(
     equal gradients. Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster; all other
     implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in
     float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
+    `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
+    one of them, so layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies
+    to how many (first), for the planner.
     """
     arrays, options, extras = check_arguments(
         q,
@@ -65,13 +71,16 @@ def attention(
         dropout=dropout,
         deterministic=deterministic,
         max_segments=max_segments,
+        has_window=has_window,
+        window_share=window_share,
     )
     with_lse = CHECKS.flag("return_lse", return_lse)
+    CHECKS.require(not with_lse or extras.has_window is None, "return_lse does not support has_window")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not segment_ids
     request = Request.of(*arrays[:2], options, extras, keys_have_own=keys_have_own)
     out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
-        lambda module: module.attend(*arrays, options, extras),
+        lambda module: with_optional_window(module, extras).attend(*arrays, options, extras),
         (arrays, extras),
         kind=request.kind,
         sizes=request.sizes,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
@@ -30,6 +30,7 @@ class Options:
     dropout: float  # the share of probabilities that are dropped
     deterministic: bool
     max_segments: int | None = None  # largest number of runs of equal segment ids in a row; None: unknown
+    window_share: tuple[int, int] | None = None  # of so many calls (second), the window applies to so many (first)
 
 
 class Extras(NamedTuple):
@@ -38,6 +39,7 @@ class Extras(NamedTuple):
     segment_ids: Int32[Array, "batch queries"] | None = None
     kv_segment_ids: Int32[Array, "batch keys"] | None = None
     seed: UInt32[Array, "2"] | None = None  # of dropout
+    has_window: Bool[Array, ""] | None = None  # whether the window applies; None: yes
 
 
 def check_arguments(
@@ -54,6 +56,8 @@ def check_arguments(
     dropout: Any = None,
     deterministic: Any = False,
     max_segments: Any = None,
+    has_window: Any = None,
+    window_share: Any = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError names a wrong argument."""
     q, k, v = (
@@ -96,8 +100,13 @@ def check_arguments(
     if max_segments is not None:
         max_segments = CHECKS.whole_number("max_segments", max_segments)
         _require(max_segments >= 1, f"max_segments is {max_segments}; it should be at least 1")
-    options = Options(causal, window, scale, soft_cap, rate, deterministic, max_segments)
-    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, seed)
+    if has_window is not None:
+        has_window = jnp.asarray(has_window)
+        _require(window is not None, "has_window is set without window; it needs both")
+        is_flag = has_window.shape == () and has_window.dtype == bool
+        _require(is_flag, f"has_window is {describe(has_window)}; it should be one boolean")
+    options = Options(causal, window, scale, soft_cap, rate, deterministic, max_segments, window_share)
+    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, seed, has_window)
 
 
 def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:

@@ -248,8 +248,8 @@ def _fitted(
     problem: Problem, block_q: int, block_k: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array]]:
     """Arrays and segment ids, padded to complete blocks; the problem keeps the original lengths."""
-    mine, theirs, seed = problem.extras
+    mine, theirs = problem.extras[:2]
     if mine is not None and theirs is not None:
         mine, theirs = _padded(mine, 1, block_q), _padded(theirs, 1, block_k)
-    problem = problem._replace(extras=Extras(mine, theirs, seed))
+    problem = problem._replace(extras=problem.extras._replace(segment_ids=mine, kv_segment_ids=theirs))
     return problem, (_padded(q, 3, block_q), _padded(k, 2, block_k), _padded(v, 2, block_k))

@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import blockwise, ring
 from .arguments import CHECKS, Extras, check_arguments
+from .optional_window import with_optional_window
 from .ring import Shard
 from .support import Request, refusal
 
@@ -42,29 +43,28 @@ def attention_over(
     implementation: str,
     window: int | None = None,
     segment_ids: jax.Array | None = None,
-    max_segments: int | None = None,
-    soft_cap: float | None = None,
-    deterministic: bool = False,
+    **more: Any,
 ) -> jax.Array:
     """Causal attention of a sequence over all devices of `axis`. Options are those of `attention`."""
-    _, options, extras = check_arguments(
-        q, k, v, causal=True, window=window, segment_ids=segment_ids, kv_segment_ids=None, scale=None,
-        soft_cap=soft_cap, dropout=None, deterministic=deterministic, max_segments=max_segments,
-    )  # fmt: skip
+    _, options, extras = check_arguments(q, k, v, causal=True, window=window, segment_ids=segment_ids, **more)
     devices, time = jax.lax.axis_size(axis), q.shape[1]
     options = dataclasses.replace(options, window=window)  # which may be longer than this device's part
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
     why = refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
-    shard = Shard(importlib.import_module(f"{__package__}.{implementation}"), axis, options)
+    kernel = with_optional_window(importlib.import_module(f"{__package__}.{implementation}"), extras)
+    shard = Shard(kernel, axis, options)
+    if method == "ulysses":
+        return _attend(METHODS[method], shard, q, k, v, extras)
+    CHECKS.require(extras.has_window is None, f"has_window is set; {method} does not support it, use ulysses")
     if method == "ring" and window is not None:
         return _halo(shard, q, k, v, extras.segment_ids)
     return _attend(METHODS[method], shard, q, k, v, extras.segment_ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(method: Any, shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
-    return _attend_forward(method, shard, q, k, v, ids)[0]
+def _attend(method: Any, shard: Shard, q: Any, k: Any, v: Any, others: Any) -> jax.Array:
+    return _attend_forward(method, shard, q, k, v, others)[0]
 
 
 def _attend_forward(method: Any, shard: Shard, *own: Any) -> tuple[jax.Array, Any]:
@@ -82,16 +82,16 @@ _attend.defvjp(_attend_forward, _attend_backward)
 # ---------------------------------------------------------------- ulysses
 
 
-def _ulysses(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+def _ulysses(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.Array, jax.Array]:
     arrays = _to_heads(shard.axis, q, *_repeated(shard.axis, k, v))
-    out, lse = shard.kernel.attend(*arrays, shard.options, _all_ids(shard.axis, ids))
+    out, lse = shard.kernel.attend(*arrays, shard.options, _of_sequence(shard.axis, extras))
     return _to_sequence(shard.axis, out)[0], lse
 
 
 def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
-    axis, (q, k, v, ids) = shard.axis, own
+    axis, (q, k, v, extras) = shard.axis, own
     *arrays, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
-    found = shard.kernel.gradients(*arrays, out, lse, d_out, shard.options, _all_ids(axis, ids))
+    found = shard.kernel.gradients(*arrays, out, lse, d_out, shard.options, _of_sequence(axis, extras))
     dq, *others = _to_sequence(axis, *found)
     return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others)
 
@@ -110,11 +110,12 @@ def _to_sequence(axis: str, *arrays: jax.Array) -> list[jax.Array]:
     return [jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True) for x in arrays]
 
 
-def _all_ids(axis: str, ids: jax.Array | None) -> Extras:
-    if ids is None:
-        return Extras()
-    ids = jax.lax.all_gather(ids, axis, axis=1, tiled=True)
-    return Extras(ids, ids)
+def _of_sequence(axis: str, extras: Extras) -> Extras:
+    """The same with the ids of the complete sequence."""
+    if extras.segment_ids is None:
+        return extras
+    ids = jax.lax.all_gather(extras.segment_ids, axis, axis=1, tiled=True)
+    return extras._replace(segment_ids=ids, kv_segment_ids=ids)
 
 
 # ---------------------------------------------------------------- a window

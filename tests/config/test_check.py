@@ -217,6 +217,33 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["mesh.context=2", "mesh.context_method=ring", "memory.attention=cudnn"],
             "mesh.context_method=ring with data.packing=true ... memory.attention=cudnn ... ulysses",
         ),
+        (
+            TEXT,
+            ["mesh.context=2", "mesh.context_method=ring", "model.preset=gemma2-2b"],
+            "mesh.context_method=ring ... layers with and without a window ... mesh.context_method=ulysses",
+        ),
+        (
+            TEXT,
+            ["model.preset=gemma2-2b", "model.layers=1"],
+            "model.layer_types=[sliding_attention, full_attention] has 2 values ... model.layers=1; use at most 1",
+        ),
+        (
+            TEXT,
+            ["model.preset=gemma2-2b", "model.window=null"],
+            "model.layer_types= ... requires model.window, not null",
+        ),
+        (TEXT, ["model.layer_types=[full_attention]", "model.window=8"], "model.window=8 requires sliding_attention"),
+        (
+            TEXT,
+            ["model.layer_types=[global]"],
+            "model.layer_types[0]=global must be sliding_attention or full_attention",
+        ),
+        (TEXT, ["model.sliding_rope={theta: 5}"], "model.sliding_rope requires model.window"),
+        (
+            TEXT,
+            ["model.qk_norm=all_heads", "model.norms=post", "memory.head_groups=2"],
+            "model.qk_norm=all_heads ... memory.head_groups=2 ... memory.head_groups=1",
+        ),
         (TEXT, ["rules.mlp=[tensr]"], "rules.mlp[0]=tensr must be fsdp, context or tensor; did you mean tensor?"),
         (TEXT, ["rules.embed=[tensor]"], "rules.embed[0]=tensor must be fsdp or context"),
         (TEXT, ["rules.mlp=[fsdp, fsdp]"], "rules.mlp=[fsdp, fsdp] ... [fsdp]"),

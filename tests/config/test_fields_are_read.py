@@ -33,6 +33,8 @@ READ_HERE = {
     "rounding": "Precision.stochastic_rounding",
     **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
+    "Decoder.layer_types": "Decoder.windows",
+    "Decoder.sliding_rope": "Decoder.ropes",
     **dict.fromkeys(("trainable", "Adapter.layers"), "Config.trainable_patterns"),
     # Read by low_rank_layers, which returns the rank and scale of each layer.
     **dict.fromkeys([f"Adapter.{name}" for name in ("alpha", "alpha_pattern", "targets", "rslora")], "config.adapter"),

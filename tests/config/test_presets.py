@@ -16,7 +16,12 @@ PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
     "mistral-7b": 7_241_732_096,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
@@ -46,6 +51,7 @@ def test_count_by_hand():
     assert parameter_count(Decoder(**shape, tie_embeddings=True)) == plain - 66
     assert parameter_count(Decoder(**shape, attention_bias=True)) == plain + 2 * (8 + 4 + 4)
     assert parameter_count(Decoder(**shape, qk_norm=True)) == plain + 2 * (4 + 4)
+    assert parameter_count(Decoder(**shape, qk_norm="all_heads", norms="both")) == plain + 2 * (8 + 4 + 2 * 6)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from jaxmem.step import program
 from jaxmem.training.run import run
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
-STORED = {"llama3.1": np.float16, "mistral": ml_dtypes.bfloat16}
+STORED = {"llama3.1": np.float16, "mistral": ml_dtypes.bfloat16, "gemma2": ml_dtypes.bfloat16}
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -43,7 +43,7 @@ def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, co
     with pytest.raises(UserError, match="out exists already"):
         export_model(tmp_path / "run", tmp_path / "out")
     coded = [open_model(tmp_path / place, ["precision.parameters=int8"])[1] for place in ("run", "given")]
-    assert coded[0]["head"]["weight"].codes.dtype == np.int8
+    assert coded[0]["blocks"]["mlp"]["up"]["weight"].codes.dtype == np.int8
     jax.tree.map(np.testing.assert_array_equal, *coded)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out", "run"]
 

@@ -146,6 +146,7 @@ def test_quantized_matrices_and_what_falls_back(tmp_path: Path) -> None:
         ({}, {"tokenizer": None}, "set data.tokenizer"),
         ({"qk_norm": True, "attention_bias": True}, {}, "does not support model.qk_norm with biases"),
         ({"qk_norm": True, "rope": {"scaling": "llama3", "factor": 8.0}}, {}, "llama3 for the architecture qwen3"),
+        ({"logit_soft_cap": 30.0}, {}, "does not support model.logit_soft_cap=30"),
         ({"vocab": 200}, {}, "has 257 tokens, more than model.vocab=200"),
     ],
 )

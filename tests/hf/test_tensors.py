@@ -207,12 +207,32 @@ def test_an_incomplete_directory_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_layers_of_two_kinds_are_refused(tmp_path: Path, directories: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types: must be .*sliding_attention"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 values, but num_hidden_layers is 3"),
+        ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping: must be a number above 0"),
+        (
+            "gemma2",
+            {"hidden_activation": "gelu"},
+            'hidden_activation "gelu" is not supported, only "gelu_py',
+        ),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types: full_attention is not supported"),
+        ("llama3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    ],
+)
+def test_settings_of_layers_are_refused(
+    tmp_path: Path, directories: Path, name: str, keys: dict[str, object], message: str
+) -> None:
     place = tmp_path / "model"
-    shutil.copytree(directories / "qwen2-window", place)
-    config(max_window_layers=1)(place)
-    with pytest.raises(UserError, match="layer_types: full_attention, sliding_attention is not supported"):
+    place.mkdir()
+    shutil.copy(directories / name / "config.json", place)
+    config(**keys)(place)
+    with pytest.raises(UserError, match=message) as refused:
         hf.load(place)
+    assert "\n" not in str(refused.value)
 
 
 def test_several_files_are_one_model(tmp_path: Path, directories: Path) -> None:

@@ -48,6 +48,8 @@ def asked(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def test_models(compare):
     for name in compare.CASES:
+        if compare.config(name)["architectures"][0] not in ASKED["biases"]:
+            continue  # not recorded
         model = Decoder(**fields_of(compare.config(name)))
         network = nnx.eval_shape(lambda model=model: models.build(model, nnx.Rngs(0)))
         written = config_json(model)

@@ -33,6 +33,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GEMMA2 = {
+    "head_dim": 16, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5, "num_hidden_layers": 3, "cache_implementation": "hybrid",
+}  # fmt: skip
 QWEN = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "max_window_layers": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**QWEN, "tie_word_embeddings": True, "sliding_window": 4}),
     "qwen2-window": ("Qwen2", {**QWEN, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "qwen2.5-yarn": ("Qwen2", {**QWEN, "rope_scaling": YARN}),
+    "qwen2-half": ("Qwen2", {**QWEN, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2-types": (
+        "Gemma2",
+        {**GEMMA2, "final_logit_softcapping": None, "layer_types": [*["full_attention"] * 2, "sliding_attention"]},
+    ),
     "qwen3": ("Qwen3", {**QWEN, "head_dim": 16}),
     "qwen3-biases": ("Qwen3", {**QWEN, "head_dim": 16, "attention_bias": True, "rope_scaling": YARN}),
 }
@@ -79,6 +90,8 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (embed,),
         "post_attention_layernorm.weight": (embed,),
     }
+    if family.startswith("gemma"):
+        layer |= {f"{when}_feedforward_layernorm.weight": (embed,) for when in ("pre", "post")}
     for name, shape in products.items():
         layer[f"{name}.weight"] = shape
         if name.split(".")[1] in biased:

@@ -67,6 +67,22 @@ def test_drawn_calls_equal_float64(way, data):
     assert_close(run(way, arrays, options), exact(*arrays, **options), tolerance)
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if "," not in way])
+@pytest.mark.parametrize("applies", [True, False])
+def test_a_window_that_applies_in_some_calls(way, applies):
+    """Two programs in one, of which the flag on the device selects one."""
+    q, k, v, d_out, _ = drawn((2, 40, 40, 4, 2, 8), dtype=TAKES[way][0])
+
+    def both(has_window, **options):
+        out, pull = jax.vjp(lambda *x: attention(*x, causal=True, implementation=way, **options, **has_window), q, k, v)
+        return out, *pull(d_out)
+
+    found = jax.jit(lambda flag: both({"has_window": flag}, window=9))(applies)
+    wanted = jax.jit(lambda: both({}, window=9 if applies else None))()
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)), atol=1e-6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_scores_of_ten_thousand(way):
     """Whole numbers, so that the scores themselves are exact: 10,000 and a little, in every row."""

@@ -87,7 +87,22 @@ def test_packed_documents_do_not_attend_to_each_other():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"window": 4}, {"qk_norm": True, "attention_bias": True}, {"tie_embeddings": True}, {"kv_heads": 4}]
+    "fields",
+    [
+        {},
+        {"window": 4},
+        {"qk_norm": True, "attention_bias": True},
+        {"tie_embeddings": True},
+        {"kv_heads": 4},
+        {
+            "window": 3,
+            "layer_types": ("sliding_attention", "full_attention"),
+            "sliding_rope": {"theta": 9.0},
+            "attention_soft_cap": 2.0,
+            "qk_norm": "all_heads",
+            "norms": "post",
+        },
+    ],
 )
 def test_decoding_with_a_kv_cache_equals_the_whole_sequence(fields):
     network = Compiled(small(**fields))

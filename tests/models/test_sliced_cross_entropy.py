@@ -27,8 +27,9 @@ def sliced(x, weight, labels, counts, slices, axes, **terms):
     return jnp.sum(counts * SlicedLoss(axes, slices, Terms(**terms))(x, weight, labels))
 
 
-def whole(x, weight, labels, counts, **terms):
-    return jnp.sum(counts * cross_entropy.cross_entropy(x @ weight, labels, **terms))
+def whole(x, weight, labels, counts, soft_cap=None, **terms):
+    logits = x @ weight if soft_cap is None else soft_cap * jnp.tanh(x @ weight / soft_cap)
+    return jnp.sum(counts * cross_entropy.cross_entropy(logits, labels, **terms))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def whole(x, weight, labels, counts, **terms):
             {"label_smoothing": 0.1, "z_loss": 1e-2},
         ),  # the last two overlap
         (VocabSlices(VOCAB, 5), TIED, {"label_smoothing": 0.1}),
-        (VocabSlices(VOCAB, 23), UNTIED, {"z_loss": 1e-2}),
+        (VocabSlices(VOCAB, 23), UNTIED, {"z_loss": 1e-2, "soft_cap": 4.0}),
         (
             VocabSlices(VOCAB, 5, stored_parts=2, parts=2),
             UNTIED,

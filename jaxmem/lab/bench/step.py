@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config import Config, Decoder
+from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
 from jaxmem.hf import save
 from jaxmem.lab.bench.contest import Contestant, take_turns
@@ -49,8 +50,7 @@ def _check(cfg: Config) -> None:
     model = cfg.model
     if not isinstance(model, Decoder) or cfg.objective.name != "next_token":
         raise UserError("bench step measures decoders on next_token; set model.family=decoder and objective=next_token")
-    biases = model.attention_bias or model.output_bias or model.mlp_bias
-    if biases or model.qk_norm or model.window or model.rope.scaling != "none" or model.dropout:
+    if config_json(model)["model_type"] != "llama" or model.rope.scaling != "none" or model.dropout:
         raise UserError(
             "bench step supports the defaults of Hugging Face's Llama; leave out biases, model.qk_norm, window, dropout"
             " and rope.scaling"

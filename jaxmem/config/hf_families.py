@@ -1,0 +1,62 @@
+"""The architectures of transformers that a decoder can be, with the properties of each class that no file states: which
+projections have biases, where norms are, the defaults of absent keys."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # names of `model.activation` in files
+WINDOWS = Literal["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class HfFamily:
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the class, for absent keys
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` that all its models have
+    keys: Mapping[str, str] = field(default_factory=dict)  # further fields of `model`, and the key of each
+    biased: bool | None = None  # whether queries, keys and values have biases; None: `attention_bias` decides
+    biased_output: bool = True  # whether `attention_bias` includes the output projection
+    mlp_bias: bool = False  # whether the file may set it
+    # "all": every layer has `sliding_window`; "asked": only with `use_sliding_window`; a number n: all but each n-th
+    # layer, unless the file has `layer_types`; None: no layer.
+    windows: Literal["all", "asked"] | int | None = None
+    activation: str = "hidden_act"  # the key of the activation
+    sliding_theta: float | None = None  # of layers with a window, which have rotary positions of their own
+
+    @property
+    def fixed(self) -> dict[str, tuple[Any, ...]]:
+        """Keys that may have one value only."""
+        only = ACTIVATIONS[self.fields.get("activation", "silu")]
+        return {self.activation: (only,), "hidden_act": (only,)}
+
+
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+_GEMMA = {"activation": "gelu_tanh", "norms": "both", "norm_offset": True, "scale_embeddings": True}
+_GEMMA_KEYS = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attention_soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}  # fmt: skip
+
+FAMILIES = {
+    "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
+    "MistralForCausalLM": HfFamily(
+        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
+    ),
+    "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, windows="asked"),
+    "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, {"qk_norm": True}, windows="asked"),
+    "Gemma2ForCausalLM": HfFamily(
+        "gemma2",
+        {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA,
+        _GEMMA_KEYS,
+        windows=2,
+        activation="hidden_activation",
+    ),
+    "Olmo2ForCausalLM": HfFamily("olmo2", {"rms_norm_eps": 1e-5}, {"norms": "post", "qk_norm": "all_heads"}),
+}
