@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib
 import importlib.resources
+import importlib.util
 import json
 import logging
 import math
@@ -172,6 +173,18 @@ def device_kind() -> str:
     """The kind of the device to compile for, which need not be installed."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return absent.device_kind if absent is not None else jax.devices()[0].device_kind
+
+
+def triton_refusal(operation: str, capability: int | None) -> str | None:
+    """Why the Triton kernel of an operation cannot run on GPUs of compute capability `capability` (90 for 9.0; None:
+    not a GPU); None: it can."""
+    if capability is None:
+        return "no NVIDIA GPU"
+    if capability < 80:
+        return f"compute capability is {capability / 10}; the triton implementation needs 8.0 or newer"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+    return FAILURES.get((operation, "triton"))
 
 
 def capability(device: Any = None) -> int | None:

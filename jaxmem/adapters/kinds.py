@@ -29,7 +29,7 @@ def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | 
             tokens(model, cfg.token_indices)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            module.dequant_matmul = None if cfg.matmul == "auto" else cfg.matmul
+            module.dequant_matmul = None if cfg.matmul in ("auto", "dequantize") else cfg.matmul
 
 
 def base_of(tree: Any) -> Any:

@@ -56,9 +56,10 @@ class Adapter(Section):
         None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
     )
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
-    matmul: Literal["auto", "sliced", "triton"] = setting(
+    matmul: Literal["auto", "dequantize", "sliced", "triton"] = setting(
         "auto",
-        "matmul with a quantized base; auto dequantizes a matrix at a time, sliced 8 M elements, triton in registers",
+        "matmul with a quantized base; dequantize: a matrix at a time, sliced: 8 M elements, triton: in registers;"
+        " auto: triton for few tokens on GPUs, else dequantize",
     )
     virtual_tokens: Count = setting(20, "trainable tokens before each row")
     layers: Count = setting(1, "number of last layers to train")

@@ -17,7 +17,7 @@ def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
     kernels = (
         ("memory.attention", cfg.memory.attention, "auto"),
-        ("optimizer.kernel", cfg.optimizer.kernel, "none"),
+        ("optimizer.kernel", cfg.optimizer.kernel, "auto"),
         ("adapter.matmul", cfg.adapter.matmul, "auto"),
     )
     for key, value, other in kernels:

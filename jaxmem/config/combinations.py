@@ -64,6 +64,7 @@ CONFLICTS = (
     # With a master copy, rounding loses no update.
     ("precision.rounding=stochastic", "precision.master!=none", "precision.rounding=nearest or precision.master=none"),
     ("memory.attention=cudnn|mosaic", "precision.compute=float32", "memory.attention=triton or auto"),
+    ("mesh.context_method!=auto", "mesh.context=1", "mesh.context=2 or more, or mesh.context_method=auto"),
     # Spilling starts when the device is full.
     ("memory.spill!=none", "memory.budget!=null", "memory.spill=none or memory.budget=null"),
     # Each stage needs all of its layers at each tick of the pipeline.

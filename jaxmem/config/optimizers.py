@@ -141,7 +141,9 @@ class Optimizer(Section):
         "global",
         "the clipped norm: of all gradients, of all gradients of the previous update, or of each weight's gradient",
     )
-    kernel: Literal["none", "triton"] = setting("none", "triton: fused update on GPUs, for adamw8bit or int8 weights")
+    kernel: Literal["auto", "none", "triton"] = setting(
+        "auto", "fused update for adamw8bit or int8 weights; none: plain JAX; auto: triton on GPUs, else none"
+    )
     beta1: Fraction | None = setting(None, "decay of the first moment")
     beta2: Fraction | None = setting(None, "decay of the second moment")
     epsilon: Positive | None = setting(None, "added to the root of the second moment")
@@ -163,7 +165,7 @@ class Optimizer(Section):
         if not isinstance(fields, dict):
             return fields
         entry = OPTIMIZERS.get(str(fields.get("name", cls.model_fields["name"].default)))
-        own = {} if entry is None else entry.fields
+        own = {} if entry is None else {key: value for key, value in entry.fields.items() if key != "kernel"}
         return {**own, **{field: value for field, value in fields.items() if value is not None or field not in own}}
 
     @property

@@ -37,14 +37,17 @@ CUDNN_NEEDED = (9, 6)  # for documents in packed rows
 _PROBE = """
 import json, sys
 import jax
+from jaxmem.config.methods import run_config
 from jaxmem.kernels.choice import capability
-from jaxmem.kernels.fused_attention.support import Request, choose
+from jaxmem.step.kernel_choice import kernel_choices
 
-def attention(device):
-    chosen = choose(Request.of_documents(4096, 128), capability(device), device.device_kind)
-    return f"{chosen.implementation} ({chosen.why})"
+cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit"], method="qlora", sequence_length=4096)
 
-seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats(), attention=attention(d))
+def kernels(device):
+    found = kernel_choices(cfg, device.platform, capability(device), device.device_kind)
+    return {setting: f"{one.implementation} ({one.why})" for setting, one in found.items()}
+
+seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats(), kernels=kernels(d))
         for d in jax.local_devices()]
 print(json.dumps(seen))
 """
@@ -93,7 +96,7 @@ def table(findings: dict[str, Any]) -> Group:
 
     packages, memory = findings["packages"] | findings["cuda_wheels"], findings["host_memory"]
     kinds = Counter(device["kind"] for device in findings["devices"])
-    attention = {one["kind"]: one["attention"] for one in findings["devices"] if one["platform"] != "cpu"}
+    kernels = {one["kind"]: one["kernels"] for one in findings["devices"] if one["platform"] != "cpu"}
     rows = [
         ("python", f"{findings['python']} on {findings['system']}, {findings['cores']} cores"),
         ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())),
@@ -103,7 +106,11 @@ def table(findings: dict[str, Any]) -> Group:
             for gpu in findings["gpus"]
         ),
         ("jax sees", findings["devices_error"] or ", ".join(f"{count} x {kind}" for kind, count in kinds.items())),
-        *(("attention", f"packed rows in bfloat16 on {kind}: {chosen}") for kind, chosen in attention.items()),
+        *(
+            (setting, f"QLoRA of llama3-8b, packed rows of 4,096 tokens on {kind}: {chosen}")
+            for kind, all_chosen in kernels.items()
+            for setting, chosen in all_chosen.items()
+        ),
         ("memory", f"{_gib(memory['available'])} of {_gib(memory['total'])} free"),
         ("disk", f"{_gib(findings['disk']['free'])} free for {findings['disk']['path']}/"),
     ]

@@ -89,7 +89,7 @@ def apply_updates(
     *,
     layer: jax.Array | None = None,
     vocab_slice: VocabSlice | None = None,
-    kernel: Literal["none", "triton"] = "none",
+    kernel: Literal["auto", "none", "triton"] = "none",
 ) -> Any:
     """Returns the new weights, computed in float32 and stored in their dtype. With a key they are rounded
     stochastically.
@@ -97,7 +97,8 @@ def apply_updates(
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key. So updating a single layer of
     every stack (`layer=i`), or some rows of a vocabulary matrix (`vocab_slice`), rounds in the same way as updating
     everything. Quantized weights are dequantized and quantized in place, layer by layer, at most 8 M elements at a
-    time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers.
+    time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers; `auto`: only of weights
+    whose blocks are all complete.
     """
 
     def add(path: Any, w: Any, u: jax.Array, names: Axes) -> Any:
@@ -106,7 +107,8 @@ def apply_updates(
             return map_layers(_add, (w, u), own, names, layer, vocab_slice)
         seeds = None if own is None else _block_seeds(own, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
-        if kernel == "triton" and w.format == "int8":
+        is_even = w.shape[w.axis] % w.block_size == 0
+        if w.format == "int8" and (kernel == "triton" or (kernel == "auto" and is_even)):
             return _add_fused(w, u, seeds, names)
         return update_rows(_requantize, w, (u, seeds), names)
 

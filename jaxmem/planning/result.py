@@ -67,20 +67,20 @@ class Plan:
         return self.others[step_at(bucket)]
 
     @property
-    def attention(self) -> dict[str, str] | None:
-        """The implementation of attention, and why; None: the model has no attention."""
-        chosen = self.program.model.attention
-        return None if chosen is None else {"implementation": chosen.implementation, "why": chosen.why}
+    def kernels(self) -> dict[str, dict[str, str]]:
+        """The implementation of each operation that has a fused form, and why, by setting."""
+        found = self.program.model.kernels
+        return {key: {"implementation": one.implementation, "why": one.why} for key, one in found.items()}
 
     @property
     def choices(self) -> list[str]:
-        """The values that were chosen for settings that are `auto`, and why, a line each; attention also if the config
-        names it."""
+        """The values that were chosen for settings that are `auto`, and why, a line each; kernels also if the config
+        names them."""
         remat = self.program.cfg.memory.remat
         saved = f"saves {', '.join(remat.save)}" if isinstance(remat, Save) else remat
         lines = [f"recompute: {saved} ({self.remat_why})"] if self.remat_why else []
-        if self.attention and not self.target.is_cpu:
-            lines.append("attention: {implementation} ({why})".format(**self.attention))
+        if not self.target.is_cpu:
+            lines += (f"{key}: {one['implementation']} ({one['why']})" for key, one in self.kernels.items())
         return lines
 
     @cached_property
@@ -210,7 +210,7 @@ class Plan:
             "backend": "cpu" if target.is_cpu else "cuda",
             "remat": built.cfg.memory.model_dump(mode="json")["remat"],
             "remat_why": self.remat_why,
-            "attention": self.attention,
+            "kernels": self.kernels,
             "bytes_per_device": self.bytes_per_device,
             "kinds": self.breakdown.kinds,
             "predicted": self.predicted,

@@ -47,7 +47,7 @@ def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
     html, style, script = (files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     parts, phases = _parts(plan), {phase: size for phase, size in plan["phases"].items() if size is not None}
     return environment.from_string(html).render(
-        plan={"attention": None, "remat_why": None, **plan},  # plans of earlier versions do not state them
+        plan={"kernels": {}, "remat_why": None, **plan},  # plans of earlier versions do not state them
         memory=memory,
         record=record,
         version=__version__,

@@ -27,7 +27,7 @@ from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.search.surrogate import PRIOR_STD
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import STORAGE_AXES
-from jaxmem.step.attention_choice import resolved
+from jaxmem.step.kernel_choice import resolved
 
 MAX_SIZE = 4000
 
@@ -153,15 +153,20 @@ class Space:
             if other.mesh.fsdp == 1:  # ZeRO shards nothing
                 other = other.replace(zero=self._cfg.zero)
             other = other.replace(rules=_plain_rules(other))
-            canonical = _canonical(other, self._target)
+            try:
+                run, error = resolved_on(other, self._target), None
+            except UserError as failure:
+                run, error = other, one_line(failure)
+            canonical = _canonical(run, self._target)
             if canonical not in self._seen:
                 self._seen.add(canonical)
                 settings = {key: _value(other, key) for key in self._keys}
                 distance = sum(value != _value(self._given, key) for key, value in settings.items())
+                guess = Estimate({}, {}, None)
                 try:
-                    guess, error = estimated(other, self._target), None
+                    guess = guess if error else estimated(other, self._target)
                 except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
-                    guess, error = Estimate({}, {}, None), one_line(failure)
+                    error = one_line(failure)
                 found.append(Candidate(other, self._given, settings, distance, guess, error))
         return found
 
@@ -170,12 +175,16 @@ def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candi
     return Space(cfg, target, knobs).start()
 
 
-def estimated(cfg: Config, target: Target) -> Estimate:
-    """The estimate on a target. The seconds for a CPU can only be compared with each other."""
+def resolved_on(cfg: Config, target: Target) -> Config:
+    """The config with the kernels that `auto` means on a target."""
     gpu = target.gpu
     capability = round(10 * float(gpu.compute_capability)) if gpu else None
-    cfg = resolved(cfg, target.platform, capability, gpu.kind if gpu else "")
-    return estimate(cfg, target.platform, gpu or CPU, target.per_host)
+    return resolved(cfg, target.platform, capability, gpu.kind if gpu else "")
+
+
+def estimated(cfg: Config, target: Target) -> Estimate:
+    """The estimate on a target. The seconds for a CPU can only be compared with each other."""
+    return estimate(resolved_on(cfg, target), target.platform, target.gpu or CPU, target.per_host)
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
@@ -209,6 +218,8 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
         (given[section[0]] if section else given)[name] = value
     if given["mesh"]["stage"] == 1:
         given["pipeline"] = {}
+    if given["mesh"]["context"] == 1:
+        given["mesh"]["context_method"] = "auto"
     try:
         cfg = load_config(given)
     except UserError:

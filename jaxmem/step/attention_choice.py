@@ -62,14 +62,6 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
     return AttentionChoice(**(vars(one) | {"why": why, "context_method": best}))
 
 
-def resolved(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
-    """The config with what `auto` of `memory.attention` and `mesh.context_method` means there."""
-    chosen = attention_choice(cfg, platform, capability, device)
-    if chosen is None:
-        return cfg
-    return cfg.replace(memory={"attention": chosen.implementation}, mesh={"context_method": chosen.context_method})
-
-
 def attention_request(cfg: Config, platform: str) -> Request | None:
     """Attention of one micro-batch for the heads of one device; None: the model has none. The sequence is complete."""
     model, mesh = cfg.model, cfg.mesh

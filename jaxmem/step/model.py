@@ -12,7 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
-from jaxmem.config import Config, Convnet, Memory, Save
+from jaxmem.config import Adapter, Config, Convnet, Memory, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
 from jaxmem.errors import UserError
 from jaxmem.models.chunking import Chunking
@@ -54,7 +54,7 @@ class ModelSpec:
         def network() -> models.Network:
             """The network with adapters, without the identity layers that pad pipeline stages."""
             network = self._build(jax.random.key(0))
-            adapters.attach(network, self.cfg.adapter, jax.random.key(0))
+            adapters.attach(network, self._adapter, jax.random.key(0))
             return network
 
         graphdef, state = nnx.split(nnx.eval_shape(network))
@@ -140,7 +140,7 @@ class ModelSpec:
         network = nnx.eval_shape(partial(self._build, key))
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):
-            adapters.attach(network, self.cfg.adapter, jax.random.fold_in(key, _ADAPTER_KEY), self.layer_order)
+            adapters.attach(network, self._adapter, jax.random.fold_in(key, _ADAPTER_KEY), self.layer_order)
         return nnx.to_pure_dict(nnx.state(network))
 
     def _build(self, key: jax.Array) -> models.Network:
@@ -149,9 +149,19 @@ class ModelSpec:
     @cached_property
     def attention(self) -> Any:
         """The implementation of attention, and why (`AttentionChoice`); None: the model has no attention."""
-        from jaxmem.step.attention_choice import attention_choice
+        return self.kernels.get("memory.attention")
 
-        return attention_choice(self.cfg, self.platform, self.capability, self.device)
+    @cached_property
+    def kernels(self) -> dict[str, Any]:
+        """The implementation of each operation that has a fused form, and why (`Choice`), by setting."""
+        from jaxmem.step.kernel_choice import kernel_choices
+
+        return kernel_choices(self.cfg, self.platform, self.capability, self.device)
+
+    @property
+    def _adapter(self) -> Adapter:
+        chosen = self.kernels.get("adapter.matmul")
+        return self.cfg.adapter if chosen is None else self.cfg.adapter.replace(matmul=chosen.implementation)
 
     @property
     def attention_request(self) -> Any:

@@ -51,8 +51,8 @@ class Program:
 
     @property
     def resolved(self) -> Config:
-        """The config with what `auto` of `memory.attention` and `mesh.context_method` means on these devices."""
-        from jaxmem.step.attention_choice import resolved
+        """The config with what `auto` of its kernels and of `mesh.context_method` means on these devices."""
+        from jaxmem.step.kernel_choice import resolved
 
         return resolved(self.cfg, self.platform, self.model.capability, self.model.device)
 

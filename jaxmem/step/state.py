@@ -55,13 +55,19 @@ class StateSpec:
 
     def optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the parameters that have these axes, a subset of the trainable ones."""
-        tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
+        tx = optim.build(self.cfg.optimizer.replace(kernel=self.update_kernel), self.learning_rate, axes)
         if self.cfg.adapter.lora_plus_ratio != 1.0:
             tx = optim.scale_updates(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
         master = self.cfg.precision.master
         if master in optim.REMAINDER_BITS:
             return optim.with_remainder(tx, optim.REMAINDER_BITS[master], axes)
         return tx if master == "none" else optim.with_master(tx)
+
+    @property
+    def update_kernel(self) -> str:
+        """`optimizer.kernel` on these devices: `auto` selects fused updates of all arrays that support them."""
+        chosen = self.model.kernels.get("optimizer.kernel")
+        return self.cfg.optimizer.kernel if chosen is not None and chosen.implementation == "triton" else "none"
 
     def group(self, params: Any) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""

@@ -36,7 +36,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         key = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
         row_keys = jax.random.split(key, batch["mask"].shape[:2])
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
-        write = partial(optim.apply_updates, key=rounding, kernel=cfg.optimizer.kernel)
+        write = partial(optim.apply_updates, key=rounding, kernel=spec.update_kernel)
         if cfg.memory.update == "during":
             from jaxmem.step.update_during import update_during_backward
 

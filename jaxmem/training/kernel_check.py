@@ -1,8 +1,8 @@
-"""Compares a kernel with plain JAX on a small random input, on the device of a run, before the run uses it.
+"""Compares kernels with plain JAX on small random inputs, on the device of a run, before the run uses them.
 
-A kernel that `auto` chose is compiled and run once, forward and backward, in less than a second. If it fails, it is
-replaced by the next choice, and a line reports this; if the config names it, this is an error. Results are stored in
-the user's cache directory, by device, version of jax and properties of the call.
+A kernel that `auto` chose is compiled and run once, in less than a second. If it fails, it is replaced by the next
+choice, and a line reports this; if the config names it, this is an error. Results are stored in the user's cache
+directory, by device, version of jax and properties of the call.
 """
 
 import contextlib
@@ -18,14 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import kernels
 from jaxmem.config import Config
 from jaxmem.errors import UserError, one_line
-from jaxmem.kernels import attention, choice, triton_launch
-from jaxmem.kernels.fused_attention.support import OPERATION, PLAIN, Request
+from jaxmem.kernels import choice, triton_launch
+from jaxmem.kernels.fused_attention.support import Request
+from jaxmem.kernels.validation import PLAIN
+from jaxmem.quant import quantize
 from jaxmem.step import Program
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
+ROWS, COLUMNS = 512, 1024  # of the weights of matmuls and updates
 STEPS = 8  # largest error, in rounding errors of the dtype relative to the largest value
+FEW = 1e-3  # share of integer codes that may differ, by one step, at the border between two codes
 
 
 def refuse_gpu_kernels(cfg: Config) -> None:
@@ -37,41 +42,47 @@ def refuse_gpu_kernels(cfg: Config) -> None:
     }
     for key, value in named.items():
         if value in ("cudnn", "mosaic", "triton") and triton_launch.INTERPRETER is None:
-            use = "none" if key == "optimizer.kernel" else "auto"
-            raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}={use}")
+            raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
 
 
-def checked_attention(build: Callable[[], Program], agree: Callable[[bool], bool] = bool) -> Iterator[str]:
-    """Replaces implementations of attention that fail their check, and yields a line for each. `build` returns the
-    program, whose choice excludes failed implementations. `agree` returns whether a check failed in any process."""
-    while True:
-        built = build()
-        chosen = built.model.attention
-        if built.platform != "gpu" or chosen is None or chosen.implementation in (PLAIN, "reference"):
-            return
-        why = failure(chosen.implementation, built.model.attention_request)
-        if not agree(why is not None):
-            return
-        why = why or "it failed in another process"
-        if built.cfg.memory.attention != "auto":
-            raise UserError(
-                f"memory.attention={chosen.implementation} failed its check on this device: {why}; use auto"
-            )
-        choice.FAILURES[OPERATION, chosen.implementation] = f"{chosen.implementation} failed its check: {why}"
-        yield f"warning: memory.attention={chosen.implementation} failed its check and is not used: {why}"
+def checked_kernels(build: Callable[[], Program], agree: Callable[[bool], bool] = bool) -> Iterator[str]:
+    """Replaces implementations that fail their check, and yields a line for each. `build` returns the program, whose
+    choice excludes failed implementations. `agree` returns whether a check failed in any process."""
+    while (failed := _first_failed(build(), agree)) is not None:
+        setting, name, is_named, why = failed
+        if is_named:
+            raise UserError(f"{setting}={name} failed its check on this device: {why}; use auto")
+        choice.FAILURES[setting.removeprefix("memory."), name] = f"{name} failed its check: {why}"
+        yield f"warning: {setting}={name} failed its check and is not used: {why}"
 
 
-def failure(implementation: str, call: Request) -> str | None:
-    """The reason why an implementation cannot be used for such calls on the first local device; None: it is correct."""
+def _first_failed(built: Program, agree: Callable[[bool], bool]) -> tuple[str, str, bool, str] | None:
+    for setting, chosen in built.model.kernels.items() if built.platform == "gpu" else ():
+        name = chosen.implementation
+        if name in (*PLAIN, "none", "dequantize"):
+            continue
+        call = built.model.attention_request if setting == "memory.attention" else chosen.kind
+        why = failure(setting, name, call)
+        if agree(why is not None):
+            section, key = setting.split(".")
+            is_named = getattr(getattr(built.cfg, section), key) != "auto"
+            return setting, name, is_named, why or "it failed in another process"
+    return None
+
+
+def failure(setting: str, implementation: str, call: Request | str) -> str | None:
+    """The reason why an implementation cannot be used for such calls on the first local device; None: it is correct.
+    `call`: of attention a request, otherwise the kind of the choice."""
     device = jax.local_devices()[0]
-    call = dataclasses.replace(call, queries=LENGTH, keys=LENGTH, batch=2, heads=4, max_segments=4)
-    facts = [device.device_kind, jax.__version__, implementation, *dataclasses.astuple(call)]
+    if isinstance(call, Request):
+        call = dataclasses.replace(call, queries=LENGTH, keys=LENGTH, batch=2, heads=4, max_segments=4)
+    facts = [device.device_kind, jax.__version__, setting, implementation, str(call)]
     seen = _directory() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     if seen.exists():
         return None
     try:
         with jax.default_device(device):
-            why = _difference(implementation, call)
+            why = _difference(setting, implementation, call)
     except Exception as error:  # noqa: BLE001 - a compiler or a driver may raise any type
         return one_line(error)
     if why is None:
@@ -81,7 +92,32 @@ def failure(implementation: str, call: Request) -> str | None:
     return why
 
 
-def _difference(implementation: str, call: Request) -> str | None:
+def _difference(setting: str, implementation: str, call: Any) -> str | None:
+    plain, results = _CHECKS[setting]
+    expected = results(call, plain)
+    for name, x in results(call, implementation).items():
+        if why := _error(np.asarray(x), np.asarray(expected[name])):
+            return f"its {name} differs from plain JAX's by {why}"
+    return None
+
+
+def _error(x: np.ndarray, y: np.ndarray) -> str | None:
+    if jnp.issubdtype(y.dtype, jnp.integer):
+        steps = np.abs(x.astype(np.int32) - y.astype(np.int32))
+        share = float((steps > 0).mean())
+        within = steps.max() <= 1 and share <= FEW
+        return None if within else f"up to {steps.max()} codes, {share:.2%} of them (limits 1 and {FEW:.1%})"
+    limit = STEPS * float(jnp.finfo(y.dtype).eps)
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
+    return None if error <= limit else f"{error:.2g} of the largest value (limit {limit:.2g})"  # also NaN
+
+
+def _normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+
+
+def _attention(call: Request, implementation: str) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
     kv_heads = 2
     sizes = (call.heads, kv_heads, kv_heads, call.heads)
@@ -91,19 +127,49 @@ def _difference(implementation: str, call: Request) -> str | None:
     options |= {"segment_ids": ids, "max_segments": call.max_segments, "window": WINDOW if call.window else None}
     options |= {"soft_cap": SOFT_CAP if call.soft_cap else None}
 
-    def run(way: str) -> list[np.ndarray]:
-        def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:
-            out, pull = jax.vjp(lambda *a: attention(*a, implementation=way, **options), q, k, v)
-            return out, *pull(g)
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *a: kernels.attention(*a, implementation=implementation, **options), q, k, v)
+        return out, *pull(g)
 
-        return [np.asarray(x, np.float32) for x in jax.jit(both)(*arrays)]
+    return dict(zip(("output", "dq", "dk", "dv"), jax.jit(both)(*arrays), strict=True))
 
-    limit = STEPS * float(jnp.finfo(call.dtype).eps)
-    for name, x, y in zip(("output", "dq", "dk", "dv"), run(implementation), run(PLAIN), strict=True):
-        error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
-        if not error <= limit:  # also NaN
-            return f"its {name} differs from plain JAX's by {error:.2g} of the largest value (limit {limit:.2g})"
-    return None
+
+def _matmul(kind: str, implementation: str) -> dict[str, jax.Array]:
+    form, dtype = kind.split()
+    q = quantize(_normal(ROWS, COLUMNS), form, 256 if form == "int8" else 64, 0)
+    options = {"format": form, "block_size": q.block_size, "implementation": implementation}
+
+    def both(x: jax.Array, g: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda x: kernels.dequant_matmul(x, q.codes, q.scale, **options), x)
+        return out, *pull(g)
+
+    made = jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), _normal(LENGTH, COLUMNS, dtype=dtype))
+    return dict(zip(("result", "gradient"), made, strict=True))
+
+
+def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
+    values, g = _normal(ROWS, COLUMNS), _normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
+    found: dict[str, jax.Array] = {}
+    if "adamw8bit" in kind:
+        m, v = quantize(values, "dynamic8", 256, -1), quantize(values**2, "udynamic8", 256, -1)
+        state = kernels.Moments8(m.codes, jnp.maximum(v.codes, 1), m.scale, v.scale)
+        update = jax.jit(lambda *a: kernels.adam8_update(*a, implementation=implementation))
+        u, new = update(g, state, jnp.asarray([0.5, 0.5]))
+        found |= {"update": u, **new._asdict()}
+    if "int8" in kind:
+        w = quantize(values, "int8", 256, -2)
+        seeds = jnp.arange(w.scale.size, dtype=jnp.uint32).reshape(w.scale.shape)
+        add = jax.jit(lambda *a: kernels.int8_add(*a, implementation=implementation))
+        found |= zip(("codes", "scale"), add(w.codes, w.scale, g * jnp.bfloat16(1e-3), seeds), strict=True)
+    return found
+
+
+# By setting: the implementation in plain JAX, and the results of an implementation by name.
+_CHECKS: dict[str, tuple[str, Callable[[Any, str], dict[str, jax.Array]]]] = {
+    "memory.attention": ("blockwise", _attention),
+    "adapter.matmul": ("sliced", _matmul),
+    "optimizer.kernel": ("reference", _updates),
+}
 
 
 def _directory() -> Path:

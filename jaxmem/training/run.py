@@ -204,12 +204,12 @@ def _preflight(cfg: Config) -> None:
 
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> None:
-    from jaxmem.training.kernel_check import checked_attention, refuse_gpu_kernels
+    from jaxmem.training.kernel_check import checked_kernels, refuse_gpu_kernels
 
     if devices[0].platform == "cpu":
         refuse_gpu_kernels(cfg)
         return
-    for line in checked_attention(lambda: program(cfg, devices), any_process):
+    for line in checked_kernels(lambda: program(cfg, devices), any_process):
         print(line, flush=True)
 
 

@@ -6,7 +6,6 @@ Hopper; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,11 +60,6 @@ class Request:
             keys_have_own=keys_have_own,
             max_segments=options.max_segments,
         )
-
-    @classmethod
-    def of_documents(cls, length: int, dim: int) -> Request:
-        """Packed rows of a language model in bfloat16."""
-        return cls("bfloat16", length, length, 32, dim, has_segments=True, max_segments=32)
 
     def over_context(self, method: str, devices: int) -> Request:
         """The call of each device if `devices` share the sequence of this call by a method of `context.py`."""
@@ -183,8 +177,7 @@ def choose(call: Request, capability: int | None, device: str) -> Choice:
     fastest = () if measured is None else (measured["implementation"],)
     refused: list[str] = []
     for name in (*fastest, *ORDER):
-        installed = name != "triton" or importlib.util.find_spec("jax_triton")
-        missing = None if installed else "the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+        missing = choice.triton_refusal(OPERATION, capability) if name == "triton" else None
         why = choice.FAILURES.get((OPERATION, name)) or missing or refusal(name, call, capability)
         if why is None:
             reason = "the fastest that was measured" if name in fastest else ORDER[name]

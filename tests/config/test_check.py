@@ -207,6 +207,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["mesh.context=2", "memory.attention=reference"],
             "mesh.context=2 ... memory.attention=reference ... memory.attention=auto",
         ),
+        (TEXT, ["mesh.context_method=ring"], "mesh.context_method=ring ... mesh.context=1 ... context_method=auto"),
         (
             TEXT,
             ["mesh.context=2", "mesh.context_method=all_gather", "model.window=8"],

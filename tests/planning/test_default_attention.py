@@ -7,7 +7,8 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
-from jaxmem.step.attention_choice import attention_choice, resolved
+from jaxmem.step.attention_choice import attention_choice
+from jaxmem.step.kernel_choice import resolved
 from tests.planning.conftest import SMALL, config
 
 CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"
@@ -52,7 +53,9 @@ def test_packed_rows_on_each_gpu():
 def test_the_kernels_of_packed_rows(gpu):
     plan = jaxmem.plan(config(**SECTIONS), f"{gpu}:2")
     assert calls(plan) == {PACKED[gpu]}
-    assert plan.step_as_json()["attention"]["implementation"] == ("cudnn" if PACKED[gpu] == CUDNN else "triton")
+    assert plan.step_as_json()["kernels"]["memory.attention"]["implementation"] == (
+        "cudnn" if PACKED[gpu] == CUDNN else "triton"
+    )
     assert plan.estimated_step_seconds
 
 
@@ -71,7 +74,7 @@ def test_the_kernels_of_packed_rows(gpu):
 )
 def test_settings_change_the_choice(gpu, change, kernels, implementation):
     plan = jaxmem.plan(config(**{**SECTIONS, **change}), f"{gpu}:2")
-    assert (calls(plan), plan.attention["implementation"]) == (kernels, implementation)
+    assert (calls(plan), plan.kernels["memory.attention"]["implementation"]) == (kernels, implementation)
 
 
 def test_a_kernel_that_is_named_is_refused_before_compiling():

@@ -1,17 +1,21 @@
 """A kernel is checked before a run uses it; one that is wrong on purpose is replaced by the next choice, in a line."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 
+from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.kernels import choice, triton_launch
+from jaxmem.kernels import choice, quantized_matmul, quantized_update, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.fused_attention.support import Request, choose
+from jaxmem.step.kernel_choice import update_choice
 from jaxmem.training import kernel_check
-from jaxmem.training.kernel_check import checked_attention, failure
+from jaxmem.training.kernel_check import checked_kernels, failure
 from tests.kernels.test_cudnn import emulated
 
+OPTIMIZER = {"optimizer": {"name": "adamw8bit"}, "train": {"steps": 1}}
 CALL = Request("bfloat16", 4096, 4096, 32, 16, has_segments=True, max_segments=32)
 
 
@@ -23,9 +27,9 @@ def own_state(tmp_path, monkeypatch):
 
 def test_a_right_kernel_passes_once(monkeypatch):
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)
-    assert failure("cudnn", CALL) is None
+    assert failure("memory.attention", "cudnn", CALL) is None
     monkeypatch.setattr(kernel_check, "_difference", lambda *_: pytest.fail("it was remembered"))
-    assert failure("cudnn", CALL) is None
+    assert failure("memory.attention", "cudnn", CALL) is None
 
 
 @pytest.mark.parametrize(("output", "name"), [(0, "output"), (1, "dk")])
@@ -38,7 +42,31 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
 
     monkeypatch.setattr(cudnn, "ON_CPU", wrong)
     for _ in range(2):  # nothing that failed is remembered
-        assert (failure("cudnn", CALL) or "").startswith(f"its {name} differs from plain JAX's by")
+        assert (failure("memory.attention", "cudnn", CALL) or "").startswith(f"its {name} differs from plain JAX's by")
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "module", "function", "output"),
+    [
+        ("adapter.matmul", "nf4 bfloat16", quantized_matmul.__name__ + ".triton", "of_activations", "gradient"),
+        ("optimizer.kernel", "adamw8bit", quantized_update.__name__ + ".triton", "adam8", "update"),
+        ("optimizer.kernel", "int8 weights", quantized_update.__name__ + ".triton", "int8_add", "codes"),
+    ],
+)
+def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, function, output, monkeypatch):
+    module = importlib.import_module(module)
+    monkeypatch.setattr(kernel_check, "ROWS", 256)
+    monkeypatch.setattr(kernel_check, "COLUMNS", 256)
+    assert failure(setting, "triton", kind) is None
+    right = getattr(module, function)
+
+    def wrong(*args):
+        made = right(*args)
+        return made * 1.1 if function == "of_activations" else (made[0] + made[0], *made[1:])
+
+    monkeypatch.setattr(module, function, wrong)
+    monkeypatch.setattr(kernel_check, "LENGTH", 128)  # another call: passing is remembered per call
+    assert (failure(setting, "triton", kind + " ") or "").startswith(f"its {output} differs from plain JAX's by")
 
 
 def test_a_kernel_that_raises_has_failed(monkeypatch):
@@ -46,25 +74,31 @@ def test_a_kernel_that_raises_has_failed(monkeypatch):
         raise RuntimeError("no engine\nand a page of reasons")
 
     monkeypatch.setattr(cudnn, "ON_CPU", broken)
-    assert failure("cudnn", CALL) == "RuntimeError: no engine"
+    assert failure("memory.attention", "cudnn", CALL) == "RuntimeError: no engine"
 
 
 def built(attention="auto"):
     """A program on a Hopper GPU, as far as the check looks at it."""
-    named = SimpleNamespace(memory=SimpleNamespace(attention=attention))
-    chosen = choose(CALL, 90, "H100")
-    model = SimpleNamespace(attention=chosen, attention_request=CALL)
-    return SimpleNamespace(platform="gpu", cfg=named, model=model)
+    cfg = load_config({"name": "x", "model": {"preset": "llama3-8b"}, **OPTIMIZER, "memory": {"attention": attention}})
+    kernels = {"memory.attention": choose(CALL, 90, "H100"), "optimizer.kernel": update_choice(cfg, 90)}
+    return SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(kernels=kernels, attention_request=CALL))
 
 
 def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
-    wrong = {"cudnn": "it is off by 1", "mosaic": "it does not compile"}
-    monkeypatch.setattr(kernel_check, "failure", lambda name, _: wrong.get(name))
-    lines = list(checked_attention(built))
-    assert [("cudnn" in line, "mosaic" in line) for line in lines] == [(True, False), (False, True)]
-    assert all(line.startswith("warning: ") for line in lines)
-    assert built().model.attention.implementation == "triton"
-    assert "it is off by 1" in built().model.attention.why
+    wrong = {
+        "cudnn": "it is off by 1",
+        "mosaic": "it does not compile",
+        ("optimizer.kernel", "triton"): "it is off by 2",
+    }
+    monkeypatch.setattr(kernel_check, "failure", lambda key, name, _: wrong.get(name) or wrong.get((key, name)))
+    lines = list(checked_kernels(built))
+    named = ("memory.attention=cudnn", "memory.attention=mosaic", "optimizer.kernel=triton")
+    for line, name in zip(lines, named, strict=True):
+        assert line.startswith(f"warning: {name} failed its check")
+    chosen = built().model.kernels
+    assert [one.implementation for one in chosen.values()] == ["triton", "none"]
+    for one, why in zip(chosen.values(), ("it is off by 1", "it is off by 2"), strict=True):
+        assert why in one.why
 
 
 def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
@@ -74,18 +108,18 @@ def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
         adapter=SimpleNamespace(matmul="auto"),
     )
     monkeypatch.setattr(triton_launch, "INTERPRETER", None)
-    with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=none"):
+    with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=auto"):
         kernel_check.refuse_gpu_kernels(kernels)
 
 
 def test_a_failure_in_another_process_counts(monkeypatch):
-    answers = iter([True, False])
+    answers = iter([True, False, False])
     monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
-    (line,) = checked_attention(built, agree=lambda _: next(answers))
+    (line,) = checked_kernels(built, agree=lambda _: next(answers))
     assert "another process" in line
 
 
 def test_a_kernel_that_is_named_is_not_replaced(monkeypatch):
     monkeypatch.setattr(kernel_check, "failure", lambda *_: "it is off")
     with pytest.raises(UserError, match=r"memory\.attention=cudnn failed its check .*: it is off; use auto"):
-        list(checked_attention(lambda: built("cudnn")))
+        list(checked_kernels(lambda: built("cudnn")))

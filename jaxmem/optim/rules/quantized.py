@@ -97,13 +97,17 @@ def quantized(
 
 @transformation(AdamW8bitSettings)
 def scale_by_adam8bit(settings: AdamW8bitSettings, spec: ParameterSpec) -> MatrixRule:
-    """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: a fused update, on GPUs.
+    """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: `triton` for a fused update on GPUs,
+    `auto` where all blocks are complete.
 
     >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).leaves["w"]
     >>> state["m"].value.nbytes, state["v"].value.nbytes
     (532480, 532480)
     """
-    return quantized(Adam(settings), ADAM8, kind=Quantized if settings.kernel == "none" else FusedAdam8bit)(spec)
+    axis, size = blocks(spec, 256)
+    is_even = spec.shape[axis] % size == 0 if spec.shape else False
+    is_fused = settings.kernel == "triton" or (settings.kernel == "auto" and is_even)
+    return quantized(Adam(settings), ADAM8, kind=FusedAdam8bit if is_fused else Quantized)(spec)
 
 
 @transformation(AdamSettings)

@@ -1,0 +1,88 @@
+"""The implementations that a config runs of the operations that have a fused form, and why: `memory.attention`,
+`adapter.matmul` and `optimizer.kernel`, with `auto` resolved."""
+
+from typing import Any
+
+from jaxmem.config import Config, Decoder
+from jaxmem.config.check_adapter import MATMUL_FORMATS
+from jaxmem.kernels.choice import Choice, triton_refusal
+from jaxmem.quant.precision import compute_dtype
+from jaxmem.step.attention_choice import attention_choice
+
+ATTENTION, MATMUL, UPDATE = "memory.attention", "adapter.matmul", "optimizer.kernel"
+# Tokens of a matmul below which the fused kernel is estimated to be faster. On an H100, dequantizing first moves 4.5
+# bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes, multiplies at 530
+# TFLOP/s, and decodes each weight once per 128 tokens in about 10 instructions, of 33 T that it issues per second.
+FEW_TOKENS = 400
+BLOCKS = {"int8": 256}  # default block sizes of stored formats; otherwise 64
+
+
+def kernel_choices(cfg: Config, platform: str, capability: int | None, device: str) -> dict[str, Any]:
+    """The choice for each operation that the config has, by its setting. Arguments as of `attention_choice`."""
+    found = {
+        ATTENTION: attention_choice(cfg, platform, capability, device),
+        MATMUL: matmul_choice(cfg, platform, capability),
+        UPDATE: update_choice(cfg, capability),
+    }
+    return {setting: one for setting, one in found.items() if one is not None}
+
+
+def resolved(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
+    """The config with what `auto` of these settings and of `mesh.context_method` means there. A setting without an
+    operation is `auto`."""
+    found = kernel_choices(cfg, platform, capability, device)
+    attention, matmul, update = map(found.get, (ATTENTION, MATMUL, UPDATE))
+    return cfg.replace(
+        memory={"attention": attention.implementation if attention else "auto"},
+        mesh={"context_method": attention.context_method if attention else "auto"},
+        adapter={"matmul": matmul.implementation if matmul else "auto"},
+        optimizer={"kernel": update.implementation if update else "auto"},
+    )
+
+
+def matmul_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
+    """The matmul with a frozen quantized weight; None: the config has none."""
+    base, mesh = cfg.base_precision, cfg.mesh
+    if cfg.adapter.kind == "none" or base.parameters not in MATMUL_FORMATS:
+        return None
+    rows = cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards))
+    tokens = max(1, rows) * (cfg.row_length if cfg.objective.reads_text else 1) // max(1, mesh.context)
+    kind = f"{base.parameters} {compute_dtype(cfg.precision, platform).name}"
+
+    def chosen(name: str, why: str) -> Choice:
+        return Choice(name, why, kind, (tokens,))
+
+    if cfg.adapter.matmul != "auto":
+        return chosen(cfg.adapter.matmul, MATMUL)
+    count = f"{tokens:,} tokens per matmul"
+    if tokens >= FEW_TOKENS:
+        return chosen("dequantize", f"{count}; triton is estimated to be faster below {FEW_TOKENS}")
+    why = triton_refusal(MATMUL, capability)
+    if mesh.tensor != 1:
+        why = "triton does not support mesh.tensor"
+    elif not _has_even_blocks(cfg):
+        why = "triton needs blocks of one size"
+    return chosen("triton", f"{count}, estimated to be faster") if why is None else chosen("dequantize", why)
+
+
+def _has_even_blocks(cfg: Config) -> bool:
+    model, block = cfg.model, cfg.base_precision.block_size or BLOCKS.get(cfg.base_precision.parameters, 64)
+    if not isinstance(model, Decoder) or block % 32:
+        return False
+    return all(width % (8 * block) == 0 for width in (model.embed, model.mlp, model.heads * model.head_dim))
+
+
+def update_choice(cfg: Config, capability: int | None) -> Choice | None:
+    """The update of 8-bit Adam's state and of int8 weights; None: the config has neither."""
+    has_state, has_weights = cfg.optimizer.name == "adamw8bit", cfg.precision.parameters == "int8"
+    if not has_state and not has_weights:
+        return None
+    kind = " and ".join(["adamw8bit"] * has_state + ["int8 weights"] * has_weights)
+    if cfg.optimizer.kernel != "auto":
+        return Choice(cfg.optimizer.kernel, UPDATE, kind, ())
+    why = triton_refusal(UPDATE, capability)
+    if has_weights and not cfg.precision.stochastic_rounding:
+        why = f"triton does not support precision.rounding={cfg.precision.rounding}"
+    if why is not None:
+        return Choice("none", why, kind, ())
+    return Choice("triton", "reads and writes a quarter of the bytes of plain JAX, or less", kind, ())
