@@ -17,7 +17,7 @@ NAMES = ("lora", "prompt")  # the attributes of modules that contain adapters
 
 def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
     """Adds the adapters of a config to a model, in place. `order`: the layer at each position of a stack. The kinds
-    head, last_layers and patterns add no parameters: they train some weights of the model."""
+    head, last_layers and patterns add no parameters: they train weights of the model."""
     if cfg.kind in ("lora", "dora", "qlora"):
         from jaxmem.adapters.low_rank import add_low_rank
 

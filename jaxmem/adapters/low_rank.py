@@ -143,12 +143,12 @@ def add_low_rank(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequenc
         module.lora = Lora(rngs, module, layers, cfg, order)
 
 
-def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """A weight or bias in float32 with its adapter merged into it. `own` has `a` and `b`, for DoRA `magnitude`, or
-    `bias`; and `layer_scale` if the scales of layers differ. Or it has `trained`, new rows of some `tokens`."""
-    if "trained" in own:
-        return w.astype(jnp.float32).at[own["tokens"]].set(own["trained"].astype(jnp.float32))
-    f32 = {name: x.astype(jnp.float32) for name, x in own.items()}
+def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Array], scale: float) -> jax.Array:
+    """A weight or bias in float32 with its adapter merged into it. `parts`: `a` and `b` (DoRA: also `magnitude`), or
+    `bias`, with `layer_scale` if the scales of layers differ; or `trained`, new rows of the embedding for `tokens`."""
+    if "trained" in parts:
+        return w.astype(jnp.float32).at[parts["tokens"]].set(parts["trained"].astype(jnp.float32))
+    f32 = {name: x.astype(jnp.float32) for name, x in parts.items()}
     factor = scale * f32.get("layer_scale", jnp.float32(1))
     summed = w.astype(jnp.float32) + factor * (f32["bias"] if "bias" in f32 else f32["a"] @ f32["b"])
     if "magnitude" not in f32:
@@ -160,10 +160,10 @@ def weights_to_merge(lora: Lora | TokenRows) -> dict[str, dict[str, jax.Array]]:
     """The arrays that `merged_weight` merges into the `weight` and the `bias` of a layer."""
     if isinstance(lora, TokenRows):
         return {"weight": {"trained": lora.trained.get_value(), "tokens": lora.tokens}}
-    own = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
-    bias = own.pop("bias", None)
-    scale = {"layer_scale": own["layer_scale"]} if "layer_scale" in own else {}
-    return {"weight": own} if bias is None else {"weight": own, "bias": {"bias": bias, **scale}}
+    parts = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
+    bias = parts.pop("bias", None)
+    scale = {"layer_scale": parts["layer_scale"]} if "layer_scale" in parts else {}
+    return {"weight": parts} if bias is None else {"weight": parts, "bias": {"bias": bias, **scale}}
 
 
 def merge(model: nnx.Module) -> None:
@@ -171,25 +171,25 @@ def merge(model: nnx.Module) -> None:
     Quantized weights are requantized."""
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, Linear | Embedding) and module.lora is not None:
-            for name, own in weights_to_merge(module.lora).items():
+            for name, parts in weights_to_merge(module.lora).items():
                 variable = getattr(module, name)
                 if variable is None:
                     raise UserError("merge does not support adapter.lora_bias for layers without a bias")
-                variable.set_value(_merged(variable.get_value(), own, module.lora.scale))
+                variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
             module.lora = None
     if getattr(model, "prompt", None) is not None:
         raise UserError("merge does not support adapter.kind=prompt (no weight to merge into); export the adapter")
 
 
-def _merged(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:
-    def one(pair: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
-        w, own = fetch_from_host(pair)
+def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:
+    def merge_layer(pair: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
+        w, parts = fetch_from_host(pair)
         if isinstance(w, QTensor):
-            return w.requantize(merged_weight(w.dequantize(jnp.float32), own, scale))
-        return merged_weight(w, own, scale).astype(w.dtype)
+            return w.requantize(merged_weight(w.dequantize(jnp.float32), parts, scale))
+        return merged_weight(w, parts, scale).astype(w.dtype)
 
-    is_stack = w.ndim > (1 if "bias" in own else 2)
-    return jax.lax.map(one, (w, own)) if is_stack else one((w, own))
+    is_stack = w.ndim > (1 if "bias" in parts else 2)
+    return jax.lax.map(merge_layer, (w, parts)) if is_stack else merge_layer((w, parts))
 
 
 def _targets(

@@ -5,7 +5,7 @@
   so a step saves the same activations as with LoRA.
 - Rows of the embedding, one for each of some tokens; PEFT calls these `trainable_token_indices`. n rows have n x embed
   parameters, and the frozen matrix may be quantized.
-- A new classifier: features of one task serve another (Donahue et al., arXiv:1310.1531). It has embed x outputs
+- A new classifier on the features of another task (Donahue et al., arXiv:1310.1531). It has embed x outputs
   parameters. The backward pass ends at the classifier: a step saves no activations of the layers before it and takes
   the time of their forward pass, a third of a step that trains all weights.
 """
@@ -45,14 +45,14 @@ class Prompt(nnx.Module):
 
     def __call__(self, ids: Ids, x: Embedded, dtype: DTypeLike) -> Embedded:
         """The embeddings `x` of all tokens, with the embeddings of the prompt at its tokens."""
-        own = jnp.clip(ids - self.vocab, 0, self.length - 1)
-        return jnp.where((ids >= self.vocab)[..., None], fetch(self.weight, dtype)[own], x)
+        rows = jnp.clip(ids - self.vocab, 0, self.length - 1)
+        return jnp.where((ids >= self.vocab)[..., None], fetch(self.weight, dtype)[rows], x)
 
 
 class TokenRows(nnx.Module):
     """The adapter of an embedding: rows that replace the embedding's rows of the tokens `ids`."""
 
-    scale = 1.0  # of merging
+    scale = 1.0  # `merged_weight` requires one
 
     def __init__(self, initial: Float[Array, "n embed"], ids: Sequence[int]):
         self.trained: nnx.Param = nnx.Param(store_new(initial, (None, "embed")), axes=(None, "embed"))

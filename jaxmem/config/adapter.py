@@ -27,7 +27,7 @@ Alphas = Annotated[dict[str, Positive], AfterValidator(HashableDict)]
 
 
 class Adapter(Section):
-    """Parameter-efficient fine-tuning: added parameters, or some parameters of the model; the others are frozen."""
+    """Parameter-efficient fine-tuning: trains added parameters, or some parameters of the model; freezes the others."""
 
     kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = setting(
         "none", "what is trained; none: all parameters"
@@ -45,7 +45,7 @@ class Adapter(Section):
         " with adapter.kind=patterns: patterns of weight names",
     )
     token_indices: ListOf[Annotated[int, Field(ge=0)]] = setting(
-        (), "ids of tokens whose rows of the embedding are trained too"
+        (), "ids of tokens whose embedding rows are trained too"
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
@@ -58,10 +58,10 @@ class Adapter(Section):
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     matmul: Literal["auto", "dequantize", "sliced", "triton"] = setting(
         "auto",
-        "matmul with a quantized base; dequantize: a matrix at a time, sliced: 8 M elements, triton: in registers;"
+        "matmul with quantized weights; dequantize: a whole matrix, sliced: 8 M elements, triton: in registers;"
         " auto: triton for few tokens on GPUs, else dequantize",
     )
-    virtual_tokens: Count = setting(20, "trainable tokens before each row")
+    virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")
     base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
 
@@ -84,15 +84,16 @@ def low_rank_layers(settings: Adapter, name: str, layers: int | None) -> tuple[L
         if pattern is None:
             return None
         rank = settings.targets[pattern] if isinstance(settings.targets, Mapping) else settings.rank
-        own = _first(alphas, name, layer, layers)
-        alpha = settings.alpha if own is None else alphas[own]
+        matched = _first(alphas, name, layer, layers)
+        alpha = settings.alpha if matched is None else alphas[matched]
         return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
 
     return tuple(map(of, range(layers or 1)))
 
 
 def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
-    """
+    """Whether a pattern of layers matches this layer of a stack, or a single layer (`layers`=None).
+
     >>> is_match("blocks[-1:].*.q", "blocks.attention.q", 3, 4), is_match("head", "head", 0, None)
     (True, True)
     """

@@ -103,7 +103,7 @@ def _decoder(cfg: Config) -> Iterator[str]:
         yield unsupported("model.qk_norm=all_heads", groups, "memory.head_groups=1")
     try:
         config_json(model)
-    except UserError as error:  # it could be trained, but not exported
+    except UserError as error:  # such a model could be trained, but not exported
         yield str(error)
 
 
@@ -215,7 +215,7 @@ def _rules(cfg: Config) -> Iterator[str]:
             yield unsupported(f"model.family={cfg.model.family}", f"rules.{dim}", f"rules.{one_of(known)}")
     if "tensor" in cfg.rules.kv_heads and "tensor" not in cfg.rules.heads:
         heads, kv_heads = as_yaml(cfg.rules.heads), as_yaml(cfg.rules.kv_heads)
-        yield f"rules.kv_heads={kv_heads} requires tensor in rules.heads={heads}; use it in both or neither"
+        yield f"rules.kv_heads={kv_heads} requires tensor in rules.heads={heads}; use tensor in both or neither"
 
 
 def _optimizer(cfg: Config) -> Iterator[str]:

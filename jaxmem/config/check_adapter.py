@@ -49,7 +49,7 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
     some = [pattern for pattern in cfg.trainable_patterns if LAYER_RANGE.search(pattern)]
     if not some:
         return
-    trainable = f"some layers as trainable ({some[0]})"
+    trainable = f"training only some layers ({some[0]})"
     if cfg.mesh.stage != 1:
         yield unsupported(f"mesh.stage={cfg.mesh.stage}", trainable, "mesh.stage=1 or parameters of all layers")
     if cfg.memory.update == "during":
@@ -60,17 +60,17 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
 
 
 def _base(cfg: Config) -> Iterator[str]:
-    adapter, base, own = cfg.adapter, cfg.base_precision, cfg.precision
+    adapter, base, run = cfg.adapter, cfg.base_precision, cfg.precision
     kind, given = f"adapter.kind={adapter.kind}", f"adapter.base={adapter.base}"
     if adapter.kind == "qlora" and not base.is_quantized:
         yield unsupported(kind, given, "adapter.base=nf4 or adapter.kind=lora")
-    if adapter.kind == "lora" and base.is_quantized and not own.is_quantized:
+    if adapter.kind == "lora" and base.is_quantized and not run.is_quantized:
         yield unsupported(kind, given, "adapter.kind=qlora, or adapter.base=float32 or bfloat16")
     if not base.is_quantized and not adapter.double_quant:
         yield f"adapter.double_quant=false requires a quantized base, not {base.parameters}; remove it"
-    if own.is_quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
-        use = f"precision.parameters=float32 or bfloat16 with adapter.kind=qlora and adapter.base={own.parameters}"
-        yield unsupported(kind, f"precision.parameters={own.parameters}", use)
+    if run.is_quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
+        use = f"precision.parameters=float32 or bfloat16 with adapter.kind=qlora and adapter.base={run.parameters}"
+        yield unsupported(kind, f"precision.parameters={run.parameters}", use)
 
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:

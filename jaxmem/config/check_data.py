@@ -37,7 +37,7 @@ def check_data(cfg: Config) -> Iterator[str]:
 
 
 def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
-    """`kinds`: of all sources."""
+    """Errors in the settings of text. `kinds`: the kinds of all sources."""
     if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and kinds != {"tokens"}:
         yield f"model.vocab={model.vocab} must be at least {BYTE_VOCAB} for data.tokenizer=bytes"
     for field in ("on_overlong", "on_invalid"):

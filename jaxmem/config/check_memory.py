@@ -10,7 +10,7 @@ from jaxmem.config.recompute import Save, is_scheduled
 from jaxmem.config.sections import Config
 from jaxmem.errors import as_yaml, nearest, nearest_numbers, unsupported
 
-CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and activations that exist only in parts
+CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and activations that each computes in parts
 
 
 def check_memory(cfg: Config) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _offload(cfg: Config) -> Iterator[str]:
     if away:
         if memory.remat in ("none", "auto"):  # with none, saved activations have no names
             yield unsupported(offload, remat, "memory.remat=full, dots or {save: [names]}")
-        if cfg.model.family == "convnet":  # its layers are short: each would wait for its transfer
+        if cfg.model.family == "convnet":  # a layer takes less time than its transfer
             yield unsupported(offload, "model.family=convnet", "memory.offload=none")
     if is_offloaded(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg, offload)
@@ -78,7 +78,7 @@ def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
-    """Conflicts of chunks with saved activations, which would have to exist completely."""
+    """Conflicts of chunks with `memory.remat.save`: a saved activation would have to exist completely."""
     model, memory = cfg.model, cfg.memory
     if not isinstance(model, Decoder | Vit):
         return
@@ -96,11 +96,11 @@ def _chunks(cfg: Config) -> Iterator[str]:
 
 
 def _update(cfg: Config) -> Iterator[str]:
-    """Conflicts with an update during the backward pass, in which the gradient of each layer exists only once."""
+    """Conflicts of an update during the backward pass with several micro-batches."""
     if cfg.memory.update != "during" or cfg.batch.accumulate == 1:
         return
     remat, accumulate = cfg.memory.remat, f"batch.accumulate={cfg.batch.accumulate}"
-    # The stack processes all micro-batches at once, so it would need the boundaries and offloaded activations of all.
+    # A layer is updated after all micro-batches, so the saved activations of all of them must exist at once.
     pairs = [
         (is_scheduled(remat), f"memory.remat={remat}", "memory.remat=none, full, dots or {save: [names]}"),
         (

@@ -48,7 +48,7 @@ REQUIRES: dict[str, tuple[str, tuple[str, ...]]] = {  # keys that have an effect
     "adapter.virtual_tokens": ("adapter.kind", ("prompt",)),
     "adapter.layers": ("adapter.kind", ("last_layers",)),
 }
-OF_SOURCES = {  # the same for each source of `data` and of `data.mixture`
+OF_SOURCES = {  # requirements of the fields of each source, in `data` and in `data.mixture`
     "data.path": ("data.source", NEEDS_PATH),
     "data.field": ("data.source", HAS_FIELDS),
     "data.on_overlong": ("data.source", CHATS),
@@ -61,11 +61,11 @@ CONFLICTS = (
         "precision.parameters=float32",
         "precision.parameters=bfloat16 or a quantized format",
     ),
-    # With a master copy, rounding loses no update.
+    # With a master copy, rounding to nearest loses no update.
     ("precision.rounding=stochastic", "precision.master!=none", "precision.rounding=nearest or precision.master=none"),
     ("memory.attention=cudnn|mosaic", "precision.compute=float32", "memory.attention=triton or auto"),
     ("mesh.context_method!=auto", "mesh.context=1", "mesh.context=2 or more, or mesh.context_method=auto"),
-    # Spilling starts when the device is full.
+    # Spilling starts when the device is full, not at a budget.
     ("memory.spill!=none", "memory.budget!=null", "memory.spill=none or memory.budget=null"),
     # Each stage needs all of its layers at each tick of the pipeline.
     ("memory.offload!=none", "mesh.stage!=1", "mesh.stage=1 or memory.offload=none"),
@@ -123,7 +123,7 @@ def check_combinations(cfg: Config) -> Iterator[str]:
 
 
 def _matching(cfg: Config, term: str) -> str:
-    """A config's setting as `key=value` if it fulfills a term of `CONFLICTS`, otherwise an empty text."""
+    """The setting of a config as `key=value` if a term of `CONFLICTS` describes it, otherwise an empty text."""
     key, operator, wanted = re.split("(!?=)", term)
     value = as_yaml(_value(cfg, key))
     if (value in wanted.split("|")) == (operator == "!="):

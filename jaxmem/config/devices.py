@@ -1,4 +1,4 @@
-"""A config for a number of devices: its mesh is filled in; sizes that are not divisible by the mesh are errors.
+"""Fills in the mesh of a config for a number of devices, and checks that sizes are divisible by the mesh.
 
 Each error ends with the nearest sizes or meshes that are possible, as overrides. All of them have been checked.
 """
@@ -67,7 +67,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     each = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
     if rows % (each * mesh.row_shards):
         over = " x ".join(
-            [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES] + ["2 rows of a pair"] * (each - 1)
+            [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES] + ["2 rows per pair"] * (each - 1)
         )
         step = batch.accumulate * each * mesh.row_shards
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
@@ -94,11 +94,11 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             near = nearest_numbers(length, range(parts - more % parts, length + parts + 1, parts))
             key = "data.sequence_length" if length == cfg.data.sequence_length else "data.buckets"
             prompt = f" plus adapter.virtual_tokens={more}" if more else ""
-            yield f"{key}={length}{prompt} is not divisible by {parts} for {over}; use {key}={near}"
+            yield f"{key}={length}{prompt} is not divisible by {parts}, as {over} requires; use {key}={near}"
 
 
 def _head_groups(cfg: Config) -> Iterator[str]:
-    """Errors if heads do not divide over `context` with Ulysses, or into groups."""
+    """Errors if the heads are not divisible over `context` (Ulysses) or into `memory.head_groups`."""
     if not isinstance(cfg.model, Decoder | Vit):
         return
     mesh, groups = cfg.mesh, cfg.memory.head_groups
@@ -122,7 +122,7 @@ def _head_groups(cfg: Config) -> Iterator[str]:
 
 
 def _own_rules(cfg: Config) -> Iterator[str]:
-    """A line for each dimension that changed rules shard unevenly."""
+    """A line for each dimension that the config's changes of `rules` would shard unevenly."""
     if cfg.zero == 0:
         return
     model, found, exempt = cfg.model, cfg.model.dims(), replicated_dims(cfg.model, cfg.rules, cfg.mesh)
@@ -146,7 +146,7 @@ def _own_rules(cfg: Config) -> Iterator[str]:
 
 
 def time_parts(mesh: Mesh) -> int:
-    """Equal parts of a row: one per device, and two per device along `context`, for equal work under a causal mask."""
+    """The equal parts of a sequence: one per device; with `context` two, for equal work under a causal mask."""
     return math.lcm(2 * mesh.context if mesh.context > 1 else 1, mesh.context * mesh.tensor)
 
 
@@ -169,7 +169,7 @@ def _stages(cfg: Config) -> Iterator[str]:
         why = f"must be a multiple of mesh.stage={stage} for pipeline.rounds={rounds}"
         fill = [count for count in counts if count % stage == 0]
     elif 1 < micro < stage:
-        why, fill = f"must be 1 or at least mesh.stage={stage}", [one for one in counts if one == 1 or one >= stage]
+        why, fill = f"must be 1 or at least mesh.stage={stage}", [n for n in counts if n == 1 or n >= stage]
     else:
         return
     near = nearest_numbers(micro, fill) if fill else f"{stage} with batch.global_size={stage * rows}"
@@ -181,11 +181,11 @@ def _advice(cfg: Config, n: int) -> str:
     given = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     possible: list[tuple[int, int, float, int, str]] = []
     for axes in _meshes(n, [axis for axis in MESH_AXES if axis not in ON_REQUEST or given[axis] != 1]):
-        one = _with_mesh(cfg, axes)
-        if next(_indivisible(one), None) is None:
+        candidate = _with_mesh(cfg, axes)
+        if next(_indivisible(candidate), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
             distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-            replicated = len(replicated_dims(one.model, one.rules, one.mesh))  # allowed, but needs more memory
+            replicated = len(replicated_dims(candidate.model, candidate.rules, candidate.mesh))  # need more memory
             possible.append((replicated, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if possible:
         return f"meshes for {n} devices: " + ", or ".join(text for *_, text in sorted(possible)[:3])

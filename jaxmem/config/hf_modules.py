@@ -39,8 +39,8 @@ print(json.dumps([[bool(re.fullmatch(p, n)) for n in names] for p in patterns]))
 class HfModule(NamedTuple):
     """A module of one layer."""
 
-    path: str  # in a network of jaxmem: blocks.attention.q
-    name: str  # in a Hugging Face model
+    path: str  # its name in a network of jaxmem: blocks.attention.q
+    name: str  # its name in a Hugging Face model
     layer: int | None
     has_bias: bool
 
@@ -67,16 +67,16 @@ def modules_of(model: Decoder) -> list[HfModule]:
     return found
 
 
-def select_names(wanted: str | Sequence[str], all_names: Sequence[str], key: str) -> set[str]:
-    """The names that a regex matches, or that are equal to a name of a list or end with one."""
-    if isinstance(wanted, str):
-        return match_names([wanted], all_names, key)[0]
-    return {name for name in all_names if name in wanted or name.endswith(tuple(f".{one}" for one in wanted))}
+def select_names(selection: str | Sequence[str], all_names: Sequence[str], key: str) -> set[str]:
+    """The names that a regex matches, or that are equal to a name of a list or end with `.` and such a name."""
+    if isinstance(selection, str):
+        return match_names([selection], all_names, key)[0]
+    return {name for name in all_names if name in selection or name.endswith(tuple(f".{last}" for last in selection))}
 
 
 def match_names(patterns: Sequence[str], all_names: Sequence[str], key: str, form: str = "{}") -> list[set[str]]:
-    """The names that each regex, inserted into `form`, matches. A regex of a file could backtrack forever: unless it is
-    a plain name, it is matched in a process with a time limit."""
+    """The names that each regex, inserted into `form`, matches. A regex from a file could backtrack forever, so all but
+    plain names are matched in a process with a time limit."""
     regexes = [form.replace("{}", pattern) for pattern in patterns]
     if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
         return [{name for name in all_names if regex.fullmatch(name)} for regex in map(re.compile, regexes)]

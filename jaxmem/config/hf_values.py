@@ -46,8 +46,8 @@ def check_keys(
     without_effect: Collection[str] = (),
     section: str = "",
 ) -> None:
-    """Refuses values of `fixed` keys that are not among those supported, and unknown keys, unless they are null, false
-    or empty. `without_effect`: patterns of further keys."""
+    """Refuses a value of a `fixed` key that is not supported, and an unknown key, unless its value is null, false or
+    empty. `without_effect`: patterns of keys that are ignored."""
     for key, value in settings.items():
         if key in fixed:
             if value not in fixed[key]:
@@ -59,7 +59,7 @@ def check_keys(
             )
 
 
-@functools.cache  # each is compiled, and a search checks thousands of configs
+@functools.cache  # compiling an adapter is slow, and a search checks thousands of configs
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 

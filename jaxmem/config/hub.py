@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub by their id, `org/name` or `org/name@revision`, through the cache of huggingface_hub.
 
-Settings and tokenizer are fetched when a config is read, weights when they are read, only as safetensors. The directory
-in the cache is named by the commit, so the config of a run records its revision. Without a network the cache is used.
+Reading a config fetches the settings and the tokenizer; loading the weights fetches them, only as safetensors. The name
+of the directory in the cache is the commit, so the config of a run records it. Without a network the cache is used.
 """
 
 import re
@@ -16,13 +16,13 @@ ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 
 
 def is_id(name: str) -> bool:
-    """Whether a name can only be an id: there is no such directory, nor one in which it could be."""
+    """Whether a name can only be an id of the hub: it has the form of an id, and no directory `org` exists here."""
     path = Path(name)
     return bool(ID.fullmatch(name)) and path.suffix not in FILES and not path.parent.exists()
 
 
 def local_directory(name: str, key: str) -> str:
-    """The directory of a model with its settings and tokenizer: `name` itself, or the cache's for an id."""
+    """The directory of a model with its settings and tokenizer: `name`, or for an id its directory in the cache."""
     if not is_id(name):
         return name
     found = ID.fullmatch(name)

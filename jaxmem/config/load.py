@@ -89,7 +89,7 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """The config of a file or dict with `key=value` overrides. Everything is checked except the number of devices."""
+    """The config of a file or dict with `key=value` overrides. All checks run that need no number of devices."""
     return config_of(read_config(source, overrides))
 
 
@@ -117,7 +117,7 @@ def config_of(raw: dict[str, Any]) -> Config:
 
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
-    """Writes every field atomically, so that the file keeps its meaning when defaults change."""
+    """Writes all fields, so that the file keeps its meaning when defaults change. The write is atomic."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -195,7 +195,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 
 def _expand(raw: dict[str, Any]) -> None:
-    """Expands short forms. Pydantic reports values of a wrong type."""
+    """Expands short forms. Values of a wrong type stay, for pydantic to report."""
     if isinstance(raw.get("objective"), str):
         raw["objective"] = {"name": raw["objective"]}
     model = raw.get("model")
@@ -241,7 +241,7 @@ def _expand_adapter(raw: dict[str, Any], directory: str) -> None:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` updated with `over`, section by section: `rope.theta` keeps the `rope.scaling` of a preset."""
+    """`base` updated with `over`, section by section: setting `rope.theta` keeps the `rope.scaling` of a preset."""
     merged = {**base, **over}
     for key in base.keys() & over.keys():
         if isinstance(base[key], Mapping) and isinstance(over[key], Mapping):

@@ -80,8 +80,8 @@ def replicated_dims(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
 
 
 def head_group_counts(heads: int, kv_heads: int, context: int = 1) -> list[int]:
-    """The numbers of groups that attention to so many heads can be computed in. `context`: the devices among which each
-    group is divided (`mesh.context_method: ulysses`). Groups smaller than the queries of a KV head share it.
+    """The possible values of `memory.head_groups`: attention is computed for one group of heads at a time. `context`:
+    the number of devices that shard a group (`mesh.context_method: ulysses`). Several groups may share a KV head.
 
     >>> head_group_counts(32, 8), head_group_counts(32, 8, 8)
     ([1, 2, 4, 8, 16, 32], [1, 2, 4])

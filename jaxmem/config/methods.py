@@ -20,13 +20,13 @@ from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
 
 STEPS = 1000  # steps of a run without `train`, in addition to its warmup
-LENGTH = 2048  # tokens of a row, if only a model is named
+LENGTH = 2048  # tokens of a sequence, if only a model is given
 LEARNING_RATES = {"full": 1e-5, "adapter": 2e-4}  # for fine-tuning a Hugging Face model
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of training. `settings`, by section, replace the settings of other methods; all others stay."""
+    """A method of training. `settings`, by section, replace those of another method; the rest of a config stays."""
 
     summary: str
     mathematics: str  # the difference from training all parameters in float32
@@ -52,7 +52,7 @@ METHODS = {
     ),
     "full-int8": Method(
         "all parameters in int8, low-rank optimizer APOLLO-Mini",
-        "weights are quantized; one learning rate per matrix, from a projection of rank 1; its own learning rate",
+        "weights are quantized; one learning rate per matrix, from a projection of rank 1; needs another learning rate",
         {
             "precision": {"parameters": "int8"},
             "optimizer": {"name": "apollo_mini", "project_embeddings": True, "clip_by": "weight"},
@@ -71,7 +71,7 @@ METHODS = {
     ),
 }
 _PRECISION = ("parameters", "block_size", "gradients", "master", "rounding", "loss_scale")
-# Hyperparameters have the defaults of the named optimizer; another optimizer may not have them.
+# Hyperparameters return to the defaults of the method's optimizer, which may not have those of the config's.
 _OPTIMIZER = ("kernel", *(field for field, info in Optimizer.model_fields.items() if info.default is None))
 _ADAPTER = ("kind", "base", "double_quant", "matmul")
 _REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
@@ -125,8 +125,8 @@ def run_config(
             f"{source}: not a YAML file, a Hugging Face directory or a preset{nearest(str(source), PRESETS)}"
         )
     elif isinstance(source, str | os.PathLike) and Path(source).is_dir():
-        own = Path(source) / "config.yaml"
-        use = own if own.is_file() else "a YAML file or a Hugging Face directory"
+        saved = Path(source) / "config.yaml"
+        use = saved if saved.is_file() else "a YAML file or a Hugging Face directory"
         raise UserError(f"{source} is a directory without config.json; use {use}")
     raw = read_config(source)
     if method is not None:

@@ -8,7 +8,8 @@ STATE_PARTS = ("optimizer", "frozen")  # parts of the state that `memory.offload
 
 
 def is_offloaded(offload: str | tuple[str, ...], part: str) -> bool:
-    """
+    """Whether `memory.offload` includes a part of the state.
+
     >>> is_offloaded("optimizer", "optimizer"), is_offloaded(("activations",), "optimizer")
     (True, False)
     """
@@ -25,17 +26,18 @@ def offloaded_activations(offload: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(BOUNDARY if name == "activations" else name for name in given if name not in ("none", *STATE_PARTS))
 
 
-# Activations that exist only for some tokens or some heads at a time if layers compute a sequence in chunks.
+# Activations that exist only for some tokens (`memory.mlp_chunk`) or some heads (`memory.head_groups`) at a time.
 _INPUTS = ("attention_norm", "attention_q", "attention_k", "attention_v")
 IN_CHUNKS = (*_INPUTS, "mlp_norm", "mlp_gate", "mlp_up", "mlp_hidden")
 IN_GROUPS = (*_INPUTS, "attention")
 
-# The layers of a stack in a pattern of names of weights, as a Python slice: `blocks[-2:].*`.
+# A pattern of names of weights can select layers of a stack by a Python slice: `blocks[-2:].*`.
 LAYER_RANGE = re.compile(r"\[(-?\d*):(-?\d*)\]")
 
 
 def split_layers(pattern: str) -> tuple[str, slice | None]:
-    """
+    """A pattern without its slice of layers, and the slice.
+
     >>> split_layers("blocks[-2:].mlp.*"), split_layers("head.*")
     (('blocks.mlp.*', slice(-2, None, None)), ('head.*', None))
     """

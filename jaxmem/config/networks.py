@@ -27,17 +27,17 @@ class Rope(Section):
     """Rotary positions: the base frequency, and its scaling for longer contexts."""
 
     theta: Positive = setting(10_000.0, "base of the frequencies")
-    scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how frequencies are stretched")
+    scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how the frequencies are scaled")
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer wavelengths per original_length are fully stretched"
+        1.0, "llama3: frequencies with fewer wavelengths per original_length: divided by factor"
     )
     high_frequency: Positive = setting(
-        4.0, "llama3: frequencies with more wavelengths per original_length are not stretched"
+        4.0, "llama3: frequencies with more wavelengths per original_length: not changed"
     )
-    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length are not stretched")
-    beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer rotations per original_length are fully stretched")
+    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length: not changed")
+    beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer rotations per original_length: divided by factor")
     attention_factor: Positive | None = setting(None, "yarn: factor on cosine and sine; null: 0.1 ln(factor) + 1")
 
 
@@ -106,7 +106,7 @@ class Decoder(Family):
 
 
 class ImageInput(Family):
-    """An image of height x width x channels, as numbers or as categories for each pixel."""
+    """An image of height x width x channels; the value of a pixel is a number or a category."""
 
     image_size: Count = setting(8, "height and width in pixels")
     channels: Count = setting(1, "channels of a pixel")
@@ -148,7 +148,7 @@ class Convnet(ImageInput):
 
 
 class Mlp(ImageInput):
-    """Dense layers with residual connections; pixels as numbers, one-hot or embedded categories."""
+    """Dense layers with residual connections. A pixel is encoded as a number, one-hot or by an embedding."""
 
     activations = ("mlp_up", "mlp_hidden")
     family: Literal["mlp"] = setting("mlp", _FAMILY)

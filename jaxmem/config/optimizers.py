@@ -107,7 +107,7 @@ OPTIMIZERS = {
     "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
     "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights."),
     "lion": Entry(
-        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: at most a third of Adam's rate."
+        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: use at most a third of Adam's rate."
     ),
     "adafactor": Entry(
         AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment: almost no state."
@@ -139,7 +139,7 @@ class Optimizer(Section):
     trainable: Texts = setting((), "patterns of trainable parameters; empty: all")
     clip_by: Literal["global", "previous", "weight"] = setting(
         "global",
-        "the clipped norm: of all gradients, of all gradients of the previous update, or of each weight's gradient",
+        "the norm that is compared with clip: of all gradients, of those of the previous update, or of each gradient",
     )
     kernel: Literal["auto", "none", "triton"] = setting(
         "auto", "fused update for adamw8bit or int8 weights; none: plain JAX; auto: triton on GPUs, else none"
@@ -152,7 +152,7 @@ class Optimizer(Section):
     refresh_every: Count | None = setting(None, "updates between two refreshes of the projection")
     scale: Positive | None = setting(None, "factor on the projected update")
     project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
-    similarity: Fraction | None = setting(None, "the basis is stable if the new one contains this share of the old one")
+    similarity: Fraction | None = setting(None, "a basis is stable if the new basis contains this share of the old")
     residual: bool | None = setting(
         None, "add the component of the gradient outside of the basis, scaled like the one inside (Fira)"
     )

@@ -53,7 +53,7 @@ def is_prompt(directory: str | Path) -> bool:
 
 
 def initialization(directory: str | Path) -> str | None:
-    """One of `FROM_BASE`, or None."""
+    """The initialization if it starts from the base weights (one of `FROM_BASE`), otherwise None."""
     method = _read(directory)[1].get("init_lora_weights")
     return method if method in FROM_BASE else None
 
@@ -73,7 +73,7 @@ def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"adapter.hf={directory} contains no {CONFIG}; use a directory that PEFT saved")
     settings = read_json(file)
-    if str(settings.get("init_lora_weights")).startswith("pissa_niter_"):  # the same, by fewer iterations
+    if str(settings.get("init_lora_weights")).startswith("pissa_niter_"):  # PiSSA with an approximate SVD
         settings["init_lora_weights"] = "pissa"
     return file, settings
 
@@ -94,7 +94,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     ranks = _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
-    # With twice the rank, the scale of the adapters stays the same.
+    # alpha grows with the rank, so that the scale of the adapters stays the same.
     alpha_factor = math.sqrt(factor) if read(settings, "use_rslora", bool, False) else factor
     own_alphas = {one: alpha_factor * alphas[one.name] for one in targets if one.name in alphas}
     bias = settings.get("bias", "none")
@@ -133,7 +133,7 @@ def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> 
 
 
 def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[HfModule]:
-    """The modules with adapters, selected like in PEFT."""
+    """The modules with adapters, selected as in PEFT."""
     possible = [one for one in modules if one.is_matrix]
     all_names = [one.name for one in possible]
     wanted = read(settings, "target_modules", Names, [])
@@ -164,7 +164,7 @@ def _in_layers(settings: Mapping[str, Any], layers: Sequence[int], modules: Sequ
 
 def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
     """The modules that `modules_to_save` trains completely: modules whose name, or the name of a module that contains
-    them, ends with one of its names."""
+    them, ends with one of the given names."""
     ends = tuple(read(settings, "modules_to_save", list[str], []))
     found = []
     for one in modules:
@@ -245,7 +245,7 @@ def adapter_json(
     if adapter.kind == "prompt":
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
-    named: dict[str, LowRank] = {}  # by the last part of a module's name, or by its complete name
+    named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
     for path, stack in layers.items():
         name = MODULES[path]
         if len(set(stack)) == 1 and stack[0] is not None:

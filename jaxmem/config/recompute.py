@@ -34,11 +34,12 @@ Split = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Policy:
-    """`splits` makes the split of a stack from its number of layers, or from the K in the policy's name."""
+    """What is saved. `splits` returns the split of a stack for its number of layers, or for the K in a policy's
+    name."""
 
     saved: tuple[str, ...] | None = ()  # activations that each layer saves besides its input; None: all
     splits: Callable[[int], Split] | None = None
-    has_number: bool = False  # the K in every_K
+    has_number: bool = False  # its name contains a K: every_4
     in_stages: bool = False  # supports mesh.stage
 
 
@@ -101,10 +102,10 @@ class Memory(Section):
     )
     spill: Literal["none", "unified"] = setting(
         "none",
-        "when a device is full; none: out of memory; unified: continue slowly in host memory (CUDA unified memory)",
+        "if a device is full: none: out-of-memory error; unified: continue slowly in host memory (CUDA unified memory)",
     )
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
-    mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a row per chunk of norms, projections and MLP")
+    mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a sequence per chunk of norms, projections and MLP")
     head_groups: Literal["auto"] | Count = setting(
         "auto", "groups of heads; attention is computed for one group at a time"
     )
@@ -121,7 +122,7 @@ def policy_of(remat: object) -> Policy | None:
 
 
 def is_scheduled(remat: object) -> bool:
-    """Whether only some boundaries of layers are saved.
+    """Whether the policy saves the boundaries of some layers only.
 
     >>> [is_scheduled(remat) for remat in ("full", "sqrt", "slots_4", ("attention",))]
     [False, True, True, False]

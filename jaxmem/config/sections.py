@@ -49,18 +49,18 @@ class Source(Section):
 
 
 class Data(Source):
-    """Documents, and the rows that they are cut or packed into."""
+    """Documents, and the sequences (the rows of a batch) that they are cut or packed into."""
 
     mixture: ListOf[Source] = setting((), "several sources instead of data.source")
-    sequence_length: Count = setting(1024, "tokens per row")
+    sequence_length: Count = setting(1024, "tokens per sequence")
     packing: bool = setting(
-        True, "pack several documents into a row, with attention within each; false: one per row, padded"
+        True, "pack several documents into a sequence, with attention within each; false: one each, padded"
     )
     documents_per_row: Count = setting(
-        31, "largest number of documents in a packed row; fused attention allocates room for them"
+        31, "largest number of documents in a packed sequence; fused attention allocates memory for as many"
     )
     buckets: ListOf[Count] = setting(
-        (), "shorter lengths of unpacked rows; a batch has the shortest length that fits all of its records"
+        (), "shorter lengths of unpacked sequences; a batch has the shortest length that fits all of its records"
     )
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
@@ -75,20 +75,20 @@ class Data(Source):
 
     @property
     def max_segments(self) -> int:
-        """Largest number of segments of a packed row: documents, and the padding."""
+        """Largest number of segments of a packed sequence: its documents, and the padding."""
         return 1 + self.documents_per_row
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of rows, the longest last."""
+        """Lengths of sequences, the longest last."""
         return (*self.buckets, self.sequence_length)
 
 
 class Batch(Section):
-    """Rows per update, and the micro-batches whose gradients are accumulated."""
+    """Sequences or images per update (rows), and the micro-batches whose gradients are accumulated."""
 
-    global_size: Count = setting(8, "rows per update, over all devices")
-    accumulate: Count = setting(1, "micro-batches per update; each has global_size / accumulate rows")
+    global_size: Count = setting(8, "sequences or images per update, over all devices")
+    accumulate: Count = setting(1, "micro-batches per update; each has global_size / accumulate sequences or images")
 
 
 class Precision(Section):
@@ -104,7 +104,7 @@ class Precision(Section):
     )
     master: Literal["none", "float32", "remainder16", "remainder8"] = setting(
         "none",
-        "stored in addition to bfloat16 weights: a float32 copy, its other 16 bits (remainder16), or 8 of these",
+        "stored next to bfloat16 weights: a float32 copy, its lower 16 bits (remainder16), or 8 of these (remainder8)",
     )
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
         "auto", "rounding of updated weights; auto: stochastic if they are quantized"
@@ -132,10 +132,10 @@ class Train(Section):
     on_nan: Literal["stop", "skip", "rollback"] = setting(
         "stop", "on a NaN or infinite gradient: stop, skip the update, or return to the last checkpoint"
     )
-    max_skipped: Count = setting(10, "largest number of skipped updates in a row, or of returns to one checkpoint")
+    max_skipped: Count = setting(10, "largest number of consecutive skipped updates, or of returns to one checkpoint")
     on_spike: Literal["ignore", "stop", "rollback"] = setting("ignore", "response to a spike of the loss")
     spike_threshold: Annotated[float, Field(gt=0)] = setting(
-        10.0, "a loss this many standard deviations above the mean of the last 100 is a spike"
+        10.0, "a loss is a spike if it is this many standard deviations above the mean of the last 100 losses"
     )
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
     check_replicas: Count | None = setting(None, "updates between two checks that all replicas are bitwise equal")
@@ -208,7 +208,7 @@ class Config(Section):
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
 
     def at_length(self, length: int) -> Config:
-        """This config with all rows of one length."""
+        """This config with all sequences of one length."""
         return self.model_copy(update={"data": self.data.model_copy(update={"sequence_length": length, "buckets": ()})})
 
     @property
@@ -238,12 +238,12 @@ class Config(Section):
 
     @property
     def prompt_length(self) -> int:
-        """Trainable tokens before each row."""
+        """Trainable tokens before each sequence."""
         return self.adapter.virtual_tokens if self.adapter.kind == "prompt" else 0
 
     @property
     def row_length(self) -> int:
-        """Tokens of the longest row, the prompt of an adapter included."""
+        """Tokens of the longest sequence, including the prompt of an adapter."""
         return self.data.sequence_length + self.prompt_length
 
     @property

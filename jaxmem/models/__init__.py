@@ -1,4 +1,4 @@
-"""Networks as Flax NNX modules, built from one set of layers. They declare parameters and logical axes, not devices."""
+"""Networks as Flax NNX modules, built from common layers. They declare parameters and logical axes, not devices."""
 
 from importlib import import_module
 from typing import Any
@@ -33,7 +33,7 @@ def register_model(section: Any, network: Any) -> None:
 
     `section`: a class derived from `jaxmem.config.networks.Family` (for images `ImageInput`), the fields of `model`;
     the default of its field `family` is the name. `network`: a class derived from `jaxmem.models.network.Network` (for
-    images `ImageNetwork`); `network(section, rngs, execution)` makes one.
+    images `ImageNetwork`); `network(section, rngs, execution)` returns the network.
     """
     from jaxmem.config.register import register_family
 

@@ -33,8 +33,8 @@ class Tokens(NamedTuple):
     """Inputs of attention for each token."""
 
     angles: Angles | None = None
-    segment_ids: Int[Array, "batch time"] | None = None  # number of the document in a packed row
-    has_window: Bool[Array, ""] | None = None  # of this layer, if layers differ
+    segment_ids: Int[Array, "batch time"] | None = None  # index of each token's document in a packed sequence
+    has_window: Bool[Array, ""] | None = None  # whether this layer has a window, if layers differ
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class AttentionSpec:
     causal: bool
     window: int | None = None
     window_share: tuple[int, int] | None = None  # (layers with the window, all layers), if layers differ
-    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None
-    bias: bool = False  # of queries, keys and values
+    bias: bool = False  # whether queries, keys and values have biases
     output_bias: bool = False
     qk_norm: float | None = None  # the epsilon of an RMS norm of q and k
     joint_qk_norm: bool = False  # whether it normalizes all heads together, not each head
     norm_offset: float = 0.0
 
     def options(self, has_window: jax.Array | None) -> dict[str, Any]:
-        """Options of `kernels.attention` for a layer; `has_window` if layers differ."""
-        own = {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap}
-        return own if has_window is None else own | {"has_window": has_window, "window_share": self.window_share}
+        """Options of `kernels.attention` for a layer. `has_window`: whether it has a window; None: all layers agree."""
+        common = {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap}
+        return common if has_window is None else common | {"has_window": has_window, "window_share": self.window_share}
 
 
 class Attention(nnx.Module):
@@ -200,7 +200,7 @@ def sharded_attention(
     """`kernels.attention` of arrays sharded over batch, heads and sequence."""
     layout, segment_ids = current(), tokens.segment_ids
     if execution.attention == "cudnn" and spec.causal and not execution.packed:
-        segment_ids = None  # padding comes last: a causal mask is enough for the tokens that have a loss
+        segment_ids = None  # padding is last, so a causal mask hides it from the tokens that have a loss
     over = () if layout is None else layout.over("activations", "time")
     how = {"deterministic": execution.deterministic, "max_segments": execution.max_segments}
 
@@ -223,7 +223,7 @@ def sharded_attention(
 
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:
-    """Repeats KV heads if their number is not divisible by `tensor`, so that each device has those of its queries."""
+    """Repeats KV heads if their number is not divisible by `tensor`: each device has the KV heads of its queries."""
     layout = current()
     parts = 1 if layout is None else layout.parts("activations", "heads")
     if x.shape[2] % parts == 0:
@@ -257,5 +257,6 @@ def scatter_time(x: Float[Array, "batch time embed"]) -> Float[Array, "batch tim
 
 def gather_time(x: Float[Array, "batch time embed"], time: str) -> Float[Array, "batch time embed"]:
     """All-gathers the sequence dimension over `tensor`, and reduce-scatters its gradient. `time` is the logical axis of
-    the result (for an MLP `mlp_time`). Its rule gathers nothing if `tensor` does not shard the weights."""
+    the result (for an MLP `mlp_time`). If `tensor` does not shard the weights, the rule of this axis gathers
+    nothing."""
     return constrain(scatter_time(x), "batch", time, "embed")

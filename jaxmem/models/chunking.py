@@ -1,7 +1,7 @@
 """Long sequences: the token-wise operations of a layer in chunks of tokens, and attention in groups of heads.
 
-The intermediates of an MLP with M hidden units on T tokens take 6 T M bytes in a 2-byte dtype, and their gradients as
-many. With chunks of t tokens they take 6 t M bytes, and each chunk is recomputed in the backward pass. The weights are
+The intermediates of an MLP with M hidden units on T tokens take 6 T M bytes in a 2-byte dtype, and their gradients 6 T
+M more. With chunks of t tokens, both take 6 t M, and each chunk is recomputed in the backward pass. The weights are
 gathered once, before the first chunk. Each device sums their gradients over the chunks of its own rows in float32, 4
 bytes per weight of one layer, and they are reduced once, after the last chunk. (Bekman et al., arXiv:2506.13996, tile
 the MLP in the same way.)
@@ -32,18 +32,18 @@ TokenwiseFunction = Callable[[Any, Tree, Tree], Tree]
 
 MIN_SAVING = 2**30  # bytes that chunks or groups must save for `auto` to use them
 CHUNK_BYTES = 2**28  # bytes of the widest intermediate of a chunk or group that `auto` chooses
-MULTIPLE = 128  # tokens of a chunk
+MULTIPLE = 128  # the tokens of a chunk are a multiple of this number
 
 
 @dataclass(frozen=True)
 class Chunking:
     """How layers process long sequences: `memory.mlp_chunk` and `memory.head_groups`."""
 
-    tokens: int | Literal["auto"] | None = None  # per chunk of a row; None: all at once
+    tokens: int | Literal["auto"] | None = None  # tokens of a sequence per chunk; None: all at once
     head_groups: int | Literal["auto"] = 1
 
     def chunk_size(self, x: Array, width: int) -> int | None:
-        """Tokens of a row that a device processes at once, for x [batch, time, embed] and an MLP of `width` hidden
+        """Tokens of a sequence that a device processes at once, for x [batch, time, embed] and an MLP of `width` hidden
         units; None: all of them.
 
         `auto` uses chunks only where they save at least `MIN_SAVING` bytes: three intermediates of that width (gate, up
@@ -62,8 +62,8 @@ class Chunking:
         return chunk if chunk is not None and chunk < time else None
 
     def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int, context: int = 1) -> int:
-        """Number of groups of heads for x [batch, time, embed]. `context`: the devices among which each group is
-        divided.
+        """The number of groups of heads for x [batch, time, embed]. `context`: the number of devices that shard each
+        group.
 
         >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
         8
@@ -81,15 +81,15 @@ class Chunking:
 
 
 def _per_device(x: Array) -> tuple[int, int]:
-    """The number of rows and tokens per row of [batch, time, ...] on each device."""
+    """The number of sequences, and of tokens per sequence, of [batch, time, ...] on each device."""
     return max(x.shape[0] // shard_count("activations", "batch"), 1), x.shape[1] // shard_count("activations", "stream")
 
 
 def map_token_chunks(
     function: TokenwiseFunction, modules: Any, x: Tree, others: Tree = None, *, size: int | None
 ) -> Tree:
-    """Applies `function` to `size` tokens of a row at a time on each device; None: to all tokens at once. Leaves of x,
-    of the other inputs and of the result are [..., batch, time, width]."""
+    """Applies `function` to `size` tokens of a sequence at a time on each device; None: to all tokens at once. Leaves
+    of x, of the other inputs and of the result are [..., batch, time, width]."""
     if size is None:
         return function(modules, x, others)
     first = jax.tree.leaves(x)[0]
@@ -129,7 +129,7 @@ class _Chunks:
     parts: int
     count: int
     time: int  # tokens of a part
-    over: tuple[str, ...]  # mesh axes whose devices have rows of their own
+    over: tuple[str, ...]  # mesh axes that shard the batch
 
     @property
     def size(self) -> int:
@@ -160,7 +160,7 @@ class _Chunks:
         return jax.tree.map(one, arrays, chunk)
 
     def zeros(self, chunk: Tree) -> Tree:
-        """Arrays for all chunks, from arrays with the shapes of one chunk."""
+        """Zeros for all chunks, from arrays with the shapes of one chunk."""
         return jax.tree.map(
             lambda x: jnp.zeros((*x.shape[:-2], self.parts, self.count * self.size, x.shape[-1]), x.dtype), chunk
         )
@@ -209,7 +209,7 @@ def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tre
         return (of_weights, chunks.write(of_x, j, own)), None
 
     def reduced(total: jax.Array, w: jax.Array) -> jax.Array:
-        """In the dtype of the weight: `jnp.sum` would communicate float32."""
+        """The sum over devices, communicated in the dtype of the weight: `jnp.sum` would communicate float32."""
         total = total.astype(w.dtype)
         return jax.lax.reduce(total, jnp.zeros((), w.dtype), jax.lax.add, (0,)) if groups else total
 
@@ -232,8 +232,8 @@ def map_head_groups(
 ) -> jax.Array:
     """Returns [groups, batch, time, width]: `attend(modules, x)` for one group of heads at a time. Only the arrays that
     the attention kernel names are saved for the backward pass. `heads`: the number of heads of each axis of weights
-    that is divided into groups; other weights are shared. `parts`: the devices among which each group is divided. KV
-    heads that are needed by several groups or devices are repeated."""
+    that is divided into groups; other weights are shared. `parts`: the number of devices that shard each group. KV
+    heads that several groups or devices need are repeated."""
     if groups == 1:
         return attend(modules, x)[None]
     from jaxmem.kernels.fused_attention.blockwise import SAVED

@@ -23,7 +23,7 @@ Kernel = Float[Array, "_ _ _ _"]  # height, width, inputs, outputs
 
 
 class Convolution(nnx.Module):
-    """3 x 3, same size."""
+    """A 3 x 3 convolution whose output has the size of its input."""
 
     def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: Axes):
         self.weight = new_weight(rngs, (3, 3, inputs, outputs), ("kernel", "kernel", *axes))
@@ -47,8 +47,8 @@ def _gradients(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
 
 
 def _gradients_on_cpu(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
-    """The gradients, as convolutions in NHWC and HWIO order. Within a loop XLA's CPU compiler is fast only for these
-    orders, and takes 50 times as long for the orders of jax's own derivative."""
+    """The gradients, as convolutions in NHWC and HWIO order. Within a loop XLA's CPU code is fast only in these orders,
+    and takes 50 times as long in the orders of jax's own derivative."""
     dx = _correlate(g, w[::-1, ::-1].transpose(0, 1, 3, 2))
     dw = _correlate(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3))
     return dx, dw.transpose(1, 2, 0, 3)

@@ -7,9 +7,9 @@ rounded and written once. Devices that shard the weight all-gather and reduce-sc
 slice, 2 E v bytes more, is gathered while the current one is used.
 
 The logits are computed twice, since the partition function is known only after the last slice: the output projection
-has a third more arithmetic. Slices of the tokens would compute them once, but read and write the complete weight
-gradient in float32 for each slice, which takes longer. The partition function is summed online (Milakov and
-Gimelshein, arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) do the same in one kernel.
+has a third more FLOPs. Slices of the tokens would compute logits once, but read and write the complete weight gradient
+in float32 for each slice, which takes longer. The partition function is summed online (Milakov and Gimelshein,
+arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) compute this loss in one kernel.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxmem.stack.cuts import cut
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
 
-MAX_WHOLE = 2**27  # bytes of logits per device up to which `auto` computes all of them at once
+MAX_WHOLE = 2**27  # largest size in bytes, per device, of logits that `auto` computes all at once
 SLICE_BYTES = 2**25  # bytes of logits in a slice that `auto` chooses
 MIN_WIDTH, MULTIPLE = 512, 128  # entries of a slice: narrower matmuls leave matrix units idle
 
@@ -98,8 +98,8 @@ def vocab_cross_entropy(
 def slice_width(
     chunk: int | Literal["auto"], tokens: int, entries: int, itemsize: int, max_entries: int | None = None
 ) -> int | None:
-    """Entries per slice, for `entries` entries on a device; None: all at once. `auto` computes small logits at once,
-    unless `max_entries` limits the entries whose gradient may exist at the same time.
+    """The vocabulary entries per slice, for `entries` entries on a device; None: all at once. `auto` computes small
+    logits at once, unless `max_entries` limits the entries whose gradient may exist at the same time.
 
     >>> slice_width("auto", 8192, 128256, itemsize=2), slice_width("auto", 2048, 32000, itemsize=2)
     (2048, None)
@@ -114,8 +114,8 @@ def slice_width(
 
 
 def max_update_entries(update: Literal["after", "during"], embed: int) -> int | None:
-    """Entries whose gradient may exist at the same time: with `memory.update: during`, those that are updated together;
-    None: all."""
+    """The number of vocabulary entries whose gradient may exist at the same time: with `memory.update: during`, those
+    that are updated together; None: all."""
     return max(MIN_WIDTH, SLICE_SIZE // embed) if update == "during" else None
 
 
@@ -143,7 +143,7 @@ class Statistics(NamedTuple):
 class SlicedLoss:
     """`cross_entropy` of x @ weight, in slices of the vocabulary; `weight` is [embed, vocab] or [vocab, embed]."""
 
-    axes: Axes  # of the weight
+    axes: Axes  # the logical axes of the weight
     slices: VocabSlices
     terms: Terms = Terms()
 
@@ -157,8 +157,8 @@ class SlicedLoss:
         return _sliced(loss, x, at, rest, labels)
 
     def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
-        """The loss, and its two gradients as separate functions. Features and three numbers per token are saved; the
-        logits of a slice are recomputed for the slice of the weight gradient."""
+        """The loss, and its gradients of features and weight as separate functions. Features and three float32 per
+        token are saved; the logits of a slice are recomputed for the slice of the weight gradient."""
         rest = weight.stored if isinstance(weight, weights.StoredWeight) else weight
         y, (*_, found) = _forward(self, x, rest, None, labels)
 
@@ -185,7 +185,7 @@ class SlicedLoss:
         reverse: bool = False,
     ) -> _Carry:
         """`carry = update(carry, columns, j)` for each slice. With prefetch the last slice is used after the loop, so
-        that each is fetched once."""
+        that each slice is fetched once."""
         numbers = jnp.arange(self.slices.count, dtype=jnp.int32)[:: -1 if reverse else 1]
         if not self.slices.prefetch:
             return jax.lax.scan(lambda carry, j: (update(carry, fetch(j), j), None), carry, numbers)[0]
@@ -278,7 +278,7 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
         slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, found, g)
         if trainable:
             slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
-            # From the last slice to the first: masked columns are overwritten by the slice that contains them.
+            # Slices run from the last to the first: the slice that contains a masked column overwrites it.
             of_weight = slices.write(of_weight, axes.index("vocab"), j, slices.as_weight(slice_of_weight, axes))
             of_weight = constrain(of_weight, *axes, role="gradients")
         return of_weight, constrain(of_x + slice_of_x, "vocab", "batch", "vocab_time", None)

@@ -48,7 +48,7 @@ class Decoder(Network):
         self.blocks = stacked(self._block, cfg.layers, rngs)
         self.norm = self._norm()
         self.head = None if cfg.tie_embeddings else Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
-        self.prompt: Any = nnx.data(None)  # trained embeddings before the tokens: jaxmem.adapters
+        self.prompt: Any = nnx.data(None)  # trainable embeddings before the tokens (jaxmem.adapters)
 
     def _block(self, rngs: nnx.Rngs) -> Block:
         cfg = self.cfg
@@ -99,7 +99,7 @@ class Decoder(Network):
     def _after_prompt(
         self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Prepends the tokens of the prompt to each row. They belong to the first document of the row."""
+        """Prepends the tokens of the prompt to each sequence. They belong to its first document."""
         rows, length = tokens.shape[0], self.prompt.length
 
         def prepend(own: jax.Array, x: jax.Array) -> jax.Array:
@@ -139,8 +139,9 @@ class Decoder(Network):
     ) -> tuple[Float[Array, "batch vocab"], KVCache]:
         """Returns the logits after `tokens` and the cache, to which they are written in place, starting at `length`.
 
-        `first` is the first token of each row that is not padding: texts are padded on the left. `last` is the token
-        whose logits are returned, by default the last one; tokens after it are padding and will be overwritten.
+        `first`: the index of the first token of each text that is not padding (texts are padded on the left). `last`:
+        the index of the token whose logits are returned, by default the last; later tokens are padding, overwritten
+        later.
         """
         positions = jnp.broadcast_to(length + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         # Padding is before the first token, so its position does not matter.
@@ -151,7 +152,7 @@ class Decoder(Network):
             return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first)), None
 
         layers = jnp.arange(self.cfg.layers, dtype=jnp.int32), self._has_window
-        # There is no backward pass, so nothing to recompute.
+        # Without a backward pass nothing is recomputed.
         options = dataclasses.replace(self.execution.stack, remat="none")
         (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(tokens), cache), layers, options=options)
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)

@@ -1,8 +1,8 @@
 """Lookup of token embeddings in a sharded matrix.
 
 XLA's partitioner would all-gather the matrix, or send more than needed, so the lookup runs in `jax.shard_map` with
-explicit communication. For B bytes on each of D devices, an all-to-all sends (D - 1) / D B bytes per device, an
-all-gather (D - 1) B.
+explicit communication. For B bytes on each of D devices, an all-to-all sends (D - 1) / D B bytes per device; an
+all-gather sends (D - 1) B.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
         self.weight = new_weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
-        self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters: of low rank, or rows of some tokens
+        self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters: low-rank, or TokenRows
 
     def __call__(self, ids: Ids, dtype: DTypeLike) -> Features:
         x = lookup_param(self.weight, ids, dtype)
@@ -55,8 +55,8 @@ def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
     quantized matrix are dequantized.
 
     Where columns are sharded, each device looks up the tokens of all devices in its own columns, and an all-to-all of
-    tokens x embed elements sends the results to the devices of the tokens; likewise for the gradient. An all-gather of
-    the matrix and a reduce-scatter of its gradient would send vocab x embed elements, and store the complete matrix.
+    tokens x embed elements sends the results to the devices of the tokens. The gradient needs the same all-to-all. An
+    all-gather of the matrix and a reduce-scatter of its gradient would each send vocab x embed elements, and store it.
     Where rows are sharded (`tensor`), a device returns zeros for the rows of other devices, and the sum is
     reduce-scattered over the sequence dimension.
     """
@@ -91,9 +91,9 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
     own codes and scales."""
 
     def take(x: jax.Array) -> jax.Array:
-        if x.shape[0] == 1:  # shared by all rows
+        if x.shape[0] == 1:  # one value for all rows
             return fetch_from_host(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
-        if is_on_host(x):  # fetched one row at a time, which suits a small number of ids
+        if is_on_host(x):  # rows are fetched one at a time, which is fast for few ids
             return jax.lax.map(lambda i: fetch_from_host(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
         return jnp.take(x, ids, axis=0, mode=mode)
 
@@ -142,8 +142,8 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
 
 
 def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
-    """Rows of a matrix in host memory. The complete matrix is copied in slices, each during the lookup in the previous
-    one."""
+    """Rows of a matrix in host memory. The complete matrix is copied in slices; each is copied during the lookup in the
+    previous slice."""
     vocab, stored = matrix.shape[0], shard_count("weights", axes[0])
     width = min(vocab // stored, max(1, SLICE_SIZE // (matrix.shape[1] * stored)))
     slices = VocabSlices(vocab, width, stored)
@@ -177,8 +177,8 @@ class _Shards:
 
     @classmethod
     def of(cls, layout: Layout, axes: Axes) -> _Shards | None:
-        """None if this lookup does not apply: an axis shards the columns but not the tokens (no all-to-all is needed),
-        or it shards the rows and the tokens."""
+        """The shards of a matrix with these axes; None if this lookup does not apply, since a mesh axis shards the
+        columns but not the tokens (no all-to-all is needed), or the rows and the tokens."""
         rows, columns = layout.mesh_axes_each("gradients", axes)
         batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
         same_tokens = set(layout.over("activations", "stream")) - set(time)

@@ -34,11 +34,11 @@ class CacheSlot:
     cache: KVCache
     layer: Int[Array, ""]
     length: Int[Array, ""]  # tokens in the cache
-    first: Int[Array, "batch"] | None  # the first token of each row that is not padding; None: 0
+    first: Int[Array, "batch"] | None  # the index of the first token of each text that is not padding; None: 0
 
 
 def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage: str = "full") -> KVCache:
-    """`storage`: full, in `dtype`, or int8."""
+    """A cache of zeros. `storage`: `full` (in `dtype`) or `int8`."""
 
     values: Any = jax.ShapeDtypeStruct((cfg.layers, rows, capacity, cfg.kv_heads, cfg.head_dim), dtype)
     if storage != "full":
@@ -68,13 +68,13 @@ def attend_to_cache(
     options: dict[str, Any],
 ) -> tuple[Float[Array, "batch time heads head_dim"], KVCache]:
     """Attention of new tokens to the tokens in the cache and to earlier new tokens. Also returns the updated cache.
-    `options`: of `kernels.attention`."""
-    # Written, then read: the other way round XLA copies the caches of all layers.
+    `options`: the options of `kernels.attention`."""
+    # The cache is written before it is read; in the other order XLA copies the caches of all layers.
     cache = _write(slot.cache[0], k, slot), _write(slot.cache[1], v, slot)
     new, capacity = q.shape[1], capacity_of(cache)
     places = jnp.arange(capacity, dtype=jnp.int32)
     end = slot.length + new
-    if new > 1:  # rotated so that the last token is at the end, where a causal mask expects it
+    if new > 1:  # rotated so that the last token is last, as a causal mask expects
         places = (places + end) % capacity
     visible = places < end
     if new == 1 and (window := options["window"]) is not None:

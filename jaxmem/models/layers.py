@@ -48,8 +48,8 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
 
 
 def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
-    """(x, the weight as `fetch` returns it). `x` is the input of the matmul with this weight;
-    `sharding.gather_with_input` may delay its gradient."""
+    """(x, the weight as `fetch` returns it). `x` is the input of the matmul with this weight, whose gradient
+    `sharding.gather_with_input` may delay."""
     value = param.get_value()
     if isinstance(value, GatheredWeight):
         return x, value.value.astype(dtype)

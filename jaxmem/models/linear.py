@@ -1,4 +1,4 @@
-"""The linear layer and its matmuls with a weight, with a frozen quantized weight, or in a fused kernel."""
+"""The linear layer, and its matmuls: with a weight, with a frozen quantized weight, and fused with dequantization."""
 
 from functools import partial
 from typing import Any
@@ -67,8 +67,8 @@ matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dequantizing_matmul(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
-    """x @ w for a frozen quantized weight, which is dequantized when x is available, and again for the gradient. So
-    only one matrix of a layer exists dequantized at a time."""
+    """x @ w for a frozen quantized weight, which is dequantized only when x is available, and again for the gradient.
+    So one dequantized matrix exists at a time."""
     return x @ _dequantized_after(x, q, axes)
 
 
@@ -85,8 +85,9 @@ dequantizing_matmul.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: str, transposed: bool) -> jax.Array:
-    """`kernels.dequant_matmul` of x [*batch, inputs] with a frozen weight. Its codes are gathered, and gathered again
-    for the gradient; each device multiplies its own tokens. The weight is never completely dequantized."""
+    """`kernels.dequant_matmul` of x [*batch, inputs] with a frozen weight. The codes of the weight are gathered, and
+    gathered again for the gradient; each device multiplies its own tokens. A complete dequantized weight never
+    exists."""
     from jaxmem import kernels
 
     x, q = jax.lax.optimization_barrier((x, q))  # only when x is available

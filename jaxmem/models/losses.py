@@ -27,7 +27,7 @@ def similarities(
     mask: Float[Array, "batch"],
     temperature: float,
 ) -> Float[Array, "batch batch"]:
-    """Cosine similarities of all pairs, divided by the temperature. Padding rows (`mask` 0) are never negatives."""
+    """Cosine similarities of all rows of `left` and `right` / temperature. Padding rows (`mask` 0) are no negatives."""
 
     def unit(x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
         x = x.astype(jnp.float32)

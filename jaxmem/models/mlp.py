@@ -1,6 +1,6 @@
 """Residual MLP. Pixels are numbers, or categories that are one-hot encoded or embedded.
 
-One-hot vectors make the first weight `categories` times as large; embeddings 8 times, for any number of categories.
+One-hot vectors make the first weight `categories` times as large; embeddings make it 8 times as large.
 """
 
 import jax

@@ -21,15 +21,15 @@ class Execution:
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable. The compute dtype
     attention: str | None = None  # an implementation; None: chosen by device and shape
     deterministic: bool = False  # attention gradients are bitwise reproducible
-    packed: bool = True  # rows have several documents; otherwise one, and padding
-    max_segments: int | None = None  # documents of a packed row and its padding, at most; None: unknown
-    context_method: str = "ring"  # of attention over `context`
+    packed: bool = True  # a sequence may have several documents; false: one document, and padding
+    max_segments: int | None = None  # limit of the segments of a packed sequence, including padding; None: unknown
+    context_method: str = "ring"  # the communication of attention over `context`
     chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
     stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable
 
 
 class Network(nnx.Module):
-    """`features` computes the input of the output layer, `logits` the output layer."""
+    """`features` computes the input of the output layer, `logits` its output."""
 
     cfg: Any
     execution: Execution

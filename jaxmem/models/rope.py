@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., arXiv:2104.09864) and three ways to extend them to longer contexts.
 
-`linear` divides every frequency; `llama3` only the low ones, blending between two wavelengths; `yarn`
-(Peng et al., arXiv:2309.00071) blends by rotations within the original length and sharpens the softmax.
+`linear` divides every frequency; `llama3` divides low frequencies, and interpolates between two wavelengths; `yarn`
+(Peng et al., arXiv:2309.00071) interpolates between two numbers of rotations, and sharpens the softmax.
 """
 
 import math

@@ -25,7 +25,7 @@ class Vit(ImageNetwork):
         self.cfg, self.execution = cfg, execution
         patches = (cfg.image_size // cfg.patch) ** 2
         self.patches = Linear(rngs, cfg.patch**2 * cfg.channels, cfg.embed, ("patch", "embed"), bias=True)
-        # As large as the embedded pixels, so that positions differ from the first update on.
+        # Positions are as large as the embedded pixels, so that they differ from the first update on.
         self.position = new_weight(rngs, (patches, cfg.embed), ("patch", "embed"), scale=1.0)
         self.blocks = stacked(self._block, cfg.layers, rngs)
         self.norm = LayerNorm(cfg.embed)

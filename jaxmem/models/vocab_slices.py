@@ -1,6 +1,6 @@
 """Slices of an embedding or output matrix along the vocabulary.
 
-These are the largest matrices of many models, and their gradient, update and logits are as large or larger.
+These are the largest matrices of many models; their gradients, updates and logits are as large or larger.
 `VocabSlices` divides the vocabulary so that only one slice of such an array exists at a time.
 """
 
@@ -20,7 +20,7 @@ from jaxmem.sharding import Axes, shard_count
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, zeros_on_host
 from jaxmem.sharding.weights import Weight
 
-# A slice in the layout of matmuls, in which each device along `tensor` has `width` columns of its own part.
+# A slice as matmuls use it: each device along `tensor` has `width` columns of its own part of the vocabulary.
 Columns = Float[Array, "embed parts width"]
 Entries = Int[Array, "parts width"]  # the vocabulary entry of each column; -1: already in an earlier slice
 
@@ -29,7 +29,7 @@ SLICE_SIZE = 2**24  # elements of an embedding or output matrix processed at onc
 
 @dataclass(frozen=True)
 class VocabSlices:
-    """Slices of `width` entries of each of the `stored_parts` in which devices store the vocabulary.
+    """Slices of the vocabulary: `width` entries of each of the `stored_parts` in which devices store it.
 
     If the last slice would extend beyond the end of a part, it begins earlier. Entries that are also in the previous
     slice are masked (-1 in `entries`).
@@ -38,7 +38,7 @@ class VocabSlices:
     vocab: int
     width: int
     stored_parts: int = 1  # parts of the vocabulary dimension in the stored weight
-    parts: int = 1  # parts of it in matmuls
+    parts: int = 1  # parts of the vocabulary dimension in matmuls
     prefetch: bool = False  # fetch the next slice while the current one is used: for weights that are gathered
 
     @property
@@ -48,7 +48,8 @@ class VocabSlices:
 
     @property
     def count(self) -> int:
-        """
+        """The number of slices.
+
         >>> VocabSlices(vocab=128256, width=2048).count
         63
         >>> VocabSlices(vocab=128256, width=2048, stored_parts=2, parts=2).count
@@ -83,7 +84,7 @@ class VocabSlices:
             offset = None if weight.offset is None else read(weight.offset)
             return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
         dim = axes.index("vocab")
-        if weight.shape[dim] == 1:  # shared by all entries
+        if weight.shape[dim] == 1:  # one value for all entries
             return fetch_from_host(weight).reshape(-1, 1, 1)
         columns = jnp.moveaxis(self._read(weight, dim, j), (dim, dim + 1), (1, 2))
         return columns.reshape(columns.shape[0], self.parts, -1)
@@ -96,8 +97,8 @@ class VocabSlices:
         return x.reshape(*x.shape[:dim], self.size, *x.shape[dim + 2 :])
 
     def read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
-        """Slice j, on the device, of an array whose dimension `dim` has one element per entry or per several
-        entries."""
+        """Slice j, on the device, of an array whose dimension `dim` has one element per vocabulary entry, or per
+        several entries."""
         found = self._read(x, dim, j)
         return found.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
@@ -111,7 +112,7 @@ class VocabSlices:
     def _read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
         part = x.shape[dim] // self.stored_parts
         start, width = self._start(j) * part // self.part_size, self.width * part // self.part_size
-        if width == part:  # all of it
+        if width == part:  # the slice is the complete part
             return self._split(fetch_from_host(x), dim)
         if self.stored_parts == 1:  # a copy from host memory has the layout of the array there
             found = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
@@ -141,8 +142,8 @@ def even_slices(vocab: int, width: int, sizes: set[int]) -> VocabSlices | None:
     return None if count == 1 else VocabSlices(vocab, part // count, stored, parts)
 
 
-def _nearest(counts: list[int], wanted: float) -> int:
-    return min(counts, key=lambda n: abs(math.log(n / wanted)))
+def _nearest(counts: list[int], target: float) -> int:
+    return min(counts, key=lambda n: abs(math.log(n / target)))
 
 
 def initialize_in_slices(
@@ -150,11 +151,11 @@ def initialize_in_slices(
 ) -> Any:
     """A new weight, `draw(key, shape)`. An embedding or output matrix of more than 16 M elements is drawn in slices,
     each with its own key, so that at most one slice exists before it is stored (quantized, sharded)."""
-    slices_wanted = math.prod(shape) / SLICE_SIZE
-    if "vocab" not in axes or slices_wanted <= 1:
+    min_slices = math.prod(shape) / SLICE_SIZE
+    if "vocab" not in axes or min_slices <= 1:
         return draw(key, shape)
     dim = axes.index("vocab")
-    count = _nearest([n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0], slices_wanted)
+    count = _nearest([n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0], min_slices)
     slices = VocabSlices(shape[dim], shape[dim] // count)
     slice_shape = (*shape[:dim], slices.width, *shape[dim + 1 :])
 

@@ -8,7 +8,7 @@ Each block of values is scaled into the range of the format, by its absmax (symm
     nf4                    quantiles of a normal distribution (Dettmers et al., arXiv:2305.14314)
     fp4                    1 sign, 2 exponent, 1 mantissa bit, with a zero
     fp8_e4m3, fp8_e5m2     8-bit floats (Micikevicius et al., arXiv:2209.05433)
-    dynamic8, udynamic8    each decade divided evenly, larger ones into more values: signed; non-negative
+    dynamic8, udynamic8    each decade divided evenly, larger decades into more values; udynamic8: non-negative values
     dynamic4, udynamic4    the same in 4 bits (8-bit optimizers: Dettmers et al., arXiv:2110.02861)
 
 Stochastic rounding chooses one of the two neighbouring values at random, so that the expectation is the original value.
@@ -34,7 +34,7 @@ Draws = Float[Array, "*shape"] | None  # uniform in [0, 1) for stochastic roundi
 
 @dataclass(frozen=True)
 class Uniform:
-    """Evenly spaced values: in [-1, 1], affine in [0, 1]."""
+    """Evenly spaced values: symmetric in [-1, 1], or affine in [0, 1]."""
 
     bits: int
     affine: bool = False

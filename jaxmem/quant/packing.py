@@ -1,8 +1,8 @@
 """Codes of 2 to 6 bits packed into bytes along one dimension, the first code in the highest bits.
 
-A group is the smallest number of codes that fills complete bytes: four 2-bit or two 4-bit codes fill one byte, four
-6-bit or eight 3-bit codes three, eight 5-bit codes five. Bits are unused only if the length is not a multiple of a
-group.
+A group is the smallest number of codes that fills complete bytes: four 2-bit or two 4-bit codes fill one byte; four
+6-bit or eight 3-bit codes, three bytes; eight 5-bit codes, five bytes. Bits are unused only if the length is not a
+multiple of a group.
 """
 
 import functools
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 
 def values_per_group(bits: int) -> int:
-    """
+    """The number of codes in a group.
+
     >>> [values_per_group(bits) for bits in (2, 3, 4, 5, 6, 8)]
     [4, 8, 2, 8, 4, 1]
     """

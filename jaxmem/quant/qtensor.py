@@ -31,14 +31,14 @@ GROUP = 256  # the most block scales that share a scale of the second level
 class QTensor:
     """value = decode(code) * scale + offset, in each block."""
 
-    codes: Shaped[Array, "*packed"]  # below 8 bits several to a byte along `axis`
+    codes: Shaped[Array, "*packed"]  # below 8 bits, several codes per byte along `axis`
     scale: Any  # float32, one per block; with double quantization a QTensor
     offset: Float[Array, "*blocks"] | None  # the minimum of each block in affine formats
     format: str = field(metadata={"static": True})
     axis: int = field(metadata={"static": True})  # the dimension of the blocks, negative
     block_size: int = field(metadata={"static": True})
-    size: int = field(metadata={"static": True})  # of the original along `axis`
-    dtype: str = field(metadata={"static": True})  # of the original
+    size: int = field(metadata={"static": True})  # the size of the original along `axis`
+    dtype: str = field(metadata={"static": True})  # the dtype of the original
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class QTensor:
 @partial(jax.jit, static_argnames=("format", "block_size", "axis", "double_quant"))
 def quantize(
     x: Float[Array, "*shape"],
-    format: str = "nf4",  # noqa: A002 - the word everybody uses
+    format: str = "nf4",  # noqa: A002 - the field's term
     block_size: int | None = 64,
     axis: int | None = -1,
     *,
@@ -144,7 +144,7 @@ def quantize(
 
 def even_block_size(size: int, limit: int, parts: int = 8) -> int | None:
     """The largest block size up to `limit` with which a dimension of `size` has a multiple of `parts` blocks, so that
-    common meshes split between blocks; None if it is below limit / 16.
+    shards on common meshes end between blocks; None if it is below limit / 16.
 
     >>> even_block_size(4096, 256), even_block_size(11008, 256), even_block_size(5461, 256), even_block_size(5477, 256)
     (256, 172, 127, None)

@@ -30,16 +30,16 @@ def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations"
         return x
     spec = layout.sharding(role, axes, x.shape).spec
 
-    def pinned(x: jax.Array) -> jax.Array:
+    def constrain_shard(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
 
-    # jax would differentiate it as a sum over all other mesh axes, some of which are vmapped later.
+    # jax would differentiate the shard_map as a sum over all other mesh axes, some of which are vmapped later.
     @jax.custom_vjp
-    def laid(x: jax.Array) -> jax.Array:
-        return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    def row_major_shards(x: jax.Array) -> jax.Array:
+        return jax.shard_map(constrain_shard, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
-    laid.defvjp(lambda x: (laid(x), None), lambda _, g: (laid(g),))
-    return laid(x)
+    row_major_shards.defvjp(lambda x: (row_major_shards(x), None), lambda _, g: (row_major_shards(g),))
+    return row_major_shards(x)
 
 
 def row_major_in_stages(x: jax.Array, *axes: str | Axis | None) -> jax.Array:

@@ -24,15 +24,15 @@ MIN_TOKENS_PER_ROW = 2
 
 
 def stored_axes(axes: Any, weights: Any) -> Any:
-    """The axes of each array in a tree of weights, or of one layer, from the axes of each weight. The codes and scales
-    of a quantized weight are sharded like the weight, in each dimension that is divisible."""
+    """The axes of each array in a tree of weights (of a model or of one layer), from the axes of each weight. The codes
+    and scales of a quantized weight are sharded like the weight, in each dimension that is divisible."""
 
-    def one(axes: Axes, w: Any) -> Any:
+    def array_axes(axes: Axes, w: Any) -> Any:
         if not is_quantized(w):
             return axes
         return jax.tree.map(lambda x: relax_resized(axes[len(axes) - x.ndim :], x.shape, w.shape), w)
 
-    return jax.tree.map(one, axes, weights, is_leaf=is_axes)
+    return jax.tree.map(array_axes, axes, weights, is_leaf=is_axes)
 
 
 def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute") -> jax.Array:
@@ -65,7 +65,7 @@ def gather_with_input(
         if is_quantized(w):
             w = _dequantize(gather_quantized(w, axes), np.dtype(dtype))
         else:
-            # Constrained before and after, otherwise XLA gathers before it casts.
+            # The cast is between two constraints; otherwise XLA gathers before it casts.
             w = constrain(w.astype(dtype), *axes, role="weights")
             w = _row_major_if_gathered(w, axes, "weights", role)
         if shape != w.shape:
@@ -76,7 +76,7 @@ def gather_with_input(
         g, of_x = gradients
         if at is None:
             return None, None, of_x
-        # Constrained to partial sums first; otherwise XLA may gather the operands to compute each shard in one matmul.
+        # First constrain the gradient to partial sums; otherwise XLA may gather the operands of the matmul.
         g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
         g = _row_major_if_gathered(constrain(g, *axes, role="gradients"), axes, "gradients", role)
@@ -90,9 +90,9 @@ def gather_with_input(
 
 
 def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
-    """Whether to delay: the weight gradient is reduce-scattered, and the gradient of x needs no communication. The
-    delay keeps the weight and its gradient in memory longer and frees an activation earlier, so it needs enough
-    tokens."""
+    """Whether to delay: if the weight gradient is reduce-scattered, and the gradient of x needs no communication. The
+    delay frees an activation earlier, but keeps the weight and its gradient in memory longer, so it saves memory only
+    with enough tokens."""
     layout = current()
     if layout is None or any(layout.mesh_axes_each(role, axes)) or not any(layout.mesh_axes_each("gradients", axes)):
         return False

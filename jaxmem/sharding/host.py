@@ -2,8 +2,8 @@
 
 The memory of an array is part of its jax type, and jax refuses to compute with an array in host memory before it is
 copied to the device. For layers of B bytes in host memory, B bytes per layer and direction are sent over the host link,
-and a device stores 2 B: the current layer and the next one. The copy is hidden if a layer computes longer than its copy
-takes (Ren et al., arXiv:2101.06840). CPUs have only one memory, so nothing is copied.
+and a device stores 2 B: the current layer and the next one. The copy is overlapped if it takes less time than the
+computation of a layer (Ren et al., arXiv:2101.06840). CPUs have only one memory, so nothing is copied.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 HOST = "pinned_host"  # jax's name of the memory
-CHUNK = 2**24  # values
+CHUNK = 2**24  # elements
 
 
 def to_host(tree: Any) -> Any:
@@ -65,9 +65,9 @@ def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
     return jax.tree.map(lambda x: _read(dim)(x, layer), stacked)
 
 
-def put_layer(stacked: Any, layer: jax.Array, one: Any) -> Any:
+def put_layer(stacked: Any, layer: jax.Array, new: Any) -> Any:
     """Stacked arrays with one layer replaced."""
-    return jax.tree.map(lambda x, new: _write(0)(x, new, layer), stacked, one)
+    return jax.tree.map(lambda x, new: _write(0)(x, new, layer), stacked, new)
 
 
 # `jax.vmap` turns these into gathers and scatters with indices in device memory, which jax refuses for arrays in host

@@ -110,8 +110,8 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def for_generation(self, rows: int) -> Layout:
-        """The layout for generation. Sequences grow, so they are not sharded; rows are, if their number is
-        divisible."""
+        """The layout for generation. Sequences grow, so their dimension is not sharded; the batch is sharded if its
+        size is divisible."""
         batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
         unsplit = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
         activations = {**self.rules.activations, **unsplit, "batch": batch}

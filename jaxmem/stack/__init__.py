@@ -4,7 +4,7 @@ The weights of all layers are stacked, so that a layer is compiled once for any 
 
     apply.py         one layer after the other
     pipeline.py      over pipeline stages; stages.py has the schedule
-    remat.py         activation checkpointing; with schedule.py and scheduled.py boundaries are also recomputed
+    remat.py         activation checkpointing; schedule.py and scheduled.py also recompute the inputs of layers
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
     cuts.py          replacing the computation of a stack within a network
 """

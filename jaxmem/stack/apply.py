@@ -83,14 +83,14 @@ def apply_stack(
 
 
 def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, Any]:
-    """`forms` are the shapes of the weights of a layer."""
+    """Applies a stack, or a range of it. `forms` are the shapes of the weights of a layer."""
     fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
-    # If boundaries or weights are in host memory, use the schedule that saves every boundary: it copies the next layer
-    # ahead.
+    # If boundaries or weights are in host memory, use the schedule that saves every boundary, since it copies the
+    # arrays of the next layer ahead.
     ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
     call = replace(call, plan=schedule("every_1" if ahead else options.remat, call.layers))
     if call.plan is None:
-        is_offloaded_later = is_cut() and call.on_host  # by the handler
+        is_offloaded_later = is_cut() and call.on_host  # the handler offloads
         run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
         saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.

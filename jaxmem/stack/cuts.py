@@ -28,9 +28,9 @@ class StackCall:
     """A stack that is about to be applied."""
 
     run: Run
-    weights: Any  # of all layers, stacked
+    weights: Any  # the weights of all layers, stacked
     x: Any
-    inputs: Any  # of each layer, stacked
+    inputs: Any  # the inputs of all layers, stacked
     shared: Any
     on_host: bool = False  # whether saved activations are offloaded to host memory
     plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves

@@ -14,12 +14,12 @@ from jaxmem.config.recompute import split_of
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every tuple except `again` has an entry for each layer."""
+    """The slots in which boundaries are saved. Every tuple except `again` has an entry for each layer."""
 
     slots: int
-    first: tuple[int, ...]  # the slot of its input in the forward pass
-    at: tuple[int, ...]  # the slot of its input in the backward pass
-    begin: tuple[int, ...]  # `again[begin:end]` is recomputed before its backward pass
+    first: tuple[int, ...]  # the slot of the layer's input in the forward pass
+    at: tuple[int, ...]  # the slot of the layer's input in the backward pass
+    begin: tuple[int, ...]  # `again[begin:end]` is recomputed before the layer's backward pass
     end: tuple[int, ...]
     again: tuple[tuple[int, int, int], ...]  # (layer, slot of its input, slot of its output)
 
@@ -55,7 +55,7 @@ def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
         far = split(high - low, slot)
         steps += [(low + i, slot + min(i, 1), slot + 1) for i in range(far)]
         todo += [(low, low + far, slot), (low + far, high, slot + 1)]
-    # The computation before the backward pass of the last layer is the forward pass.
+    # What is computed before the backward pass of the last layer is the forward pass.
     own = layers - 1
     first = [0] + [target for _, _, target in steps[:own]]
     slots = 1 + max(target for _, _, target in steps)

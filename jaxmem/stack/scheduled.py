@@ -102,7 +102,7 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
             layer, at, begin, end, of_output = one
             slots = recompute(saved_call, plan, slots, begin, end)
             x = ahead if plan.saves_all else call.load(take_layer(slots, at))
-            # Copied while this layer computes.
+            # The previous layer is copied while this layer computes.
             ahead = call.load(take_layer(slots, jnp.maximum(at - 1, 0))) if plan.saves_all else None
             following = fetch_layer(weights, layer - 1)
             derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), shared)
@@ -144,7 +144,7 @@ def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ..
 
 
 def _gradients(run: Run, arguments: Any, g: Any) -> Any:
-    _, back = jax.vjp(lambda numbers: run(*with_inexact(arguments, numbers)), inexact_leaves(arguments))
+    _, back = jax.vjp(lambda leaves: run(*with_inexact(arguments, leaves)), inexact_leaves(arguments))
     return back(g)[0]
 
 
@@ -159,7 +159,7 @@ def inexact_leaves(tree: Any, values: Any = None) -> Any:
     return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_stored_weight)
 
 
-def with_inexact(tree: Any, numbers: Any) -> Any:
+def with_inexact(tree: Any, leaves: Any) -> Any:
     """The tree with its `inexact_leaves` replaced."""
 
     def of(leaf: Any, other: Any) -> Any:
@@ -167,7 +167,7 @@ def with_inexact(tree: Any, numbers: Any) -> Any:
             return leaf
         return StoredWeight(leaf.stored, other) if isinstance(leaf, StoredWeight) else other
 
-    return jax.tree.map(of, tree, numbers, is_leaf=_is_stored_weight)
+    return jax.tree.map(of, tree, leaves, is_leaf=_is_stored_weight)
 
 
 def _gradients_like(tree: Any, gradients: Any) -> Any:

@@ -13,12 +13,12 @@ from jaxmem.kernels.fused_attention.shapes import pairs
 from jaxmem.kernels.fused_attention.support import Request, choose, refusal
 from jaxmem.quant.precision import compute_dtype
 
-# Rates of an H100, to compare methods; on other GPUs their ratios are similar. FLOP/s of kernels: cuDNN, and Triton as
-# FlashAttention-2, from arXiv:2407.08608; Pallas from the jax repository. Bytes/s of memory, of NVLink within a host,
+# Rates of an H100, to compare methods; the ratios of other GPUs are similar. FLOP/s of kernels: cuDNN, and Triton (as
+# FlashAttention-2) from arXiv:2407.08608; Pallas from the jax repository. Bytes/s of memory, of NVLink within a host,
 # and of a 400 Gb/s network.
 _KERNELS = {"cudnn": 5.3e14, "mosaic": 4.5e14, "triton": 3.3e14}
 _PLAIN, _MEMORY, _NVLINK, _NETWORK = 5e13, 3.3e12, 4.5e11, 5e10
-_CLOSE = 1.05  # times the least time: the first of METHODS, with the fewest temporary arrays, is chosen
+_CLOSE = 1.05  # of the methods within this factor of the least time, the first of METHODS needs the least memory
 _HOST = 8  # GPUs of a host
 
 
@@ -28,8 +28,8 @@ class AttentionChoice(Choice):
 
 
 def attention_choice(cfg: Config, platform: str, capability: int | None, device: str) -> AttentionChoice | None:
-    """For devices of a compute capability (90 for 9.0; None: a CPU) and this name; None: the model has no attention.
-    UserError where the implementation that the config names does not support it."""
+    """The choice for devices of a compute capability (90 for 9.0; None: a CPU) and this name; None: the model has no
+    attention. UserError if the implementation that the config names does not support it."""
     call = attention_request(cfg, platform)
     if call is None:
         return None
@@ -63,7 +63,7 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
 
 
 def attention_request(cfg: Config, platform: str) -> Request | None:
-    """Attention of one micro-batch for the heads of one device; None: the model has none. The sequence is complete."""
+    """Attention of one micro-batch for the heads of one device and complete sequences; None: the model has none."""
     model, mesh = cfg.model, cfg.mesh
     if not isinstance(model, Decoder | Vit):
         return None
@@ -90,7 +90,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
 
 
 def _methods(cfg: Config) -> list[str]:
-    """The methods that support this config, without regard to kernels."""
+    """The methods that support this config, whether or not a kernel supports them."""
     if cfg.mesh.context_method != "auto" or not isinstance(cfg.model, Decoder):
         return [cfg.mesh.context_method]
     heads, kv_heads = (_heads(cfg, n) for n in (cfg.model.heads, cfg.model.kv_heads))
@@ -109,7 +109,7 @@ def _heads(cfg: Config, heads: int) -> int:
 
 
 def context_traffic(cfg: Config, method: str) -> tuple[float, float]:
-    """Numbers in the compute dtype that a device sends for attention in one layer, per row, forward and backward."""
+    """Elements in the compute dtype that a device sends for attention in one layer, per sequence: forward, backward."""
     model, devices = cfg.model, cfg.mesh.context
     assert isinstance(model, Decoder)
     time, heads, kv_heads = cfg.row_length / devices, _heads(cfg, model.heads), _heads(cfg, model.kv_heads)
@@ -120,7 +120,7 @@ def context_traffic(cfg: Config, method: str) -> tuple[float, float]:
     if model.window is not None:
         sent = min((model.window - 1) / time, devices - 1) * keys
         return sent, sent
-    sent, widening = (devices - 1) * keys, 1 if cfg.precision.compute == "float32" else 2  # of gradients, in float32
+    sent, widening = (devices - 1) * keys, 1 if cfg.precision.compute == "float32" else 2  # float32 gradients
     return sent, sent + widening * (devices * keys if method == "ring" else sent)
 
 
@@ -137,6 +137,6 @@ def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> fl
     sent = call.batch * sum(context_traffic(cfg, method)) * width / link
     if method == "ulysses" or model.window is not None:
         return compute + sent
-    # Blocks of keys are merged in float32: a part of an output is read twice and written once for each block.
+    # The outputs for blocks of keys are summed in float32: each block reads two arrays and writes one.
     merged = 6 * 4 * numbers * (devices - 1) * call.queries / devices / _MEMORY
     return merged + (max(compute, sent) if method == "ring" else compute + sent)

@@ -14,7 +14,8 @@ Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every 
 
 
 def batch_spec(cfg: Config) -> dict[str, Array]:
-    """Shape, dtype and logical axes of each array of the global batch; with `data.buckets`, of the longest rows."""
+    """Shape, dtype and logical axes of each array of the global batch; with `data.buckets`, of the longest
+    sequences."""
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
     mask: Array = (rows, np.float32, axes)
@@ -45,8 +46,8 @@ def rows(spec: Spec) -> range:
 
 
 def place(order: np.ndarray | None, own: range, spec: Spec, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The arrays of the rows of this process (`own`) on their devices. `order`: the position at each index of the
-    sequence; losses are sums over tokens, so their order does not matter."""
+    """The arrays of a batch on their devices. `own`: the rows of this process, which `batch` contains. `order`: the
+    position at each index of the sequence; losses are sums over tokens, so their order does not matter."""
     if order is not None:  # reference log-probabilities have a value per row and no sequence dimension
         batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
 

@@ -1,4 +1,4 @@
-"""XLA's options for a step, of plans and runs alike. Each with its reason and cost (planned).
+"""XLA's options for a step, in plans and in runs, each with its reason and its planned cost.
 
 Several GPUs: two of XLA's defaults leave communication exposed. It combines all gradients of a layer into one
 reduce-scatter, which has to wait for the last of them; and it runs one collective at a time, so that a layer's last
@@ -11,26 +11,26 @@ import jax
 
 Options = dict[str, bool | int | str]
 
-# Overlaps communication and host transfers with kernels: the default from Hopper on, off for older GPUs. Llama 3 8B on
-# 8 RTX 4090s: 75.6 -> 66.0 s per step in 0.45 GiB more; 70 B frozen in host memory on one A100: 10.3 -> 7.6 s in 0.67
-# GiB more.
+# Overlaps communication and host transfers with kernels. XLA's default is on from Hopper on, and off for older GPUs.
+# Llama 3 8B on 8 RTX 4090s: 75.6 -> 66.0 s per step, 0.45 GiB more memory; 70 B frozen in host memory on one A100: 10.3
+# -> 7.6 s, 0.67 GiB more.
 LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 OVERLAP: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,  # each gradient is reduced as soon as it exists
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
-# All transfers from host memory may run at once. By default two do, and XLA schedules the others before the first
-# kernel: of seven weights of a layer five are waited for.
+# All transfers from host memory may run at once. By default only two may, and XLA runs the others before the first
+# kernel: kernels then wait for five of the seven weights of a layer.
 FETCH: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
-# Otherwise some of XLA's kernels, such as the scatter-add of an embedding's gradient, add in an order that varies.
+# Without this option some of XLA's kernels, e.g. the scatter-add of an embedding's gradient, add in varying order.
 DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
 # jax 0.10 computes batched matmuls on CPUs with a library that takes twice as long as Eigen.
 EIGEN: Options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
 def compiler_options(platform: str, devices: int, *, fetches: bool, deterministic: bool) -> Options:
-    """`fetches`: whether the step has state in host memory; `deterministic`: whether equal inputs must give equal
-    bits."""
+    """The options. `fetches`: whether the step has state in host memory; `deterministic`: whether equal inputs must
+    give bitwise equal outputs."""
     if platform == "cpu":
         return EIGEN if jax.__version_info__ < (0, 11) else {}
     hiding = LATENCY_HIDING if devices > 1 or fetches else {}

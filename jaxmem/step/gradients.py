@@ -1,7 +1,7 @@
 """Gradients of a batch that is divided into micro-batches, and when devices reduce them.
 
 Where gradients are sharded (`fsdp` with ZeRO-2 or 3), the gradients of every micro-batch are reduce-scattered as soon
-as they are computed, and no device ever holds a full gradient. Where they are replicated (`replica`; `fsdp` below
+as they are computed, and no device ever stores a full gradient. Where they are replicated (`replica`; `fsdp` below
 ZeRO-2), each device accumulates the gradients of its own rows, and the sums are all-reduced once per update, which
 communicates 2 P w bytes instead of 2 a P w, for P parameters of w bytes and `a` micro-batches (PyTorch's DDP calls this
 `no_sync`; Li et al., arXiv:2006.15704, section 3.2.4). Gradients are accumulated in float32, and their sums are
@@ -40,7 +40,7 @@ Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights,
 
 def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
     """Gradients of one batch. They are constrained to their sharding, so that XLA reduce-scatters them as they are
-    computed and no device holds a full gradient."""
+    computed and no device stores a full gradient."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
     return constrain_tree(grads, axes, "gradients"), sums
 
@@ -91,7 +91,7 @@ class _LocalGradients:
     """Gradients of groups of rows, one group and its gradients per device."""
 
     def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike, rows: int = 0) -> None:
-        """`rows`: the dimension of rows in a batch."""
+        """`rows`: the index of the batch dimension."""
         self._layout, self._axes, self._dtype, self._rows = layout, axes, np.dtype(dtype), rows
         self._over = layout.local_gradient_axes
         self._groups = layout.size(self._over)
@@ -107,7 +107,7 @@ class _LocalGradients:
 
         def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
             hooked = HookedWeight(own, at, total, self.reduce(names))
-            return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies it layer by layer
+            return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies the hook layer by layer
 
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
             return loss(jax.tree.map(hook, self._axes, at, own, total, is_leaf=is_axes), batch, keys)

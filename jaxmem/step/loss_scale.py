@@ -19,8 +19,8 @@ GROWTH_INTERVAL = 2000  # finite updates before the scale is doubled
 @dataclass(frozen=True)
 class LossScale:
     scale: jax.Array
-    sound: jax.Array  # finite updates since the scale was last changed
-    skipped: jax.Array  # skipped updates in total
+    sound: jax.Array  # number of finite updates since the last change of the scale
+    skipped: jax.Array  # number of all skipped updates
 
 
 def initial(setting: Literal["none", "dynamic"] | float) -> LossScale | None:

@@ -1,5 +1,5 @@
 """The network of a config, before any array exists: its structure, the shapes and logical axes of its weights, which of
-them are trainable, and how new ones are created."""
+them are trainable, and how initial weights are created."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ _ADAPTER_KEY = (
 @dataclass(frozen=True)
 class ModelSpec:
     cfg: Config
-    platform: str  # of the devices: `compute: auto` depends on it
-    capability: int | None = None  # of GPUs: 90 for 9.0
-    device: str = ""  # its name
+    platform: str  # the platform of the devices, on which `compute: auto` depends
+    capability: int | None = None  # the compute capability of GPUs: 90 for 9.0
+    device: str = ""  # the name of the GPU
 
     @cached_property
     def pipeline(self) -> Pipeline | None:

@@ -1,4 +1,4 @@
-"""Objectives: sums over a batch, which are added up over micro-batches and evaluations.
+"""Objectives: sums over a batch, which are added up over micro-batches and over the batches of an evaluation.
 
 An objective returns sums instead of means: of the loss, of correct predictions, and the count. They are divided at the
 end, so that the result does not depend on the sizes of micro-batches.
@@ -21,7 +21,7 @@ from jaxmem.models.network import Network
 from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" of pairs
+Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Objective:
     """(network, batch, dropout key of each row or None) -> sums. It has two parts, since a pipeline sends all
     micro-batches through the layers before it computes a loss."""
 
-    features: Callable[[Any, Batch, jax.Array | None], Any]  # up to the last layer
+    features: Callable[[Any, Batch, jax.Array | None], Any]  # the output of the last layer
     sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
@@ -44,14 +44,14 @@ class Objective:
         backward pass (one more matmul with the output projection), so a device stores the logits of one micro-batch.
         Embedding and output projection are replicated over stages."""
         stages, empty = pipeline.stages, pipeline.slots - pipeline.micro_batches
-        # Padded with rows of zeros, whose mask is zero, so that every stage has the same number of micro-batches.
+        # Pads with micro-batches of zeros, whose mask is zero, so that every stage has the same number.
         batch = jax.tree.map(lambda x: jnp.pad(x, [(0, empty), *[(0, 0)] * (x.ndim - 1)]), batch)
         if keys is not None:
             keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], (empty, *keys.shape[1:]))])
 
         @jax.checkpoint
         def one(x: Any, batch: Batch) -> Sums:
-            """One micro-batch per stage."""
+            """The sums over one micro-batch per stage."""
             sums = jax.vmap(partial(self.sums, network), spmd_axis_name="stage")(x, batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
@@ -79,7 +79,7 @@ def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """`loss`, and `accuracy` and `margin` if the objective has them."""
+    """The mean `loss`, and `accuracy` and `margin` if the objective has them."""
     count = jnp.maximum(sums["count"], 1.0)
     named = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
     return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
@@ -99,7 +99,7 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
 
 
 def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Array:
-    """The log-probability of the tokens of each row whose mask is 1."""
+    """For each row, the log-probability of its tokens whose mask is 1."""
     return _likelihoods(network, _tokens(network, batch, None), batch, memory)
 
 

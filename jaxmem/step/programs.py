@@ -51,7 +51,7 @@ class Program:
 
     @property
     def resolved(self) -> Config:
-        """The config with what `auto` of its kernels and of `mesh.context_method` means on these devices."""
+        """The config with `auto` resolved for these devices, in the settings of kernels and `mesh.context_method`."""
         from jaxmem.step.kernel_choice import resolved
 
         return resolved(self.cfg, self.platform, self.model.capability, self.model.device)
@@ -158,7 +158,7 @@ class Program:
 
     @cached_property
     def buckets(self) -> dict[int, Program]:
-        """This program for each length of rows in `data.buckets`; the last one is this program."""
+        """The program for each sequence length in `data.buckets`; the last is this program itself."""
         shorter = {length: replace(self, cfg=self.cfg.at_length(length)) for length in self.cfg.data.buckets}
         return {**shorter, self.cfg.data.sequence_length: self}
 
@@ -172,7 +172,7 @@ class Program:
         return batches.rows(self.spec.batch)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on its devices. Each process passes its own `rows`."""
+        """A batch on its devices. Each process passes the `rows` of its devices."""
         built, order = self.buckets[self.bucket(batch)], None
         if isinstance(self.cfg.model, Decoder):
             from jaxmem.models.attention import context_order
@@ -220,5 +220,5 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
 
 
 def step_at(length: int) -> str:
-    """The name of the phase for the step with rows of this length."""
+    """The name of the phase for the step with sequences of this length."""
     return f"step at {length}"

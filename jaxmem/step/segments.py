@@ -44,7 +44,7 @@ class Segments:
         self._objective = objective(spec.cfg.objective, spec.cfg.memory)
         self._trainable = trainable = spec.model.select(params)
         self._cuts: list[ForwardPass | VocabOpResult] = []  # in the order in which the network computes them
-        self._cut_weights: list[Any] = []  # of each cut
+        self._cut_weights: list[Any] = []  # the weights of each cut
 
         def run(part: Any) -> Any:
             if isinstance(part, StackCall):

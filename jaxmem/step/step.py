@@ -71,7 +71,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     losses = objective(cfg.objective, cfg.memory)
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
     scale = jnp.float32(1)
-    if state.loss_scale:  # it multiplies the mean loss of a micro-batch, but objectives return sums
+    if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
@@ -104,7 +104,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
     else:
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
         new = write(params, updates, axes=axes)
-        # Sharded like the optimizer state for the cast, and all-gathered after it: otherwise float32 would be sent.
+        # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
         new = constrain_tree(new, stored_axes(axes, new), "optimizer")
     return model.replace(state.params, new), opt_state
 

@@ -9,7 +9,7 @@ arXiv:2101.06840). Frozen weights are copied a layer ahead in each pass (`stack`
 optimizer state is updated in place. With V entries of E values and slices of v entries, gradient and update take 2 v E
 values instead of 2 V E. If an optimizer sums over the complete matrix, each sum that depends on another one needs one
 more pass over all slices (`sliced_sums`), which recomputes the gradient: 4 T V E FLOPs for an output projection and T
-tokens, very few for looked-up rows. State in host memory is copied in the same slices.
+tokens, very few FLOPs for an embedding. State in host memory is copied in the same slices.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ class VocabUpdate:
     group: ParameterGroup
     weights: Tree
     state: Tree
-    dtype: np.dtype | None = None  # of the gradient; None: the dtype of the weight
-    entries: int | None = None  # per slice; None: 16 M values
+    dtype: np.dtype | None = None  # the dtype of the gradient; None: that of the weight
+    entries: int | None = None  # vocabulary entries per slice; None: slices of 16 M elements
 
     def update(self, gradient: SliceGradient, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
         """Returns new weights, new state and the sum of squares of the gradient."""
@@ -67,7 +67,7 @@ class VocabUpdate:
     def _update_slices(
         self, slices: VocabSlices, gradient: SliceGradient, write: Write, norm: jax.Array | None
     ) -> tuple[Tree, Tree, jax.Array] | None:
-        """None if the optimizer needs the complete matrix."""
+        """The result of `update`, slice by slice; None if the optimizer needs the complete matrix."""
 
         def update(j: jax.Array, total: Total, weights: Tree = self.weights, state: Tree = self.state) -> Any:
             """Returns the gradient of slice j, its new weights and its new state."""

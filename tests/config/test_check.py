@@ -249,7 +249,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["rules.embed=[tensor]"], "rules.embed[0]=tensor must be fsdp or context"),
         (TEXT, ["rules.mlp=[fsdp, fsdp]"], "rules.mlp=[fsdp, fsdp] ... [fsdp]"),
         (PICTURES, ["rules.vocab=[]"], "model.family=vit ... rules.embed, heads, kv_heads or mlp"),
-        (TEXT, ["rules.heads=[]"], "rules.kv_heads=[tensor] ... rules.heads=[] ... it in both or neither"),
+        (TEXT, ["rules.heads=[]"], "rules.kv_heads=[tensor] ... rules.heads=[] ... tensor in both or neither"),
         (TEXT, ["mesh.stage=0"], "mesh.stage=0 must be at least 1, or -1 for all remaining devices"),
     ],
 )

@@ -99,12 +99,12 @@ def test_the_backward_pass_stops_where_nothing_learns():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"mesh": {"stage": 2}}, r"mesh.stage=2 does not support some layers as trainable \(blocks\[-1:\].\*\)"),
+        ({"mesh": {"stage": 2}}, r"mesh.stage=2 does not support training only some layers \(blocks\[-1:\].\*\)"),
         (
             {"memory": {"update": "during"}},
-            r"memory.update=during does not support some layers as trainable",
+            r"memory.update=during does not support training only some layers",
         ),
-        ({"adapter": {"base": "nf4"}}, r"adapter.base=nf4 does not support some layers as trainable \(blocks\[-1:\]"),
+        ({"adapter": {"base": "nf4"}}, r"adapter.base=nf4 does not support training only some layers \(blocks\[-1:\]"),
         ({"adapter": {"layers": 3}}, "adapter.layers=3 exceeds the 2 layers of the model; use 2 or fewer"),
         (
             {"adapter": {"rank": 4}},

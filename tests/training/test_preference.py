@@ -139,5 +139,5 @@ def test_incompatible_settings(config, sections, message):
 
 
 def test_pairs_lie_on_one_device(config):
-    with pytest.raises(UserError, match=r"mesh.fsdp=4 x 2 rows of a pair; use batch.global_size=16"):
+    with pytest.raises(UserError, match=r"mesh.fsdp=4 x 2 rows per pair; use batch.global_size=16"):
         for_devices(config(mesh={"fsdp": 4}), 4)
