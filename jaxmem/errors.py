@@ -62,16 +62,19 @@ def one_of(choices: Iterable[object]) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """`; did you mean X?` if a similar name exists, otherwise the complete list.
+    """`; did you mean X?` if a similar name, or a longer one, exists, otherwise the complete list.
 
     >>> nearest("adamww", ["adamw", "adam"])
     '; did you mean adamw?'
     >>> nearest("zzz", ["adamw", "adam"])
     '; expected one of adam, adamw'
+    >>> nearest("a100", ["a100-80gb", "a100-40gb", "h100-80gb"])
+    '; did you mean a100-40gb or a100-80gb?'
     """
     known = sorted(known)
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"
+    longer = [one for one in known if len(str(name)) > 2 and str(name).lower() in one]
+    close = longer[:3] or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    return f"; did you mean {one_of(close)}?" if close else f"; expected one of {', '.join(known)}"
 
 
 def nearest_numbers(value: int, known: Iterable[int]) -> str:

@@ -51,15 +51,14 @@ def continuations() -> Iterator[str]:
     """The last line of each prompt, and its most likely continuation."""
     model = TextGenerator(RUN, Sampling(0.0), tokens=10, stops=["\n"])
     for prompt, text in zip(PROMPTS, model.complete_all(PROMPTS), strict=True):
-        yield f"  {prompt.splitlines()[-1].strip():17} {text.strip()}"[:WIDTH]
+        yield f"  {prompt.splitlines()[-1].strip():>14} | {text.strip()}"[:WIDTH]
 
 
 def bar(name: str, size: float, largest: float) -> str:
-    """A name, a size, and a bar, which is on the next line if the terminal is narrow."""
-    is_wide = WIDTH >= 60
-    room = WIDTH - (37 if is_wide else 4)
-    drawn = "#" * max(1, round(room * size / largest))
-    return f"  {name:25}{size / MIB:5.1f} MiB{' ' if is_wide else chr(10) + '  '}{drawn}"
+    """A name, a size, and a bar. On a narrow terminal a setting is named without its section."""
+    label = f"{name:25}" if WIDTH >= 60 else f"{name.rpartition('.')[2]:15}"
+    start = f"  {label}{size / MIB:5.1f} MiB "
+    return start + "#" * max(1, round((WIDTH - len(start)) * size / largest))
 
 
 def compiled(change: str) -> int:
@@ -81,11 +80,11 @@ def main(changes: Sequence[str]) -> None:
         print(bar(part, here[part], total))
     print(bar("other", total - sum(here[part] for part in PARTS), total))
 
-    print(f"\nOne line changed: planned on {DEVICES} devices", flush=True)
+    print(f"\nPlanned on {DEVICES} devices: zero=0 and one change", flush=True)
     with ThreadPoolExecutor(2) as pool:
         for number, (change, size) in enumerate(zip(changes, pool.map(compiled, changes), strict=True)):
             largest = size if number == 0 else largest
-            print(bar(change, size, largest), flush=True)
+            print(bar("no change" if change == CHANGES[0] else change, size, largest), flush=True)
     print(NEXT)
 
 

@@ -64,6 +64,17 @@ def test_train_leaves_a_run_that_can_be_run_again(run: Path) -> None:
         load(run.parent, None, 8)
 
 
+def test_a_finished_run_names_the_settings_that_it_ignores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (run / "report.html").stat()
+    changes = ("optimizer.learning_rate=0.5", "train.steps=3")
+    code, out, _ = jaxmem("train", str(run), *changes, "--simulate", "8", capsys=capsys)
+    assert code == 0
+    assert "optimizer.learning_rate was 0.01, is 0.5" in out
+    assert "train.steps was 4, is 3" in out
+    assert out.count("\n") == 1
+    assert (run / "report.html").stat() == before
+
+
 def test_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`train` ends with the very page that the command makes."""
     page = tmp_path / "again.html"
@@ -127,6 +138,9 @@ def test_a_plan_that_does_not_fit(
     assert code == 3
     assert json.loads(out)["fits"] is False
     assert "no similar config fits" in err
+    assert f"wrote {written}" in err
+    assert f"jaxmem train {written}" not in err, "it does not fit"
+    assert "trackers" not in written.read_text(), "only what differs from the defaults"
     cfg = load_config(written)
     assert (cfg.adapter.kind, cfg.data.sequence_length, cfg.batch.global_size) == ("qlora", 64, 8)
 

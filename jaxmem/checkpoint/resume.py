@@ -43,8 +43,10 @@ FREE = (
 )
 
 
-def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The BOUND fields that differ, each as `field was X, is Y`.
+def changed(
+    old: Mapping[str, Any], new: Mapping[str, Any], fields: Sequence[str] = BOUND, without: Sequence[str] = FREE
+) -> list[str]:
+    """The fields that differ, by default BOUND ones, each as `field was X, is Y`.
 
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
@@ -53,7 +55,7 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
         f"{field} was {json.dumps(before.get(field))}, is {json.dumps(after.get(field))}"
         for field in {**before, **after}
-        if _among(field, BOUND) and not _among(field, FREE) and _value(before, field) != _value(after, field)
+        if _among(field, fields) and not _among(field, without) and _value(before, field) != _value(after, field)
     ]
 
 

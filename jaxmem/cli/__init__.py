@@ -13,7 +13,7 @@ import typer
 
 from jaxmem import __version__
 from jaxmem.cli import benches, convert, inference, info, planning, training
-from jaxmem.errors import UserError, as_user_error
+from jaxmem.errors import UserError, as_user_error, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 
 app = typer.Typer(
@@ -85,4 +85,18 @@ def _message(error: UserError | typer.TyperException) -> str:
         return str(error)
     context = getattr(error, "ctx", None)
     text = error.format_message().replace("Input should be greater than or equal to", "must be at least")
+    if (option := getattr(error, "option_name", None)) and "No such option" in text:
+        text += _place_of(option, context)
     return text + (f" ({context.command_path} --help)" if context else "")
+
+
+def _place_of(option: str, context: typer.Context) -> str:
+    """A hint for an option that a command lacks: the commands that have it, or the key that it means."""
+    from jaxmem.config.explain import key_of_option
+
+    commands = getattr(context.parent and context.parent.command, "commands", {})
+    having = [name for name, one in commands.items() if any(option in parameter.opts for parameter in one.params)]
+    if having:
+        return f"; {option} is an option of jaxmem {one_of(having)}"
+    has_overrides = any(parameter.name == "overrides" for parameter in context.command.params)
+    return f"{key_of_option(option)}" if has_overrides else ""

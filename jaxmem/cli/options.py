@@ -35,7 +35,10 @@ Model = Annotated[
     Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")
 ]
 Target = Annotated[
-    str | None, typer.Option(metavar="T", help="Devices to compile for, e.g. h100-80gb:8, cpu:8 or my-gpu.yaml.")
+    str | None,
+    typer.Option(
+        metavar="T", help="Devices, e.g. h100-80gb:8, cpu:8 or my-gpu.yaml; `jaxmem plan --target list` prints all."
+    ),
 ]
 Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
 Reserve = Annotated[

@@ -28,10 +28,10 @@ def only_json(wanted: bool) -> Iterator[None]:
 
 
 def show(result: Any) -> None:
-    """Prints a dict as JSON, and anything else through rich."""
+    """Prints a dict as JSON, and anything else through rich. A command to paste may be longer than a line."""
     if isinstance(result, dict):
         print(json.dumps(result, indent=2))
         return
     from rich.console import Console
 
-    Console().print(result, markup=not isinstance(result, str))
+    Console().print(result, markup=not isinstance(result, str), crop=False)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,15 +92,21 @@ def plan(
         if png:
             report.write_figure(planned, png)
     if write:
-        from jaxmem.config import save_config
+        from jaxmem.config import save_settings
 
-        save_config(cfg, write)
+        save_settings(cfg, write)
     if as_json:
         show(planned.as_json())
     else:
         show(planned.table())
+    if write:
+        _progress(f"wrote {write}" + (f"; next: jaxmem train {write}" if planned.fits else ""))
     if check:
-        _advise(planned)
+        from jaxmem.search.comparison import command_line
+
+        options = {"overrides": overrides or [], "sequence_length": sequence_length, "batch": batch}
+        where = ["--target", target] if target else ["--simulate", str(simulate)] if simulate else []
+        _advise(planned, ["jaxmem", "plan", *command_line(source or "", options), *where], method)
 
 
 def fit(
@@ -135,7 +142,7 @@ def fit(
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no local device is used
     from jaxmem.config.methods import is_model
-    from jaxmem.search import fit, largest
+    from jaxmem.search import comparison, fit, largest
 
     limits: dict[str, Any] = {"reserve_gib": reserve}
     if allow is not None:
@@ -157,6 +164,9 @@ def fit(
         if found.best and write:
             found.write(write)
     show(found.as_json() if as_json else found.table())
+    if found.best and write:
+        of_method = f", method {found.best.name}" if isinstance(found, comparison.Comparison) else ""
+        _progress(f"wrote {write}{of_method}; next: jaxmem train {write}")
     raise typer.Exit(0 if found.best else 3)
 
 
@@ -187,15 +197,17 @@ def _config(
     return cfg
 
 
-def _advise(planned: Any) -> None:
-    """On standard error: settings that are slow; for a plan that does not fit, configs that do, and exit code 3."""
+def _advise(planned: Any, command: list[str], method: str | None) -> None:
+    """On standard error: settings that are slow; for a plan that does not fit, commands for configs that do, and exit
+    code 3. `command`: the command of the plan; `method`: its --method."""
     from jaxmem.search import nearest
 
     for line in nearest.slower_settings(planned):
         _progress(f"slow: {line}")
     if not planned.fits:
         _progress("searching for configs that fit ...")
-        _progress(nearest.suggestions(planned))
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        _progress(nearest.suggestions(planned, lambda one: one.command(command, method, width)))
         raise typer.Exit(3)
 
 

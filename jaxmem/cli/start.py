@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
     """The config of a file or of a run's directory, checked before jax is imported; also chooses its devices."""
     from jaxmem.config import load_config
+    from jaxmem.config.presets import PRESETS
 
-    if config.is_dir():
+    if (config / "config.yaml").is_file():
         place = config.resolve()
         output = os.path.relpath(place.parent)
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
         config /= "config.yaml"
-        if not config.is_file():
-            raise UserError(f"{config.parent} contains no config.yaml; use a YAML file or the directory of a run")
+    elif (config / "config.json").is_file() or (str(config) in PRESETS and not config.exists()):
+        write = f"jaxmem plan {config} --method qlora --write run.yaml"
+        raise UserError(f"{config} is a model, not a config; write a config first, such as: {write}")
+    elif config.is_dir():
+        raise UserError(f"{config} contains no config.yaml; use a YAML file or the directory of a run")
     cfg = load_config(config, overrides or [])
     take_devices(simulate, only_compile=only_compile, spill=cfg.memory.spill != "none")
     return cfg

@@ -15,11 +15,12 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
     with requeued_before_training():
         cfg = load(config, overrides, simulate)
         with joined(cfg):
-            from jaxmem.report import report_run
             from jaxmem.training.run import run
 
             done = run(cfg)
-            if is_first_process():
+            if is_first_process() and done.compiled:
+                from jaxmem.report import report_run
+
                 report_run(done.directory)
     raise typer.Exit(done.exit_code)
 

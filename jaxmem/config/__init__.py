@@ -26,7 +26,7 @@ __getattr__, _ = lazy_names(
     __name__,
     check="check",
     devices="for_devices",
-    load="load_config save_config",
+    load="load_config save_config save_settings",
     presets="PRESETS parameter_count",
     schema="json_schema",
 )
@@ -35,4 +35,5 @@ __all__ = [
     "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "Pipeline", "Precision", "Rope",
     "Rules", "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
     "save_config",
+    "save_settings",
 ]  # fmt: skip

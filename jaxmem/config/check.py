@@ -40,7 +40,8 @@ def _run(cfg: Config) -> Iterator[str]:
         yield f"train.steps and train.tokens are both {'set' if train.steps else 'null'}; set exactly one of them"
     else:
         if cfg.optimizer.warmup >= cfg.steps:
-            yield f"optimizer.warmup={cfg.optimizer.warmup} must be below the {cfg.steps} updates of the run"
+            line = f"optimizer.warmup={cfg.optimizer.warmup} must be below the {cfg.steps} updates of the run"
+            yield f"{line}; use optimizer.warmup=0, or more updates"
         first, last = train.profile or (1, 1)
         if not first <= last <= cfg.steps:
             yield f"train.profile=[{first}, {last}] must be [from, to] with 1 <= from <= to <= {cfg.steps} updates"

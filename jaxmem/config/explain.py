@@ -21,6 +21,7 @@ ELSEWHERE = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "data.epochs; training still stops at train.steps"),
     **dict.fromkeys(("max_length", "max_seq_len", "max_seq_length", "seq_len", "sequence_len"), "data.sequence_length"),
     **dict.fromkeys(("r", "lora_r"), "adapter.rank"),
+    **dict.fromkeys(("lora", "peft"), "adapter, such as adapter.kind=lora and adapter.rank=8"),
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "target_modules": "adapter.targets",
@@ -62,6 +63,12 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
         keys = ", ".join(_dotted(_declared(item["loc"])[0]) for item in missing)
         lines.append(f"model.preset is missing; set it, or model.hf, or all of {keys}")
     return "\n".join(" ".join(line.splitlines()) for line in dict.fromkeys(lines))
+
+
+def key_of_option(option: str) -> str:
+    """A hint for an option such as --learning-rate that no command has: the key that it could mean, if there is one."""
+    hint = _nearest_key((), option.lstrip("-").replace("-", "_"), Config.model_json_schema())
+    return "" if "expected one of" in hint else hint
 
 
 def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:

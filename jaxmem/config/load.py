@@ -19,6 +19,7 @@ from jaxmem.config.explain import explain
 from jaxmem.config.hub import local_directory
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
+from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import rename, warn_of
@@ -118,12 +119,34 @@ def config_of(raw: dict[str, Any]) -> Config:
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
     """Writes all fields, so that the file keeps its meaning when defaults change. The write is atomic."""
-    path = Path(path)
+    _save(cfg.model_dump(mode="json"), Path(path))
+
+
+def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
+    """Writes the fields that differ from the defaults, and from those of the model's preset or directory."""
+    raw = cfg.model_dump(mode="json", exclude_defaults=True)
+    model, optimizer = cfg.model.model_dump(mode="json"), cfg.optimizer.model_dump(mode="json")
+    usual = Optimizer(name=cfg.optimizer.name).model_dump(mode="json")
+    named = {key: model[key] for key in ("family", "preset", "hf") if model.get(key) not in (None, "decoder")}
+    raw["optimizer"] = {"name": usual["name"]} | {key: optimizer[key] for key in usual if optimizer[key] != usual[key]}
+    raw["model"] = named | raw["model"]
+    if {"preset", "hf"} & named.keys():
+        implied = config_of({"name": "implied", "model": dict(named), "train": {"steps": 1}})
+        known = implied.model.model_dump(mode="json")
+        raw["model"] = named | {key: model[key] for key in known if model[key] != known[key]}
+        if cfg.data.tokenizer == implied.data.tokenizer:
+            raw.get("data", {}).pop("tokenizer", None)
+    if cfg.adapter.hf:
+        raw["adapter"] = cfg.adapter.model_dump(mode="json")
+    _save(raw, Path(path))
+
+
+def _save(raw: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            yaml.dump(cfg.model_dump(mode="json"), file, YamlDumper, sort_keys=False, allow_unicode=True)
+            yaml.dump(raw, file, YamlDumper, sort_keys=False, allow_unicode=True)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -154,10 +177,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         if not path.parent.is_dir():
             raise UserError(f"{path}: the directory {path.parent} does not exist")
-        others = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
+        others = [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
         raise UserError(
             f"{path}: no such file"
-            + (nearest(path.name, others) if others else "; use a YAML file such as configs/demo.yaml")
+            + (nearest(path, others) if others else "; use a YAML file such as configs/demo.yaml")
         )
     try:
         with path.open("rb") as file:

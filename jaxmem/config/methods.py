@@ -21,6 +21,7 @@ from jaxmem.errors import UserError, nearest
 
 STEPS = 1000  # steps of a run without `train`, in addition to its warmup
 LENGTH = 2048  # tokens of a sequence, if only a model is given
+CHATS = "chats.jsonl"  # the conversations on which a Hugging Face model is fine-tuned
 LEARNING_RATES = {"full": 1e-5, "adapter": 2e-4}  # for fine-tuning a Hugging Face model
 
 
@@ -151,6 +152,7 @@ def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
         "memory": {"remat": "full"},
     }
     if not is_preset:
+        run["data"] |= {"source": "chat", "path": CHATS}
         run["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
     return run
 

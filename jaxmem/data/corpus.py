@@ -53,13 +53,16 @@ class Corpus:
     def documents(self, source: int, record: int) -> Sequence[Document]:
         return self.sources[source].documents(record)
 
-    def check(self) -> None:
-        """Reads the first records of each source: most errors in a file of records are in all of them."""
+    def check(self) -> float:
+        """Reads the first records of each source: most errors in a file of records are in all of them. Returns the mean
+        number of tokens of a document."""
+        lengths = []
         for source in self.sources if self._cfg.objective.reads_text else ():
             counts = replace(source.counts)
             for record in range(min(CHECKED, len(source))):
-                source.documents(record)
+                lengths += [len(document.tokens) for document in source.documents(record)]
             source.counts = counts
+        return float(np.mean(lengths or [0]))
 
     def length(self, source: int, record: int) -> int | None:
         """The number of tokens of a record, if it is known without reading it."""

@@ -34,7 +34,7 @@ Position = dict[str, Any]  # a position in the data, with values that JSON can s
 MAX_EMPTY = 1000  # consecutive records without tokens that are an error; without a limit, reading would not end
 FULL = (
     "packed rows have data.documents_per_row={most} documents before they are full, and the rest is padding;"
-    " increase data.documents_per_row, which takes more memory for attention"
+    " use a shorter data.sequence_length, or a larger data.documents_per_row, which needs more memory for attention"
 )
 INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 

@@ -96,7 +96,12 @@ class RecordSource:
             return read(index)
         except InvalidRecordError as error:
             if self.data.on_invalid == "stop":
-                raise UserError(f"{self.where(index)}: {error}; correct it, or use data.on_invalid=skip") from error
+                use = "correct it, or use data.on_invalid=skip"
+                if self.counts.read == 1 and self.source.kind.contents != "text":  # so it may be another kind of file
+                    use = (
+                        f"data.source={self.source.source} needs a JSON object per line; use data.source=text for text"
+                    )
+                raise UserError(f"{self.where(index)}: {error}; {use}") from error
             self.counts.invalid += 1
             return None
 

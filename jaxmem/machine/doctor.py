@@ -119,7 +119,8 @@ def table(findings: dict[str, Any]) -> Group:
         facts.add_row(name, Text(text))
     for check in findings["works"]:
         mark = Text("yes", style="green") if check["works"] else Text("no", style="yellow")
-        works.add_row(check["what"], mark, Text(check["use"] if check["works"] else check["cure"] or ""))
+        use = check["use"] if check["works"] else check["cure"] or ""
+        works.add_row(check["what"], mark, Text(use, overflow="fold"))
     return Group(facts, "", works)
 
 

@@ -15,6 +15,7 @@ from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 NARROW = 66  # characters per line; below, tables have fewer columns
+SAVINGS, ROOMY = ("logits", "float32 adapters"), 0.2  # advice that saves memory; not shown if more of it is free
 NOTABLE = 0.02  # kinds with at least this share of the total have their own row
 
 
@@ -22,16 +23,16 @@ class TargetList:
     """The table that `--target list` prints."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        columns = {"memory": "memory_gib", "rate": "bandwidth_gb_s"}
+        columns = {"memory\nGiB": "memory_gib", "rate\nGB/s": "bandwidth_gb_s"}
         if options.max_width >= NARROW:
             columns |= {
-                "bf16": "bf16_tflops", "link": "link_gb_s", "network": "network_gb_s", "host": "host_memory_gib"
+                "bf16\nTFLOP/s": "bf16_tflops", "link\nGB/s": "link_gb_s",
+                "network\nGB/s": "network_gb_s", "host\nGiB": "host_memory_gib",
             }  # fmt: skip
         table = _table("NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", "NAME", *columns)
         for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
             table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in columns.values()))
-        units = "memory, host memory: GiB; rate of the memory, link within a host, network: GB/s; bf16: TFLOP/s"
-        yield Group(table, Text(units))
+        yield Group(table, Text("rate: of the device's memory; link: within a host; host: memory per GPU"))
 
 
 def named_values_table(values: Sequence[NamedValue]) -> Table:
@@ -49,7 +50,9 @@ class PlanTable:
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW
-        model = f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters"
+        count = plan.program.model
+        trainable = "" if count.trainable == count.parameters else f", {count.trainable:,} trainable,"
+        model = f"{plan.program.cfg.name}: {count.parameters:,} parameters{trainable}"
         device = target.gpu.name if target.gpu else target.name.partition(":")[0]
         hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
         yield Text(f"{model} on {target.count} x {device}{hosts}", style="bold")
@@ -63,7 +66,10 @@ class PlanTable:
             yield from self._communication(wide=wide)
         if plan.timeline.host_copies.executed:
             yield self._host_copies()
+        is_roomy = plan.fits and plan.room > ROOMY * plan.limit
         for warning in plan.warnings:
+            if is_roomy and warning.kind in SAVINGS:
+                continue
             yield Text.assemble((f"{warning.kind}: ", "yellow"), f"{warning.text}; try {warning.cure}")
 
     def _memory(self, *, wide: bool) -> Table:

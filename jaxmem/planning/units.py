@@ -1,4 +1,7 @@
-"""Numbers with units, as text."""
+"""Numbers with units, and commands for a shell, as text."""
+
+import shlex
+from collections.abc import Iterable
 
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
@@ -25,6 +28,22 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def format_command(words: Iterable[object], width: int | None = None) -> str:
+    """A command that can be pasted: one line, or lines of at most `width` characters that end with a backslash.
+
+    >>> print(format_command(["jaxmem", "plan", "a b.yaml", "zero=3"], width=24))
+      jaxmem plan 'a b.yaml' \\
+          zero=3
+    """
+    lines = [" "]
+    for word in map(shlex.quote, map(str, words)):
+        if width is not None and lines[-1].strip() and len(f"{lines[-1]} {word} \\") > width:
+            lines[-1] += " \\"
+            lines.append(" " * 5)
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
 
 
 def format_count(number: float) -> str:

@@ -7,9 +7,8 @@ methods are estimated first; then configs of each method that may fit are compil
 from __future__ import annotations
 
 import functools
-import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,25 +19,26 @@ from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
-from jaxmem.planning.units import format_seconds
+from jaxmem.planning.units import format_command, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import Progress, Search
 from jaxmem.search.knobs import MEMORY_KNOBS
 from jaxmem.search.trials import SLACK, Trials, save_best, target_json
 
+NARROW = 66  # characters per line; below, the table has no column for settings
 COMPILES = 3  # configs of one method to compile at most, until one fits
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The fastest compiled config of a method that fits; otherwise the fastest one that may fit but was not compiled;
-    otherwise the smallest."""
+    """The fastest compiled config of a method that fits; otherwise the smallest compiled one; otherwise the fastest
+    estimated one that may fit, or the smallest."""
 
     name: str
     candidate: Candidate | None  # None: the method does not support this config
     fits: bool = False
-    error: str = ""
+    reason: str = ""  # why it does not fit
 
     @classmethod
     def of(cls, name: str, trials: Trials) -> MethodResult:
@@ -46,17 +46,22 @@ class MethodResult:
             return cls(name, front[0], fits=True)
         known = [one for one in trials.all if one.refused is None]
         if not known:
-            return cls(name, None, error=trials.all[0].refused or "")
+            return cls(name, None, reason=trials.all[0].refused or "")
         may_fit = trials.front((one for one in known if one.is_open), SLACK)
-        return cls(name, may_fit[0] if may_fit else min(known, key=lambda one: one.total))
+        if not (compiled := [one for one in known if one.cost]):
+            shown = may_fit[0] if may_fit else min(known, key=lambda one: one.total)
+            return cls(name, shown, reason=trials.shortage(shown))
+        shown = min(compiled, key=lambda one: one.total)
+        more = f"; {len(compiled)} configs are compiled, to compile more: jaxmem fit --method {name}" if may_fit else ""
+        return cls(name, shown, reason=trials.shortage(shown) + more)
 
     def __str__(self) -> str:
         """
-        >>> str(MethodResult("lora", None, error="no weights"))
+        >>> str(MethodResult("lora", None, reason="no weights"))
         'lora: no weights'
         """
         if self.candidate is None:
-            return f"{self.name}: {self.error}"
+            return f"{self.name}: {self.reason}"
         about = "" if self.candidate.cost else "about "
         size, seconds = format_bytes(self.candidate.total), format_seconds(self.candidate.seconds)
         return f"{self.name}: {about}{size}, {seconds} per step"
@@ -84,11 +89,11 @@ class Comparison:
         fitting = ", ".join(one.name for one in self.fitting) or "no methods"
         return f"Comparison({self.given.name} on {self.target.name}: {fitting} fit)"
 
-    def plan_command(self, one: MethodResult) -> str:
-        """The command that plans the config of a method."""
+    def plan_command(self, one: MethodResult, width: int | None = None) -> str:
+        """The command that plans the config of a method; with a width, in lines that end with a backslash."""
         assert one.candidate
         words = (*self.command, "--method", one.name, *one.candidate.overrides, "--target", self.target.name)
-        return shlex.join(["jaxmem", "plan", *words])
+        return format_command(["jaxmem", "plan", *words], width)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -102,8 +107,9 @@ class Comparison:
         method = METHODS[one.name]
         found: dict[str, Any] = {"name": one.name, "summary": method.summary, "mathematics": method.mathematics}
         if one.candidate is None:
-            return found | {"fits": False, "error": one.error}
-        found |= {"compiled": one.candidate.cost is not None, "command": self.plan_command(one)}
+            return found | {"fits": False, "error": one.reason}
+        found |= {} if one.fits else {"why": one.reason}
+        found |= {"compiled": one.candidate.cost is not None, "command": self.plan_command(one).strip()}
         return found | one.candidate.as_json(fits=one.fits)
 
     def write(self, path: str | Path) -> None:
@@ -112,35 +118,45 @@ class Comparison:
 
     def table(self) -> Any:
         """A table for a terminal of 40 columns or more."""
+        return self
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.box import SIMPLE_HEAD
-        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        cfg = self.given
+        cfg, is_wide = self.given, options.max_width >= NARROW
         size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"
         head = f"{cfg.name} on {self.target.name}: {format_bytes(self.limit)} per device, {size}"
+        yield Text(head, style="bold")
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method", no_wrap=True)
         for column in ("GiB", "step", "fits"):
             table.add_column(column, justify="right", no_wrap=True)
-        details = []
+        if is_wide:
+            table.add_column("settings, or reason")
         for one in self.results:
-            if one.candidate is None:
-                table.add_row(one.name, "", "", "no")
-                details.append(Text(f"{one.name}: {one.error}", style="dim"))
-                continue
-            about = "" if one.candidate.cost else "~"
-            cells = f"{about}{one.candidate.total / GIB:.1f}", about + format_seconds(one.candidate.seconds)
-            table.add_row(one.name, *cells, "yes" if one.fits else "no", style="green" if one.fits else "")
+            cells = ("", "")
+            if one.candidate:
+                about = "" if one.candidate.cost else "~"
+                cells = f"{about}{one.candidate.total / GIB:.1f}", about + format_seconds(one.candidate.seconds)
+            why = one.candidate.description if one.fits and one.candidate else one.reason
+            row = (one.name, *cells, "yes" if one.fits else "no", *([Text(why)] if is_wide else []))
+            table.add_row(*row, style="green" if one.fits else "")
+        yield table
+        for one in self.results:
             if one.fits:
                 method = METHODS[one.name]
-                details.append(Text.assemble((one.name, "bold"), f": {method.summary}; {method.mathematics}"))
-                details.append(Text(f"  {self.plan_command(one)}"))
-        notes = [f"~ estimated; the others are compiled. The comparison took {self.seconds:.0f} s"]
-        if not self.best:
-            notes.append("no method fits: use a shorter data.sequence_length, or more or larger GPUs")
-        return Group(Text(head, style="bold"), table, *details, *map(Text, notes))
+                yield Text.assemble((one.name, "bold"), f": {method.summary}; {method.mathematics}")
+                command = self.plan_command(one, options.max_width if console.is_terminal else None)
+                yield Text(command, no_wrap=True, overflow="ignore")
+            elif not is_wide:
+                yield Text(f"{one.name}: {one.reason}", style="dim")
+        yield Text(f"~ estimated; the others are compiled. The comparison took {self.seconds:.0f} s")
+        if self.best:
+            yield Text("next: add --write run.yaml to one of these commands, then jaxmem train run.yaml")
+        else:
+            yield Text("no method fits: use a shorter data.sequence_length, or more or larger GPUs")
 
 
 def command_line(source: RunSource, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -180,7 +196,7 @@ def compare(
         promising = [one for one in searches if any(one.trials.fits(each, SLACK) for each in one.trials.all)]
         list(pool.map(lambda one: one.compile_until_one_fits(COMPILES), promising))
     results = [
-        MethodResult(name, None, error=found) if isinstance(found, str) else MethodResult.of(name, found.trials)
+        MethodResult(name, None, reason=found) if isinstance(found, str) else MethodResult.of(name, found.trials)
         for name, found in searched.items()
     ]
     limit = searches[0].trials.limit if searches else 0

@@ -81,8 +81,8 @@ class Search:
         self.trials.update_estimates()
         for one in chosen:
             cost = f"{format_bytes(one.total)}, {format_seconds(one.seconds)} per step"
-            if not self.trials.fits(one):
-                cost += f", {format_bytes(one.host)} of host memory: does not fit"
+            if shortage := self.trials.shortage(one):
+                cost += f": does not fit, {shortage}"
             self._progress(f"compiled {one.description}: {one.refused or cost}")
 
     def _compile_phases(self) -> None:
@@ -90,11 +90,14 @@ class Search:
         front, and the phases of its successor are compiled."""
         while unknown := [one for one in self.trials.front() if one.phases is None]:
             for one, phases in self._compile(unknown, self._compilers.phases):
-                one.phases, one.total = phases, max(one.total, *phases.values())
+                one.phases = phases
+                name, size = max(phases.items(), key=lambda phase: phase[1])
+                if size > one.total:
+                    one.total = size
+                    self._progress(f"{one.description}: phase {name} needs more than the step, {format_bytes(size)}")
             for one in unknown:
                 if not self.trials.fits(one):
-                    phase = one.refused or f"a phase other than the step needs {format_bytes(one.total)}"
-                    self._progress(f"{one.description}: {phase}: does not fit")
+                    self._progress(f"{one.description}: does not fit, {one.refused or self.trials.shortage(one)}")
 
     def _compile(self, chosen: Sequence[Candidate], ask: Callable[[Config], Any]) -> Iterator[tuple[Candidate, Any]]:
         """Candidates with their answers; a candidate that does not compile is marked instead."""

@@ -8,13 +8,14 @@ training.
 import itertools
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, format_bytes
+from jaxmem.planning.units import format_command
 from jaxmem.search.candidates import Candidate, candidates, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
@@ -31,19 +32,29 @@ class Nearest:
 
     overrides: list[str]
     method: str | None  # another method of training; None: the method of the config
+    of_method: list[str]  # overrides in addition to --method
     total: int  # compiled bytes per device
 
     def __str__(self) -> str:
         method = f" (another method: {self.method})" if self.method else ""
         return f"{shlex.join(self.overrides)}    {format_bytes(self.total)}{method}"
 
+    def command(self, plan: Sequence[str], method: str | None, width: int | None) -> str:
+        """The command that plans this config. `plan`: the command of the plan that does not fit; `method`: its method
+        if it was set."""
+        words = [*plan, "--method", self.method, *self.of_method] if self.method else [*plan, *self.overrides]
+        if method and not self.method:
+            words += ["--method", method]
+        changes = f"another method: {self.method}" if self.method else shlex.join(self.overrides)
+        return f"{format_bytes(self.total)}, {changes}\n{format_command(words, width)}"
 
-def suggestions(plan: Plan) -> str:
-    """A line for each of the nearest configs that fit, with its overrides and bytes."""
+
+def suggestions(plan: Plan, text: Callable[[Nearest], str] = "  {}".format) -> str:
+    """The nearest configs that fit, each as a text; by default its overrides and bytes."""
     near = nearest_fitting(plan)
     if not near:
         return "no similar config fits; `jaxmem fit` searches among more configs"
-    return "\n".join(["nearest configs that fit (compiled):", *(f"  {one}" for one in near)])
+    return "\n".join(["nearest configs that fit (compiled):", *map(text, near)])
 
 
 def nearest_fitting(plan: Plan) -> list[Nearest]:
@@ -63,7 +74,8 @@ def nearest_fitting(plan: Plan) -> list[Nearest]:
             for one, method in chosen:
                 answer = answers[one.cfg]
                 if not isinstance(answer, RefusedError) and _fits(plan, *answer):
-                    found.append(Nearest(overrides(difference(plan.program.cfg, one.cfg)), method, answer[0]))
+                    changes = overrides(difference(plan.program.cfg, one.cfg))
+                    found.append(Nearest(changes, method, one.overrides, answer[0]))
             if not chosen:
                 break
     return found[:COUNT]

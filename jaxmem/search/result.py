@@ -70,9 +70,7 @@ class Fit:
         if not self.trials.fits(one):
             kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:KINDS]
             largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
-            needs = f"needs {about}{format_bytes(one.total)}: {largest}"
-            if one.total <= self.trials.limit:
-                needs = f"needs {about}{format_bytes(one.host)} of {format_bytes(self.target.host_memory)} host memory"
+            needs = self.trials.shortage(one) + (f": {largest}" if one.total > self.trials.limit else "")
             change = self._fitting_change(one) if one.cost else None
             return f"{needs}; try {change}" if change else needs
         if one in self.front:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config import save_config
+from jaxmem.config import save_settings
 from jaxmem.errors import UserError
-from jaxmem.planning import Target
+from jaxmem.planning import Target, format_bytes
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.surrogate import encode, expected_improvement, posterior, probability_below
 
@@ -35,6 +35,12 @@ class Trials:
         """Whether a candidate fits. An estimate may exceed the limit by the share `slack`; compiled bytes may not."""
         limit = self.limit if one.cost else (1 + slack) * self.limit
         return one.refused is None and one.total <= limit and one.host <= self.target.host_memory
+
+    def shortage(self, one: Candidate) -> str:
+        """The memory that a candidate needs, of each kind that is not sufficient; empty if it fits."""
+        needs = (("device memory", one.total, self.limit), ("host memory", one.host, self.target.host_memory))
+        found = [f"{format_bytes(size)} of {format_bytes(limit)} {kind}" for kind, size, limit in needs if size > limit]
+        return f"needs {'' if one.cost else 'about '}{' and '.join(found)}" if found else ""
 
     def update_estimates(self) -> None:
         """Correct the estimates of open candidates by the compiled ones. A step in which XLA recomputes values to stay
@@ -102,7 +108,7 @@ def save_best(best: Candidate | None, path: str | Path) -> None:
     """Writes the best config of a search as a file for `train`."""
     if best is None:
         raise UserError(f"cannot write {path}: no config fits")
-    save_config(best.cfg, path)
+    save_settings(best.cfg, path)
 
 
 def target_json(target: Target, limit: int) -> dict[str, Any]:

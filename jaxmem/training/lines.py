@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxmem.config import Config
+from jaxmem.checkpoint.resume import changed
+from jaxmem.config import LOW_RANK, Config
+from jaxmem.errors import few
 from jaxmem.step import Program
 from jaxmem.training.progress import Work
 
 if TYPE_CHECKING:
+    from jaxmem.data.corpus import Corpus
     from jaxmem.planning import Plan
+
+MANY_PASSES, FEW_PASSES = 20, 5  # passes over the data: for a warning, and for its remedy
 
 
 def work_of(built: Program) -> Work:
@@ -50,6 +56,42 @@ def plan_line(plan: Plan, step: int) -> str:
     return f"{start}planned {planned} per device, {work}{choices}{warnings}"
 
 
+def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
+    """The passes that a run makes over its data, with a warning if they are many, or if short documents leave rows
+    padded. None if documents and rows differ in more than length. `tokens`: mean length of a document."""
+    data, source = cfg.data, corpus.sources[0]
+    if not tokens or len(corpus.sources) > 1 or data.buckets or source.documents_per_record > 1:
+        return None
+    most = data.documents_per_row if data.packing else 1
+    per_row = min(data.sequence_length / tokens, most)
+    records = max(round((1 - data.held_out) * len(source)), 1)
+    in_update = cfg.batch.global_size * per_row
+    passes = min(cfg.steps * in_update / records, data.epochs or float("inf"))
+    line = f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {cfg.steps:,} updates are"
+    line += f" about {passes:,.{0 if passes >= 10 else 1}f} passes over them"
+    if (filled := most * tokens) < data.sequence_length / 2 and data.packing:
+        needed = round(data.sequence_length / tokens)
+        line += (
+            f"\nwarning: a row of {data.sequence_length:,} tokens has at most {most} documents, the rest is padding;"
+        )
+        line += f" use data.sequence_length={max(round(filled), 1)}, or data.documents_per_row={needed}, which needs"
+        line += " more memory for attention"
+    if passes > MANY_PASSES:
+        steps = max(round(FEW_PASSES * records / in_update), 1)
+        line += f"\nwarning: {passes:,.0f} passes are many; an update reads {in_update:,.0f} documents; use a smaller"
+        line += f" batch.global_size, or train.steps={steps} for {FEW_PASSES} passes"
+    return line
+
+
+def finished_line(cfg: Config, before: Mapping[str, Any], step: int, directory: Path) -> str:
+    """A run that had finished before, and the settings that differ from its own, which have no effect."""
+    line = f"{cfg.name}: {step} steps are done, in {directory}; to continue, increase train.steps"
+    changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))
+    if changes:
+        line += f" above {step}; for a new run with these settings, set another name: {few(changes, separator='; ')}"
+    return line
+
+
 def last_line(cfg: Config, step: int, directory: Path) -> str:
     """The end of a run, and the commands that use or continue it."""
     if step < cfg.steps:
@@ -58,9 +100,11 @@ def last_line(cfg: Config, step: int, directory: Path) -> str:
     use = [f"evaluate {directory}"]
     if cfg.objective.reads_text:
         is_chat = cfg.data.source in ("chat", "preference")
+        kind = cfg.adapter.kind
+        options = (" --adapter", " --merge") if kind in LOW_RANK else (" --adapter",) if kind == "prompt" else ("",)
         use = [
             f"chat {directory}" if is_chat else f"generate {directory} --prompt TEXT",
             *use,
-            f"export {directory} DIR",
+            *(f"export {directory} DIR{option}" for option in options),
         ]
     return "\n  ".join([f"done: {step} steps, saved in {directory}; next:", *(f"jaxmem {one}" for one in use)])

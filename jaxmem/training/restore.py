@@ -32,15 +32,17 @@ def data_fingerprint(cfg: Config) -> str:
     return mine
 
 
-def refuse_another_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> int:
-    """The step of the newest checkpoint, or 0 without checkpoints. Refuses a checkpoint of another config, apart from
-    fields that may change."""
+def refuse_another_run(
+    built: Program, directory: Path, path: epath.Path, fingerprint: str
+) -> tuple[int, dict[str, Any]]:
+    """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint of another
+    config, apart from fields that may change."""
     if not all(gather(path.is_dir())):
-        return 0
+        return 0, {}
     with Checkpoints(path, read_only=True) as checkpoints:
         found = checkpoints.read_latest()
     if found is None:
-        return 0
+        return 0, {}
     step, position, before = found
     cfg, after = built.cfg, built.cfg.model_dump(mode="json")
     if position:
@@ -49,7 +51,7 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
     else:  # imported weights; a frozen base may be stored in another dtype
         own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
         refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
-    return step
+    return step, before
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:

@@ -31,7 +31,7 @@ from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training.directory import run_directory, run_lock, write_description
-from jaxmem.training.lines import last_line, model_line, plan_line, work_of
+from jaxmem.training.lines import data_line, finished_line, last_line, model_line, plan_line, work_of
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import Rollback, data_fingerprint, refuse_another_run, restore
 from jaxmem.training.signals import StopSignal, requeued_before_training
@@ -102,7 +102,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     with ExitStack() as stack:
         loader = stack.enter_context(Loader(cfg, rows=built.rows, agree=any_process))
         evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
-        loader.corpus.check()
+        document_tokens = loader.corpus.check()
         first = jax.process_index() == 0
         with spinner(f"{model_line(built)}\ncompiling ...", enabled=first):
             plan = plan_program(built, remat_why)
@@ -124,6 +124,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
         progress.say(plan_line(plan, step))
+        progress.say(data_line(cfg, loader.corpus, document_tokens))
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
         work = {bucket: work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
@@ -182,7 +183,8 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     """The result of a run whose steps are all done. Refuses a run of another config."""
     if built.cfg.checkpoint.resume == "never":
         return None
-    if refuse_another_run(built, directory, path, fingerprint) < built.cfg.steps:
+    done, config = refuse_another_run(built, directory, path, fingerprint)
+    if done < built.cfg.steps:
         return None
     with _checkpoints(built.cfg, path) as checkpoints, failing_together():
         found = restore(built, checkpoints)
@@ -190,7 +192,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
         return None
     step, state, _ = found
     if jax.process_index() == 0:
-        print(f"{built.cfg.name}: {step} steps are done, in {directory}; to continue, increase train.steps", flush=True)
+        print(finished_line(built.cfg, config, step, directory), flush=True)
     return Result(directory, step, {}, {}, state, built)
 
 

@@ -15,7 +15,7 @@ from jaxmem.config import Config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target
+from jaxmem.planning import Target, format_bytes
 from jaxmem.search import nearest
 from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.comparison import Comparison, compare
@@ -63,6 +63,8 @@ def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
         assert words[:6] == ["jaxmem", "plan", "small.yaml", "--batch", "2", "--method"]
         overrides = [word for word in words if "=" in word]
         assert for_devices(run_config(MODEL, overrides, method=one.name, **OPTIONS), 2) == one.candidate.cfg
+    for one in found.results:
+        assert one.fits or one.candidate is None or f"of {format_bytes(found.limit)} device memory" in one.reason
     told = json.loads(json.dumps(found.as_json()))
     assert told["best"] == found.fitting[0].name
     assert [one["fits"] for one in told["methods"]] == [one.fits for one in found.results]
@@ -76,7 +78,7 @@ def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("jaxmem.search.candidates.estimated", broken)
     found = {one.name: one for one in compared.__wrapped__(with_memory("h100-80gb:2", 1 << 40)).results}
-    assert found["full-int8"].error == "TypeError: Custom VJP bwd rule"
+    assert found["full-int8"].reason == "TypeError: Custom VJP bwd rule"
     assert all(one.fits for name, one in found.items() if name != "full-int8")
     with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
         fit = search(config(), compilers.target, ["remat"], compilers)
@@ -91,10 +93,17 @@ def test_the_table_fits(width: int) -> None:
     for memory in (1 << 40, limit_between("qlora", "full"), 1000):
         found = compared(with_memory("h100-80gb:2", memory))
         assert "small on" in repr(found)
-        console = Console(width=width, file=io.StringIO())
-        console.print(found.table())
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        assert max(map(len, lines)) <= width
+        shown = {}
+        for terminal in (True, False):
+            console = Console(width=width, file=io.StringIO(), force_terminal=terminal, color_system=None)
+            console.print(found.table(), crop=False)
+            shown[terminal] = console.file.getvalue()  # type: ignore[attr-defined]
+        for one in found.fitting:
+            assert found.plan_command(one) in shown[False].splitlines(), "a command is one line when piped"
+            assert found.plan_command(one) in shown[True].replace(" \\\n     ", ""), "lines end with a backslash"
+        lines = shown[True].splitlines()
+        assert all(len(line) <= width or len(shlex.split(line.rstrip("\\"))) == 1 for line in lines)
+        assert all(one.fits or one.reason.split()[-1] in shown[True] for one in found.results)
         for name in METHODS:
             assert any(line.split()[:1] == [name] and len(line.split()) >= 4 for line in lines)
     with pytest.raises(UserError, match="no config fits"):
@@ -133,6 +142,12 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:
         assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
+        words = shlex.split(one.command(["jaxmem", "plan", "a.yaml"], "full", None).partition("\n")[2])
+        settings = [word for word in words if "=" in word]
+        method = words[words.index("--method") + 1]
+        assert method == (one.method or "full")
+        near = run_config(run_config(full, method=method) if one.method else full, settings)
+        assert for_devices(near, 1) == for_devices(run_config(full, one.overrides), 1)
     assert "no similar config fits" in nearest.suggestions(planned(cfg, 1000))
 
 

@@ -1,0 +1,44 @@
+"""The lines before the first step and after the last."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.inference.export import _check_adapters
+from jaxmem.training.lines import data_line, last_line
+
+MODEL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_dim": 8}
+
+
+def config(**sections: Any) -> Any:
+    return load_config({"name": "a", "model": MODEL, "train": {"steps": 500}, **sections})
+
+
+@pytest.mark.parametrize("kind", ["none", "lora", "qlora", "prompt"])
+def test_the_commands_after_a_run_work(kind: str) -> None:
+    """Each export command has the option that a run with such adapters needs."""
+    cfg = config(adapter={} if kind == "none" else {"kind": kind}, data={"packing": kind != "prompt"})
+    exports = [line for line in last_line(cfg, 500, Path("runs/a")).splitlines() if "export" in line]
+    assert exports
+    for line in exports:
+        _check_adapters("runs/a", cfg, "--adapter" in line, "--merge" in line)
+
+
+def test_how_often_a_run_reads_its_data() -> None:
+    def line(tokens: float, documents: int, batch: int = 16, **data: Any) -> str:
+        fields = {"noun": "conversations", "documents_per_record": 1, "__len__": lambda _: documents}
+        cfg = config(data={"sequence_length": 2048, "held_out": 0.0, **data}, batch={"global_size": batch})
+        return data_line(cfg, SimpleNamespace(sources=[type("Source", (), fields)()]), tokens) or ""  # type: ignore[arg-type]
+
+    many = line(30, 400)
+    assert "400 conversations of about 30 tokens" in many
+    assert "620 passes" in many, "31 of 400 in each of 16 x 500 rows"
+    assert "data.sequence_length=930" in many
+    assert "data.documents_per_row=68" in many
+    assert "train.steps=4" in many
+    assert "warning" not in line(1500, 100_000)
+    assert "about 1.0 passes" in line(500, 100_000, 200, packing=False)
+    assert "about 2.0 passes" in line(30, 400, epochs=2)
