@@ -85,7 +85,7 @@ def _message(error: UserError | typer.TyperException) -> str:
         return str(error)
     context = getattr(error, "ctx", None)
     text = error.format_message().replace("Input should be greater than or equal to", "must be at least")
-    if (option := getattr(error, "option_name", None)) and "No such option" in text:
+    if context and (option := getattr(error, "option_name", None)) and "No such option" in text:
         text += _place_of(option, context)
     return text + (f" ({context.command_path} --help)" if context else "")
 
