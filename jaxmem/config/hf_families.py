@@ -22,7 +22,14 @@ class HfFamily:
     # layer, unless the file has `layer_types`; None: no layer.
     windows: Literal["all", "asked"] | int | None = None
     activation: str = "hidden_act"  # the key of the activation
-    sliding_theta: float | None = None  # of layers with a window, which have rotary positions of their own
+    sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if they have their own
+    is_fused: bool = False  # whether files have one matrix for queries, keys and values, and one for gate and up
+
+    @property
+    def understood(self) -> set[str]:
+        """Keys that only this architecture has."""
+        of_windows = set() if self.sliding_theta is None else {"rope_local_base_freq", "sliding_window_pattern"}
+        return {*self.keys.values(), *of_windows}
 
     @property
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -58,5 +65,15 @@ FAMILIES = {
         windows=2,
         activation="hidden_activation",
     ),
+    "Gemma3ForCausalLM": HfFamily(
+        "gemma3_text",
+        {**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0},
+        {**_GEMMA, "qk_norm": True},
+        _GEMMA_KEYS,
+        windows=6,
+        activation="hidden_activation",
+        sliding_theta=10_000.0,
+    ),
+    "Phi3ForCausalLM": HfFamily("phi3", {"rms_norm_eps": 1e-5}, biased=False, windows="all", is_fused=True),
     "Olmo2ForCausalLM": HfFamily("olmo2", {"rms_norm_eps": 1e-5}, {"norms": "post", "qk_norm": "all_heads"}),
 }

@@ -29,6 +29,11 @@ MODULES = {
     "head": "lm_head",
 }
 WITH_POST_NORMS = {**MODULES, "blocks.mlp_norm": "model.layers.{}.pre_feedforward_layernorm"}
+# Modules of Phi-3 that have the rows of several of these one after the other.
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
 REGEX_SECONDS = 5
 MATCH = """import json, re, sys

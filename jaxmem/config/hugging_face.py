@@ -89,7 +89,8 @@ def decoder_fields(directory: str) -> dict[str, Any]:
         raise UserError(f"{file}: {error}") from None
 
 
-def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def family_of(settings: Mapping[str, Any]) -> HfFamily:
+    """The architecture that a config.json names."""
     architectures, model_type = read(settings, "architectures", list[str], []), settings.get("model_type")
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if not architectures:
@@ -101,12 +102,22 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(
             f"model_type {model_type} does not match {architectures[0]}; expected {family.model_type}"
         )
+    return family
+
+
+def is_fused(directory: str | Path) -> bool:
+    """Whether the weights of a directory have one matrix for queries, keys and values."""
+    return family_of(read_json(Path(directory).expanduser() / "config.json")).is_fused
+
+
+def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    family = family_of(settings)
     if settings.get("quantization_config"):
         raise UnsupportedError(
             "quantization_config: weights that another tool quantized are not supported; use the model without "
             "quantization, and set precision.parameters, for example to nf4"
         )
-    check_keys(settings, UNDERSTOOD | set(family.keys.values()), FIXED | family.fixed, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | family.understood, FIXED | family.fixed, WITHOUT_EFFECT)
     shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
         raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
@@ -124,8 +135,8 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         "tie_embeddings": read(settings, "tie_word_embeddings", bool, False),
         **family.fields,
         **{name: read(settings, key, Decoder.model_fields[name].annotation) for name, key in family.keys.items()},
-        "rope": _rope_fields(settings),
-        **_windows(settings, family, shape["layers"]),
+        **(windows := _windows(settings, family, shape["layers"])),
+        **_ropes(settings, family, windows),
     }
 
 
@@ -135,6 +146,8 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     if types and len(types) != layers:
         raise UnsupportedError(f"layer_types has {len(types)} values, but num_hidden_layers is {layers}")
     is_asked = family.windows != "asked" or read(settings, "use_sliding_window", bool, False)
+    if family.sliding_theta is not None:
+        read(settings, "sliding_window", Size)  # layers differ in their rotary positions even without a window
     if settings.get("sliding_window") is None or family.windows is None or not is_asked:
         return {"window": None}
     if family.windows == "all":
@@ -146,6 +159,8 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     elif not types:
         first = read(settings, "max_window_layers", Annotated[int, Field(ge=0)], 28)
         period = family.windows
+        if family.sliding_theta is not None:
+            period = read(settings, "sliding_window_pattern", Size, period)
         is_full = [i < first if period == "asked" else (i + 1) % period == 0 for i in range(layers)]
         types = [("sliding_attention", "full_attention")[one] for one in is_full]
     if "sliding_attention" not in types and types:
@@ -153,6 +168,20 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     period = next(n for n in range(1, layers + 1) if types[n:] == types[:-n])
     kinds = {} if "full_attention" not in types else {"layer_types": tuple(types[:period])}
     return {"window": read(settings, "sliding_window", Size), **kinds}
+
+
+def _ropes(settings: Mapping[str, Any], family: HfFamily, windows: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields `rope` and `sliding_rope`. `rope_parameters` has an object for each kind of layer if they differ."""
+    if family.sliding_theta is None:
+        return {"rope": _rope_fields(settings)}
+    each = read(settings, "rope_parameters", dict[WINDOWS, dict[str, Any] | None], {})
+    full = {**(each.get("full_attention") or {}), **read(settings, "rope_scaling", dict[str, Any], {})}
+    theta = read(settings, "rope_local_base_freq", Number, family.sliding_theta)
+    sliding = {"rope_theta": theta, "rope_scaling": each.get("sliding_attention"), "rope_parameters": None}
+    ropes = [_rope_fields({**settings, **own}) for own in ({"rope_scaling": full, "rope_parameters": None}, sliding)]
+    if "layer_types" in windows:
+        return dict(zip(("rope", "sliding_rope"), ropes, strict=True))
+    return {"rope": ropes[windows["window"] is not None]}
 
 
 def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +226,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     if model.rope.scaling in ("llama3", "yarn"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
-    for architecture, family in FAMILIES.items():
+    own = (base or {}).get("architectures") or []  # the architecture of the base first
+    for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0] not in own):
         written = {"architectures": [architecture], **_settings(model, family, length)}
         if _read_back(written) == wanted:
             return {**written, **kept}
@@ -237,6 +267,9 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         "sliding_window": model.window,
         **{key: getattr(model, name) for name, key in family.keys.items()},
     }
+    if family.sliding_theta is not None:
+        found["rope_local_base_freq"] = (model.sliding_rope or model.rope).theta
+        found["sliding_window"] = model.window or length  # without a layer that has it
     if family.windows == "asked":
         found |= {"use_sliding_window": any(model.windows), "max_window_layers": model.windows.count(None)}
     if model.windows_differ or isinstance(family.windows, int):

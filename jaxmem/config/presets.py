@@ -29,6 +29,12 @@ GEMMA2 = {
     "layer_types": ("sliding_attention", "full_attention"),
 }  # fmt: skip
 OLMO2 = {"rope": {"theta": 500_000.0}, "norm_epsilon": 1e-6, "norms": "post", "qk_norm": "all_heads"}
+GEMMA3 = {
+    **GEMMA2, "attention_soft_cap": None, "logit_soft_cap": None, "qk_norm": True, "window": 1024,
+    "layer_types": (*["sliding_attention"] * 5, "full_attention"), "sliding_rope": {"theta": 10_000.0},
+    "rope": {"theta": 1_000_000.0, "scaling": "linear", "factor": 8.0},
+}  # fmt: skip
+GEMMA3_1B = {**GEMMA3, "window": 512, "rope": {"theta": 1_000_000.0}}
 QWEN = {"rope": {"theta": 1_000_000.0}, "norm_epsilon": 1e-6}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -47,9 +53,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma2-2b": _decoder(256_000, 26, 2304, 9216, 8, 4, 256, query_pre_attn_scalar=256, **GEMMA2),
     "gemma2-9b": _decoder(256_000, 42, 3584, 14_336, 16, 8, 256, query_pre_attn_scalar=256, **GEMMA2),
     "gemma2-27b": _decoder(256_000, 46, 4608, 36_864, 32, 16, 128, query_pre_attn_scalar=144, **GEMMA2),
+    "gemma3-1b": _decoder(262_144, 26, 1152, 6912, 4, 1, 256, query_pre_attn_scalar=256, **GEMMA3_1B),
+    "gemma3-4b": _decoder(262_208, 34, 2560, 10_240, 8, 4, 256, query_pre_attn_scalar=256, **GEMMA3),
+    "gemma3-12b": _decoder(262_208, 48, 3840, 15_360, 16, 8, 256, query_pre_attn_scalar=256, **GEMMA3),
+    "gemma3-27b": _decoder(262_208, 62, 5376, 21_504, 32, 16, 128, query_pre_attn_scalar=168, **GEMMA3),
     "mistral-7b": _decoder(32_000, 32, 4096, 14_336, 32, 8, 128, window=4096),
     "olmo2-7b": _decoder(100_352, 32, 4096, 11_008, 32, 32, 128, **OLMO2),
     "olmo2-13b": _decoder(100_352, 40, 5120, 13_824, 40, 40, 128, **OLMO2),
+    "phi3-mini": _decoder(32_064, 32, 3072, 8192, 32, 32, 96, window=2047),
+    "phi4": _decoder(100_352, 40, 5120, 17_920, 40, 10, 128, rope={"theta": 250_000.0}),
     "qwen2.5-7b": _decoder(152_064, 28, 3584, 18_944, 28, 4, 128, attention_bias=True, **QWEN),
     "qwen3-8b": _decoder(151_936, 36, 4096, 12_288, 32, 8, 128, qk_norm=True, **QWEN),
     "qwen3-32b": _decoder(151_936, 64, 5120, 25_600, 64, 8, 128, qk_norm=True, **QWEN),

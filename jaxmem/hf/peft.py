@@ -25,7 +25,7 @@ from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
 from jaxmem.config.hf_modules import MODULES
-from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.hugging_face import decoder_fields, is_fused
 from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
@@ -133,6 +133,11 @@ def save_adapter(
     """Writes the adapters among the parameters of a decoder, and returns their ranks. `base`: the directory of the base
     model. `indices`: the position of each layer in a stack, by default in order. `saved`: the names of the tensors of
     the base model that are written too."""
+    if base is not None and is_fused(base):
+        raise UserError(
+            f"{base} has one matrix for queries, keys and values (qkv_proj), which adapters of each do not fit"
+            "; use --merge"
+        )
     stacks = _low_rank_stacks(params, adapter, indices)
     weights = list(_adapter_weights(params, stacks, indices))
     dtype = str(jax.tree.leaves(weights[0].array)[0].dtype)

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 
 from jaxmem import models
 from jaxmem.config import Decoder
-from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.hf_modules import FUSED
+from jaxmem.config.hugging_face import decoder_fields, is_fused
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
     ADAPTER,
@@ -81,6 +82,8 @@ def read_weights(
     # the next one comes.
     weights = sorted(decoder_weights(params, indices), key=lambda one: one.path[0] != "embedding")
     tensors = Tensors(directory)
+    if is_fused(directory):
+        tensors.split(FUSED, tensor_shapes(weights))
     if adapter is not None:
         tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)
     tensors.expect(tensor_shapes(weights), partial(is_ignored, cfg))

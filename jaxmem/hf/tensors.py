@@ -11,7 +11,8 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +47,7 @@ class TensorEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    first_row: int = 0  # of a part of this tensor
 
 
 class Tensors:
@@ -80,12 +82,26 @@ class Tensors:
         for name, shape in wanted.items():
             entry = self.entries[name]
             if entry.shape != shape:
-                raise UserError(
-                    f"{entry.file}: {name} has shape {list(entry.shape)}, but {config} requires {list(shape)}; "
-                    f"use the weights and {config} of the same model"
-                )
+                raise _wrong_shape(entry, shape, config)
             if entry.dtype not in DTYPES:
                 raise UserError(f"{entry.file}: {name} has dtype {entry.dtype}; save the model in {', '.join(DTYPES)}")
+
+    def split(self, fused: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Replaces tensors that have the rows of several others by their parts, which have these shapes. `fused`: the
+        ends of their names, and of the names of the parts in order."""
+        for name, entry in list(self.entries.items()):
+            end = next((end for end in fused if name.endswith(f".{end}.weight")), None)
+            if end is None:
+                continue
+            parts = [f"{name.removesuffix(f'{end}.weight')}{part}.weight" for part in fused[end]]
+            if not shapes.keys() >= set(parts):
+                continue  # `expect` refuses it
+            rows = [shapes[part][0] for part in parts]
+            if entry.shape != (wanted := (sum(rows), *shapes[parts[0]][1:])):
+                raise _wrong_shape(entry, wanted, "config.json")
+            del self.entries[name]
+            for i, part in enumerate(parts):
+                self.entries[part] = replace(entry, shape=shapes[part], first_row=sum(rows[:i]))
 
     def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
         """A slice of a tensor padded with zeros to `shape`, in the dtype of the file."""
@@ -94,7 +110,9 @@ class Tensors:
         own = [range(r.start, min(r.stop, size)) for r, size in zip(ranges, entry.shape, strict=True)]
         if not all(own):
             return np.zeros([len(r) for r in ranges], DTYPES[entry.dtype])
-        found = self._open[entry.file].get_slice(entry.name)[tuple(slice(r.start, r.stop) for r in own)]
+        starts = [entry.first_row, *[0] * len(own)]
+        part = tuple(slice(first + r.start, first + r.stop) for first, r in zip(starts, own, strict=False))
+        found = self._open[entry.file].get_slice(entry.name)[part]
         missing = [(0, len(r) - size) for r, size in zip(ranges, found.shape, strict=True)]
         return np.pad(found, missing) if any(map(any, missing)) else found
 
@@ -106,6 +124,13 @@ class Tensors:
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` of all headers."""
         return {key: value for file in self._open.values() for key, value in (file.metadata() or {}).items()}
+
+
+def _wrong_shape(entry: TensorEntry, shape: Sequence[int], config: str) -> UserError:
+    return UserError(
+        f"{entry.file}: {entry.name} has shape {list(entry.shape)}, but {config} requires {list(shape)}; "
+        f"use the weights and {config} of the same model"
+    )
 
 
 def open_file(file: Path) -> Any:
@@ -170,6 +195,23 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def fuse_tensors(tensors: Sequence[OutputTensor], fused: Mapping[str, Sequence[str]]) -> list[OutputTensor]:
+    """The tensors, with those that `fused` names together (see `Tensors.split`) as one."""
+    known = {one.name: one for one in tensors}
+    for end, (first, *others) in fused.items():
+        for name in [name for name in known if name.endswith(f".{first}.weight")]:
+            begin = name.removesuffix(f"{first}.weight")
+            parts = [known.pop(f"{begin}{part}.weight") for part in (first, *others)]
+            rows = sum(one.shape[0] for one in parts)
+            whole = replace(parts[0], name=f"{begin}{end}.weight", shape=(rows, *parts[0].shape[1:]))
+            known[whole.name] = replace(whole, values=partial(_concatenated, parts))
+    return list(known.values())
+
+
+def _concatenated(parts: Sequence[OutputTensor]) -> np.ndarray:
+    return np.concatenate([one.values() for one in parts])
 
 
 def write_tensors(

@@ -18,13 +18,14 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem import models
 from jaxmem.adapters import Lora, TokenRows, base_of, merged_weight, weights_to_merge
+from jaxmem.config.hf_modules import FUSED
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.hugging_face import DTYPES, config_json
+from jaxmem.config.hugging_face import DTYPES, config_json, is_fused
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
-from jaxmem.hf.tensors import SHARD, OutputTensor, write_tensors
+from jaxmem.hf.tensors import SHARD, OutputTensor, fuse_tensors, write_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
@@ -70,7 +71,8 @@ def save(
             # Set explicitly, since transformers would otherwise use the ids of the class of the family.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
-        write_tensors(place, model_tensors(model, dtype, indices), shard)
+        tensors = model_tensors(model, dtype, indices)
+        write_tensors(place, fuse_tensors(tensors, FUSED) if is_fused(place) else tensors, shard)
 
 
 def model_tensors(model: models.Decoder, dtype: str, indices: Sequence[int] | None = None) -> list[OutputTensor]:

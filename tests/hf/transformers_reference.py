@@ -38,6 +38,14 @@ GEMMA2 = {
     "tie_word_embeddings": True, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 1.5, "num_hidden_layers": 3, "cache_implementation": "hybrid",
 }  # fmt: skip
+GEMMA3 = {
+    "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4, "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 12, "num_hidden_layers": 3, "sliding_window_pattern": 2, "rope_theta": 1e6,
+    "rope_local_base_freq": 100.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}  # fmt: skip
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": {"rope_theta": 500.0},
+}  # fmt: skip
 QWEN = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "max_window_layers": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +66,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {**GEMMA2, "final_logit_softcapping": None, "layer_types": [*["full_attention"] * 2, "sliding_attention"]},
     ),
+    "gemma3": ("Gemma3", {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma3-new": ("Gemma3", {**GEMMA3, "rope_parameters": GEMMA3_ROPES, "layer_types": ["sliding_attention"] * 3}),
+    "phi3": (
+        "Phi3",
+        {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 64, "resid_pdrop": 0.0},
+    ),
+    "phi4": ("Phi3", {"pad_token_id": 0, "sliding_window": None, "rope_theta": 250000.0, "rope_scaling": None}),
+    "olmo2": ("Olmo2", {"rope_theta": 500000.0, "rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", {**QWEN, "head_dim": 16}),
     "qwen3-biases": ("Qwen3", {**QWEN, "head_dim": 16, "attention_bias": True, "rope_scaling": YARN}),
 }
@@ -65,7 +81,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config(name: str) -> dict[str, Any]:
     family, own = CASES[name]
-    return {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **BASE, **own}
+    model_type = "gemma3_text" if family == "Gemma3" else family.lower()
+    given = {"architectures": [f"{family}ForCausalLM"], "model_type": model_type, **BASE, **own}
+    return {key: value for key, value in given.items() if key != "hidden_act" or "hidden_activation" not in own}
 
 
 def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -96,8 +114,16 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = shape
         if name.split(".")[1] in biased:
             layer[f"{name}.bias"] = shape[:1]
-    if family == "qwen3":
+    if family in ("qwen3", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    if family == "olmo2":
+        del layer["input_layernorm.weight"]
+        layer |= {"self_attn.q_norm.weight": (heads * dim,), "self_attn.k_norm.weight": (kv * dim,)}
+        layer["post_feedforward_layernorm.weight"] = (embed,)
+    if family == "phi3":
+        names = [f"self_attn.{name}_proj.weight" for name in "qkv"], ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+        for fused, parts in zip(("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), names, strict=True):
+            layer[fused] = sum(layer.pop(part)[0] for part in parts), embed
     found = {"model.embed_tokens.weight": (given["vocab_size"], embed), "model.norm.weight": (embed,)}
     for i in range(given["num_hidden_layers"]):
         found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}

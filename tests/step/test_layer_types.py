@@ -7,12 +7,13 @@ import pytest
 from tests.step.conftest import SMALL, Trained, config
 
 MODEL = {
-    "preset": "gemma2-2b",
+    "preset": "gemma3-1b",
     **SMALL,
     "vocab": 264,
     "layers": 5,
     "window": 5,
     "query_pre_attn_scalar": 12,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "attention_soft_cap": 2.0,
     "logit_soft_cap": 3.0,
 }
