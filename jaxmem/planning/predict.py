@@ -17,7 +17,6 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.recompute import repeats_forward
 from jaxmem.kernels.fused_attention import cudnn
-from jaxmem.kernels.fused_attention.blockwise import SHORT
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.passes import passes_of
@@ -230,7 +229,7 @@ class _Activations:
         throughout = self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
         throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         mlp = 4 * self.hidden + self.chunked
-        return throughout + max(mlp, self._context(model, wide, mlp), self._cudnn(model))
+        return throughout + max(mlp, self._context(model, wide), self._cudnn(model))
 
     def _cudnn(self, model: Decoder) -> float:
         """Bytes that cuDNN allocates in the backward pass of attention."""
@@ -245,21 +244,12 @@ class _Activations:
         call = cudnn.Call(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
         return cudnn.workspace(cudnn.backward_part(call), self.width)
 
-    def _context(self, model: Decoder, wide: float, mlp: float) -> float:
+    def _context(self, model: Decoder, wide: float) -> float:
         """Additional bytes of attention over `context`. `ulysses`: the shards of the heads. Otherwise keys, values and
-        their gradients in transit; and the queries, the output and their gradients. If blocks are unrolled, XLA
-        computes the scores of all blocks before it uses the first: probabilities and their gradients, each in float32
-        and in the compute dtype. The weight gradients of the MLP may be computed afterwards, so the arrays of the MLP
-        are counted too; with `tensor`, gathered arrays are transposed twice."""
+        their gradients in transit; and the queries, the output and their gradients."""
         cfg = self.cfg
         if cfg.mesh.context_method == "ulysses" and cfg.mesh.context > 1:
             return 4 * self.queries + 2 * self.keys + self._cudnn(model)
-        half = cfg.data.sequence_length // (2 * cfg.mesh.context)
         if cfg.mesh.context == 1 or model.window:
             return 0
-        moving = 2 * (1 + wide) * self.keys + (3 + wide) * self.queries
-        if half * half > SHORT:
-            return moving
-        scores = (2 * wide + 1) * self.queries / model.head_dim * half
-        later = 0 if self.in_order else mlp
-        return moving + scores + later + (2 * self.residual if cfg.mesh.tensor > 1 else 0)
+        return 2 * (1 + wide) * self.keys + (3 + wide) * self.queries

@@ -6,7 +6,6 @@ A new implementation is a module with `attend` as in `reference.py`, a line in I
 
 from typing import Any
 
-import jax
 from jax.typing import ArrayLike
 
 from jaxmem.kernels.choice import Operation, capability
@@ -32,7 +31,6 @@ def attention(
     max_segments: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    dropout: tuple[jax.Array, float] | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
@@ -48,15 +46,13 @@ def attention(
     attends to keys of its own id. `kv_segment_ids`: the ids of keys; by default `segment_ids`. `max_segments`: the
     largest number of runs of equal ids in a row, where each id is in one run. `cudnn` needs it; its output is NaN for
     rows with more runs. The output of a query that attends to no key is zero. `scale` is 1/sqrt(dim) by default.
-    `soft_cap` bounds the scores, cap tanh(score / cap). `dropout`: (a jax random key, the rate of probabilities set to
-    0); the mask depends on key, batch row, head and positions, never on the tiling; inside `shard_map` positions count
-    from 0 on each shard, so fold the shard's index into the key there. `deterministic`: equal inputs have bitwise
-    equal gradients. Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster; all other
-    implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in
-    float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
-    `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
-    one of them, so layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies
-    to how many (first), for the planner.
+    `soft_cap` bounds the scores, cap tanh(score / cap). `deterministic`: equal inputs have bitwise equal gradients.
+    Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster; all other implementations
+    are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32,
+    differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`. `has_window`: a
+    boolean on the device; false: the window does not apply. The call then compiles both cases and runs one of them, so
+    layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies to how many
+    (first), for the planner.
     """
     arrays, options, extras = check_arguments(
         q,
@@ -68,7 +64,6 @@ def attention(
         kv_segment_ids=kv_segment_ids,
         scale=scale,
         soft_cap=soft_cap,
-        dropout=dropout,
         deterministic=deterministic,
         max_segments=max_segments,
         has_window=has_window,

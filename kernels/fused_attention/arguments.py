@@ -5,12 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxmem.kernels.validation import FLOATS, Validator, describe
-
-from .mask import seed_words
 
 DTYPES = FLOATS
 CHECKS = Validator("attention")
@@ -27,7 +24,6 @@ class Options:
     window: int | None
     scale: float
     soft_cap: float | None
-    dropout: float  # the share of probabilities that are dropped
     deterministic: bool
     max_segments: int | None = None  # largest number of runs of equal segment ids in a row; None: unknown
     window_share: tuple[int, int] | None = None  # of so many calls (second), the window applies to so many (first)
@@ -38,8 +34,25 @@ class Extras(NamedTuple):
 
     segment_ids: Int32[Array, "batch queries"] | None = None
     kv_segment_ids: Int32[Array, "batch keys"] | None = None
-    seed: UInt32[Array, "2"] | None = None  # of dropout
     has_window: Bool[Array, ""] | None = None  # whether the window applies; None: yes
+
+
+def visible(
+    query: Int32[Array, " *rows"],
+    key: Int32[Array, " *keys"],
+    *,
+    offset: int,
+    causal: bool,
+    window: int | None,
+) -> Bool[Array, "..."] | None:
+    """Whether the query at position `query` attends to the key at position `key` (they broadcast); None: always. Query
+    q is at key position q + `offset`, with `offset` = keys - queries. With a window of w it attends to the w keys that
+    end at this position."""
+    if not causal and window is None:
+        return None
+    distance = query + jnp.int32(offset) - key
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
 
 
 def check_arguments(
@@ -53,7 +66,6 @@ def check_arguments(
     kv_segment_ids: Any = None,
     scale: Any = None,
     soft_cap: Any = None,
-    dropout: Any = None,
     deterministic: Any = False,
     max_segments: Any = None,
     has_window: Any = None,
@@ -89,14 +101,6 @@ def check_arguments(
     if segment_ids is not None and kv_segment_ids is not None:
         segment_ids = _ids("segment_ids", segment_ids, (batch, queries))
         kv_segment_ids = _ids("kv_segment_ids", kv_segment_ids, (batch, k.shape[1]))
-    rate, seed = 0.0, None
-    if dropout is not None:
-        pair = isinstance(dropout, tuple | list) and len(dropout) == 2
-        _require(pair, f"dropout is {describe(dropout)}; it should be a pair, (a jax random key, a rate)")
-        key, rate = dropout[0], CHECKS.number("dropout's rate", dropout[1])
-        _require(0.0 <= rate < 1.0, f"dropout's rate is {rate!r}; it should be at least 0 and below 1")
-        _require(_is_key(key), f"dropout's key is {describe(key)}; it should be one key of jax.random")
-        seed = seed_words(key) if rate else None
     if max_segments is not None:
         max_segments = CHECKS.whole_number("max_segments", max_segments)
         _require(max_segments >= 1, f"max_segments is {max_segments}; it should be at least 1")
@@ -105,18 +109,12 @@ def check_arguments(
         _require(window is not None, "has_window is set without window; it needs both")
         is_flag = has_window.shape == () and has_window.dtype == bool
         _require(is_flag, f"has_window is {describe(has_window)}; it should be one boolean")
-    options = Options(causal, window, scale, soft_cap, rate, deterministic, max_segments, window_share)
-    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, seed, has_window)
+    options = Options(causal, window, scale, soft_cap, deterministic, max_segments, window_share)
+    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, has_window)
 
 
 def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:
     return CHECKS.integers(name, ids, shape, "[batch, sequence], ").astype(jnp.int32)
-
-
-def _is_key(key: Any) -> bool:
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key.shape == ()
-    return isinstance(key, jax.Array | np.ndarray) and key.ndim == 1 and key.dtype == jnp.uint32
 
 
 _require = CHECKS.require

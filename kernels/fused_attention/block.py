@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jaxmem.kernels.launch import next_power_of_2
 
-from .arguments import Options
-from .mask import visible
+from .arguments import Options, visible
 from .shapes import pairs
 
 LOG2E = math.log2(math.e)
@@ -59,7 +58,6 @@ class Call(NamedTuple):
 class MaskArrays(NamedTuple):
     """Inputs of a kernel besides q, k and v: arrays outside of the kernel, references inside."""
 
-    seed: Any = None
     ids: Any = None
     kv_ids: Any = None
     begin: Any = None  # for each block of the kernel, the first block to visit that shares a segment with it

@@ -122,7 +122,7 @@ attend.defvjp(_forward, _backward)
 
 def _mask_arrays(call: Call, extras: Extras, *, by_keys: bool) -> MaskArrays:
     if extras.segment_ids is None or extras.kv_segment_ids is None:
-        return MaskArrays(extras.seed)
+        return MaskArrays()
     mine, theirs = _reach(extras.segment_ids, call.blocks.queries), _reach(extras.kv_segment_ids, call.blocks.keys)
     if by_keys:
         mine, theirs = theirs, mine
@@ -131,9 +131,8 @@ def _mask_arrays(call: Call, extras: Extras, *, by_keys: bool) -> MaskArrays:
     count = meets.shape[2]
     begin = jnp.argmax(meets, axis=2).astype(jnp.int32)
     end = count - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
-    return MaskArrays(
-        extras.seed, extras.segment_ids, extras.kv_segment_ids, begin, jnp.where(jnp.any(meets, axis=2), end, 0)
-    )
+    end = jnp.where(jnp.any(meets, axis=2), end, 0)
+    return MaskArrays(extras.segment_ids, extras.kv_segment_ids, begin, end)
 
 
 def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

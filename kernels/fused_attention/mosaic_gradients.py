@@ -48,8 +48,7 @@ def gradients(
     shape = (ROWS, size)
     base = call.unit * LOG2E
     # If there are enough registers, the matmul of the gradient runs while the scores become probabilities.
-    running = 1 if call.options.soft_cap is None and not call.options.dropout else 0
-    kept_weight = 1.0 / (1.0 - call.options.dropout)
+    running = 1 if call.options.soft_cap is None else 0
 
     @pl.when(number < COMPUTING)
     def _() -> None:
@@ -70,8 +69,7 @@ def gradients(
                 plgpu.barrier_wait(queries.arrived.at[slot])
                 q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.blocks)
                 at = parts.positions(size, i * size, BY_COLUMN)
-                words = parts.dropout_words(masks, (batch * lax.axis_size(HEAD) + kv_head) * groups + g, at)
-                less = lambda: -parts.broadcast_along(parts.load_as(inner, BY_COLUMN), shape, 1)  # noqa: E731
+                less = -parts.broadcast_along(parts.load_as(inner, BY_COLUMN), shape, 1)
 
                 def multiply(accumulator: Any) -> None:
                     dk, dv, scores, change = accumulator
@@ -82,23 +80,15 @@ def gradients(
                         ours = parts.load_as(mine[0], BY_COLUMN) if mine else None
                         s = parts.masked_scores(call, s, at, key, ours, theirs, (1, 0))
                     p = jnp.exp2(s * base - parts.broadcast_along(parts.load_as(lse, BY_COLUMN) * base, shape, 1))
-                    if words is None:
-                        shared = p
-                    else:  # the sign stores which probabilities are dropped, without more registers
-                        p = jnp.where(parts.dropout_factor(call, words, key, shape, (1, 0)) > 0, p, -p)
-                        shared = jnp.maximum(p, 0.0) * kept_weight
-                    plgpu.wgmma(dv, shared.astype(q.dtype), d_out)
-                    dp = plgpu.wgmma_accumulator_load(change, wait_n=1)
-                    if words is not None:
-                        p, dp = jnp.abs(p), jnp.where(p > 0.0, dp * kept_weight, 0.0) + less()
-                    ds = p * dp
+                    plgpu.wgmma(dv, p.astype(q.dtype), d_out)
+                    ds = p * plgpu.wgmma_accumulator_load(change, wait_n=1)
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
                     _add_to_dq(together, n, number, ds, (dk, q), own.blocks[0].at[pl.ds(zero, COMPUTING)], there)
 
                 zeros = parts.zeros_in(shape, WGMMA)
                 # The matmul adds to the negative of `inner`, which saves registers.
-                starts = *sums, zeros, less() if words is None else zeros
+                starts = *sums, zeros, less
                 dk, dv, *_ = pl.run_state(multiply)(tuple(map(plgpu.WGMMAAccumulatorRef.init, starts)))
                 plgpu.barrier_arrive(queries.free.at[slot])
                 return dk, dv

@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .block import LOG2E, Call, MaskArrays, seen_in_block
-from .mask import keep_from_words, row_words
 
 # Names of the dimensions of the grid, which must differ from those of mesh axes.
 HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
@@ -68,9 +67,8 @@ def positions(count: int, first: Any, layout: Any) -> jax.Array:
 
 
 def select_batch(masks: MaskArrays, batch: Any) -> MaskArrays:
-    """The mask arrays of one row of the batch; the seed has no batch dimension."""
-    rows = [None if x is None else x.at[batch] for x in masks[1:]]
-    return MaskArrays(masks.seed, *rows)
+    """The mask arrays of one row of the batch."""
+    return MaskArrays(*(None if x is None else x.at[batch] for x in masks))
 
 
 def slice_ids(ids: Any, first: Any, size: int) -> Any:
@@ -141,16 +139,3 @@ def masked_scores(
         for x, dim in zip((at, key, mine, theirs), 2 * dims, strict=True)
     )
     return jnp.where(seen_in_block(call, at, key, mine, theirs), s, -jnp.inf)
-
-
-def dropout_words(masks: MaskArrays, row: Any, at: jax.Array) -> Any:
-    """The random words of dropout, for one row of batch and heads and for queries at these positions."""
-    return None if masks.seed is None else row_words((masks.seed[0], masks.seed[1]), row, at)
-
-
-def dropout_factor(call: Call, words: Any, key: jax.Array, shape: tuple[int, ...], dims: tuple[int, int]) -> jax.Array:
-    """The factor of each probability: 0 if it is dropped, otherwise 1 / (1 - rate)."""
-    rate = call.options.dropout
-    first, second = (broadcast_along(x, shape, dims[0]) for x in words)
-    kept = keep_from_words(first, second, broadcast_along(key, shape, dims[1]), rate)
-    return jnp.where(kept, 1.0 / (1.0 - rate), 0.0)

@@ -53,7 +53,6 @@ def forward(
         q, *ids = parts.copy_own(own, number, q_ref.at[here], parts.slice_ids(masks.ids, first, ROWS))
         mine = parts.load_as(ids[0], BY_ROW) if ids else None
         at = parts.positions(ROWS, first, BY_ROW)
-        words = parts.dropout_words(masks, batch * lax.axis_size(HEAD) + head, at)
         pl.when(number == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
 
         def softmax(j: Any, raw: Any, out: Any, top: Any, total: Any, *, masked: bool) -> Any:
@@ -72,8 +71,6 @@ def forward(
             shrink = jnp.exp2(top - level)
             total = total * shrink + jnp.sum(p, axis=1)
             out = out * parts.broadcast_along(shrink, out.shape, 0)
-            if words is not None:
-                p = p * parts.dropout_factor(call, words, key, shape, (0, 1))
             return lax.optimization_barrier((out, p.astype(q.dtype), higher, total))
 
         def visit(j: Any, state: Any, *, masked: bool) -> Any:

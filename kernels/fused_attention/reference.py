@@ -4,8 +4,7 @@ other implementations with it."""
 import jax
 import jax.numpy as jnp
 
-from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
-from .mask import keep_mask, visible
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, visible
 
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
@@ -32,9 +31,5 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0].reshape(batch, heads, queries)
     p = p / total
-    if extras.seed is not None:
-        row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, kv_heads, heads // kv_heads, 1, 1)
-        keep = keep_mask(extras.seed, row, query, key, options.dropout)
-        p = jnp.where(keep, p * (1.0 / (1.0 - options.dropout)), 0.0)
     out = jnp.einsum("bngqk,bknd->bqngd", p, v.astype(wide))
     return out.astype(q.dtype).reshape(q.shape), lse

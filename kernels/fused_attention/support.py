@@ -40,7 +40,6 @@ class Request:
     masked: bool = True  # causal, or with a window
     window: bool = False
     soft_cap: bool = False
-    dropout: bool = False
     deterministic: bool = False
     has_segments: bool = False
     keys_have_own: bool = False  # the keys have segment ids of their own
@@ -54,7 +53,6 @@ class Request:
             masked=options.causal or options.window is not None,
             window=options.window is not None,
             soft_cap=options.soft_cap is not None,
-            dropout=options.dropout > 0,
             deterministic=options.deterministic,
             has_segments=extras.segment_ids is not None,
             keys_have_own=keys_have_own,
@@ -118,7 +116,6 @@ def _cudnn(call: Request, capability: int | None) -> Rules:
     yield from _common(call, capability, 256 if capability == 90 else 128, SIXTEEN)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
     yield call.soft_cap, "soft_cap is set", "does not support it"
-    yield call.dropout, "dropout is set", "cannot derive the dropout mask from positions alone"
     # Its deterministic backward pass stores the gradients of all scores.
     yield call.deterministic, "deterministic is set", "does not support it"
     lengths = f"q has {call.queries} positions and k {call.keys}"

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .arguments import Extras, Options
-from .mask import keep_mask, visible
+from .arguments import Extras, Options, visible
 
 Queries = Float[Array, "batch kv_heads group queries dim"]
 Outputs = Float[Array, "batch queries kv_heads group dim"]
@@ -22,7 +21,7 @@ Scores = Float[Array, "batch kv_heads a b c"]
 
 
 class Tile(NamedTuple):
-    """The first query and first key, which may be traced, and the numbers of both."""
+    """The first query and first key, which are traced, and the numbers of both."""
 
     query: Any
     queries: int
@@ -33,13 +32,12 @@ class Tile(NamedTuple):
 class Order(NamedTuple):
     """The dimensions of a tile's scores, after batch and kv_heads."""
 
-    group: int
     query: int
     key: int
 
 
-FORWARD = Order(group=2, query=3, key=4)  # sums over keys are along the last dimension
-BACKWARD = Order(group=3, query=4, key=2)  # keys are rows, as the matmuls of dk and dv read them
+FORWARD = Order(query=3, key=4)  # sums over keys are along the last dimension
+BACKWARD = Order(query=4, key=2)  # keys are rows, as the matmuls of dk and dv read them
 
 
 class Problem(NamedTuple):
@@ -93,44 +91,23 @@ def scores(problem: Problem, q: Queries, k: Keys, tile: Tile, order: Order) -> t
     return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
 
 
-def apply_dropout(problem: Problem, p: Scores, tile: Tile, order: Order) -> Scores:
-    """Probabilities, or their gradient, after dropout."""
-    seed, rate = problem.extras.seed, problem.options.dropout
-    if seed is None:
-        return p
-    batch, heads, groups = p.shape[0], p.shape[1], p.shape[order.group]
-    row = jnp.arange(batch * heads * groups, dtype=jnp.int32).reshape(batch, heads, groups)
-    keep = keep_mask(
-        seed,
-        _along(row, (0, 1, order.group)),
-        _along(_positions(tile.query, tile.queries), (order.query,)),
-        _along(_positions(tile.key, tile.keys), (order.key,)),
-        rate,
-    )
-    return jnp.where(keep, p * (1.0 / (1.0 - rate)), 0.0)
-
-
 def merge_groups(q: Queries) -> Keys:
     """The queries of a group as rows of one matrix."""
     return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
-def tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any = None) -> tuple[Any, ...]:
+def tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any) -> tuple[Any, ...]:
     """The weighted sum of values, the maximum and the sum of each row, combined with the results `before` of other
     tiles."""
     s, _ = scores(problem, q, k, tile, FORWARD)
-    top = jnp.max(s, axis=-1)
-    if before is not None:
-        top = jnp.maximum(top, before[1])
+    top = jnp.maximum(jnp.max(s, axis=-1), before[1])
     finite = jnp.where(jnp.isneginf(top), 0.0, top)  # a row without visible keys so far has -inf
     p = jnp.exp(s - finite[..., None])
     total = jnp.sum(p, axis=-1)
-    p = apply_dropout(problem, p, tile, FORWARD).astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
+    p = p.astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
     mixed = jnp.einsum("bnqk,bnkd->bnqd", p, v, preferred_element_type=jnp.float32).reshape(q.shape)
-    if before is not None:
-        shrink = jnp.exp(before[1] - finite)
-        mixed, total = mixed + before[0] * shrink[..., None], total + before[2] * shrink
-    return mixed, top, total
+    shrink = jnp.exp(before[1] - finite)
+    return mixed + before[0] * shrink[..., None], top, total + before[2] * shrink
 
 
 def finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
@@ -150,14 +127,9 @@ def tile_backward(
     s, slope = scores(problem, q, k, tile, BACKWARD)
     p = jnp.exp(s - lse[:, :, None])
     rows = merge_groups(d_out)
-    dv = jnp.einsum(
-        "bnkq,bnqd->bnkd",
-        apply_dropout(problem, p, tile, BACKWARD).astype(v.dtype).reshape(shape),
-        rows,
-        preferred_element_type=jnp.float32,
-    )
+    dv = jnp.einsum("bnkq,bnqd->bnkd", p.astype(v.dtype).reshape(shape), rows, preferred_element_type=jnp.float32)
     dp = jnp.einsum("bnkd,bnqd->bnkq", v, rows, preferred_element_type=jnp.float32).reshape(p.shape)
-    ds = p * (apply_dropout(problem, dp, tile, BACKWARD) - inner[:, :, None]) * slope
+    ds = p * (dp - inner[:, :, None]) * slope
     ds = ds.astype(q.dtype).reshape(shape)
     dk = jnp.einsum("bnkq,bnqd->bnkd", ds, merge_groups(q), preferred_element_type=jnp.float32)
     dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
@@ -169,7 +141,7 @@ def _seen(problem: Problem, tile: Tile, order: Order) -> Bool[Array, "..."] | No
     query, key = _positions(tile.query, tile.queries), _positions(tile.key, tile.keys)
     at_query, at_key = _along(query, (order.query,)), _along(key, (order.key,))
     parts = [visible(at_query, at_key, offset=problem.offset, causal=options.causal, window=options.window)]
-    if not isinstance(tile.key, int) and problem.keys % tile.keys:
+    if problem.keys % tile.keys:
         parts.append(at_key < problem.keys)  # the last tile of the loop extends beyond the keys
     if extras.segment_ids is not None and extras.kv_segment_ids is not None:
         mine = jax.lax.dynamic_slice_in_dim(extras.segment_ids, tile.query, tile.queries, axis=1)

@@ -41,9 +41,6 @@ class Static:
     causal: bool
     window: int | None
     segments: bool
-    dropout: bool
-    threshold: int  # a probability with a random word below it is dropped
-    kept_weight: float
     scale: float
     factor: float  # score / dot product of q and k
     tanh_factor: float | None  # with a soft cap: 2 log2(e) times the argument of tanh / dot product of q and k
@@ -81,9 +78,6 @@ def static(call: Call, heads: int, kv_heads: int, *, segments: bool) -> Static:
         causal=o.causal or o.window is not None,
         window=o.window,
         segments=segments,
-        dropout=o.dropout > 0,
-        threshold=min(round(o.dropout * 2**32), 2**32 - 1),
-        kept_weight=1.0 / (1.0 - o.dropout),
         scale=o.scale,
         factor=1.0 if call.unit == o.scale else o.scale,
         tanh_factor=None if o.soft_cap is None else 2.0 * LOG2E * o.scale / o.soft_cap,
@@ -129,14 +123,13 @@ def _run(
 ) -> list[jax.Array]:
     programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
     unused = jnp.zeros(1, jnp.int32)  # for pointers that a program does not read
-    seed = jnp.zeros(2, jnp.uint32) if masks.seed is None else masks.seed
-    extra = [unused if x is None else x for x in (masks.ids, masks.kv_ids, masks.begin, masks.end)]
+    extra = [unused if x is None else x for x in masks]
     batch, _, heads, _ = q.shape
     kv_heads = k.shape[2]
     blocks = -(-call.keys // call.blocks.keys) if by_keys else -(-call.queries // call.blocks.queries)
     return launch(
         getattr(programs, name),
-        [*arrays, *extra, seed],
+        [*arrays, *extra],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid=(blocks, kv_heads if by_keys else heads, batch),
         static=static(call, heads, kv_heads, segments=masks.ids is not None),

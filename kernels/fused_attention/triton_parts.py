@@ -7,16 +7,7 @@ Queries, keys and outputs are [batch, sequence, heads, dim] in memory. `s` has t
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
 
-from jaxmem.kernels.triton_functions import program, scramble
-
-
-@program
-def dropout_factor(seed_ptr, row, query, key, s: tl.constexpr):
-    """The factor of each probability: 0 if it is dropped (`mask.keep_mask`), otherwise 1 / (1 - rate)."""
-    first = scramble(scramble(row.to(tl.uint32) ^ tl.load(seed_ptr)) + query.to(tl.uint32) * 0x9E3779B9)
-    second = scramble(first ^ tl.load(seed_ptr + 1))
-    word = scramble((key.to(tl.uint32) ^ first) * 0x85EBCA6B + second)
-    return tl.where(word >= s.threshold, s.kept_weight, 0.0)
+from jaxmem.kernels.triton_functions import program
 
 
 @program

@@ -10,21 +10,12 @@ from triton.language import core  # noqa: F401  (the interpreter replaces functi
 
 from jaxmem.kernels.triton_functions import program
 
-from .triton_parts import (
-    capped_scores,
-    dropout_factor,
-    load_block,
-    load_ids,
-    seen_in_block,
-    store_block,
-    visited_blocks,
-)
+from .triton_parts import capped_scores, load_block, load_ids, seen_in_block, store_block, visited_blocks
 
 
 @program
 def forward_over(
-    start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, masked: tl.constexpr,
-    s: tl.constexpr,
+    start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, masked: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
     for j in range(start, stop):
         first = j * s.columns
@@ -41,8 +32,6 @@ def forward_over(
         p = tl.exp2((scores - level[:, None]) * s.base)
         shrink = tl.exp2((top - level) * s.base)
         total = total * shrink + tl.sum(p, axis=1)
-        if s.dropout:
-            p = p * dropout_factor(seed_ptr, row, at[:, None], key[None, :], s)
         v = load_block(v_ptr, first, s.columns, s.keys, s.kv_stride, s)
         out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         top = higher
@@ -51,7 +40,7 @@ def forward_over(
 
 @program
 def attention_forward(
-    q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, out_ptr, lse_ptr, s: tl.constexpr
+    q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, out_ptr, lse_ptr, s: tl.constexpr
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the last blocks take longest and start first
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -71,8 +60,7 @@ def attention_forward(
     ends = visited_blocks(block, batch, begin_ptr, end_ptr, False, s)
     for part in tl.static_range(1 if s.segments else 3):
         out, top, total = forward_over(
-            ends[part], ends[part + 1], q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row,
-            part != 1, s,
+            ends[part], ends[part + 1], q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
         )  # fmt: skip
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
@@ -83,8 +71,7 @@ def attention_forward(
 
 @program
 def d_queries_over(
-    start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, masked: tl.constexpr,
-    s: tl.constexpr,
+    start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, masked: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
     for j in range(start, stop):
         first = j * s.columns
@@ -98,8 +85,6 @@ def d_queries_over(
             scores = tl.where(seen, scores, -float("inf"))
         p = tl.exp2((scores - lse[:, None]) * s.base)
         dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
-        if s.dropout:
-            dp = dp * dropout_factor(seed_ptr, row, at[:, None], key[None, :], s)
         ds = p * (dp - inner[:, None])
         if s.tanh_factor is not None:
             ds = ds * slope
@@ -109,7 +94,7 @@ def d_queries_over(
 
 @program
 def attention_d_queries(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, dq_ptr,
     s: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -132,15 +117,14 @@ def attention_d_queries(
     ends = visited_blocks(block, batch, begin_ptr, end_ptr, False, s)
     for part in tl.static_range(1 if s.segments else 3):
         dq = d_queries_over(
-            ends[part], ends[part + 1], dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row,
-            part != 1, s,
+            ends[part], ends[part + 1], dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
         )  # fmt: skip
     store_block(dq_ptr + place, dq * s.scale, first, s.rows, s.queries, s.stride, s)
 
 
 @program
 def d_keys_over(
-    start, stop, dk, dv, k, v, q_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, seed_ptr, theirs, key, row,
+    start, stop, dk, dv, k, v, q_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, theirs, key,
     masked: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
     """The scores are transposed, [keys, queries], as both matmuls read them. Rows beyond the last query are zeros in q
@@ -159,22 +143,17 @@ def d_keys_over(
             scores = tl.where(seen, scores, -float("inf"))
         p = tl.exp2((scores - lse[None, :]) * s.base)
         dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-        shared = p
-        if s.dropout:
-            share = dropout_factor(seed_ptr, row, at[None, :], key[:, None], s)
-            shared = p * share
-            dp = dp * share
         ds = p * (dp - inner[None, :])
         if s.tanh_factor is not None:
             ds = ds * slope
-        dv += tl.dot(shared.to(d_out.dtype), d_out, input_precision="ieee")
+        dv += tl.dot(p.to(d_out.dtype), d_out, input_precision="ieee")
         dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
     return dk, dv
 
 
 @program
 def attention_d_keys(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, dk_ptr,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, dk_ptr,
     dv_ptr, s: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -190,13 +169,12 @@ def attention_d_keys(
     ends = visited_blocks(block, batch, begin_ptr, end_ptr, True, s)
     for g in range(s.groups):
         head = kv_head * s.groups + g
-        row = batch * s.heads + head
         place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
-        first_row = row.to(tl.int64) * s.queries
+        first_row = (batch * s.heads + head).to(tl.int64) * s.queries
         for part in tl.static_range(1 if s.segments else 3):
             dk, dv = d_keys_over(
                 ends[part], ends[part + 1], dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row,
-                inner_ptr + first_row, ids_ptr, seed_ptr, theirs, key, row, part != 1, s,
+                inner_ptr + first_row, ids_ptr, theirs, key, part != 1, s,
             )  # fmt: skip
     store_block(dk_ptr + kv_place, dk * s.scale, first, s.columns, s.keys, s.kv_stride, s)
     store_block(dv_ptr + kv_place, dv, first, s.columns, s.keys, s.kv_stride, s)

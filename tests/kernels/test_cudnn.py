@@ -176,7 +176,6 @@ PACKED = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segment
         ({"dim": 264}, 90, "q has dim 264"),
         ({"dim": 100}, 90, "multiples of 8"),
         ({"soft_cap": True}, 90, "soft_cap"),
-        ({"dropout": True}, 90, "dropout"),
         ({"deterministic": True}, 90, "deterministic"),
         ({"keys": 8192}, 90, "as many queries as keys"),
         ({}, 75, "compute capability is 7.5"),

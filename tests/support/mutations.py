@@ -87,7 +87,7 @@ FAULTS = {
     ),
     "window": Fault(
         "a window that sees one key too many",
-        "kernels/fused_attention/mask.py",
+        "kernels/fused_attention/arguments.py",
         "seen & (distance < window)",
         "seen & (distance <= window)",
         "tests/models/test_decoder.py::test_a_window_masks_earlier_tokens",

@@ -56,7 +56,6 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
     odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
     ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
     options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None], "max_segments": 5}
-    dropout = (jax.random.key(time.time_ns() % 2**31), 0.2)
     return {
         "as it is": partial(work, row),
         "float16": partial(work, odd, jnp.float16),
@@ -64,7 +63,6 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
         "window": partial(work, odd._replace(causal=True, window=odd.keys // 3)),
         "segments": partial(work, odd, **options),
         "soft cap": partial(work, odd, soft_cap=5.0),
-        "dropout": partial(work, odd, dropout=dropout),
         "deterministic": partial(work, odd, deterministic=True),
     }
 
