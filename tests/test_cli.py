@@ -173,16 +173,6 @@ def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert "not: compute capability is 8.0" in out
 
 
-def test_bench_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"jaxmem": 4000.0, "torch_eager": 3200.0, "ratio_eager": 1.25, "largest_loss_difference": 2e-6}
-    monkeypatch.setattr("jaxmem.lab.bench.step.bench_step", lambda *_, **__: found)
-    config = str(ROOT / "configs" / "bench.yaml")
-    assert jaxmem("bench", "step", config, "--json", capsys=capsys)[1] == json.dumps(found, indent=2) + "\n"
-    _, out, _ = jaxmem("bench", "step", config, capsys=capsys)
-    assert "3,200 tokens/s  jaxmem: 1.25 x" in out
-    assert "2.0e-06" in out
-
-
 def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(run / "config.yaml")
     code, out, err = jaxmem("tokenize", config, "--output", str(tmp_path / "cache"), capsys=capsys)

@@ -1,4 +1,4 @@
-"""`jaxmem bench`: the speed of steps and kernels, compared with other implementations."""
+"""`jaxmem bench`: the speed of kernels, compared with other implementations."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,38 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxmem.cli.options import Json, Overrides
+from jaxmem.cli.options import Json
 from jaxmem.cli.output import only_json, show
-from jaxmem.cli.start import load
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
-
-
-def bench_step(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of a decoder.")] = Path(
-        "configs/bench.yaml"
-    ),
-    overrides: Overrides = None,
-    seconds: Annotated[
-        float, typer.Option(min=1.0, metavar="S", help="Approximate measuring time, in seconds.")
-    ] = 60.0,
-    as_json: Json = False,
-) -> None:
-    """Measure tokens per second of the compiled step and of PyTorch."""
-    cfg = load(config, overrides, None)
-    from jaxmem.lab.bench import step
-
-    with only_json(as_json):
-        found = step.bench_step(cfg, seconds=seconds)
-    if as_json:
-        show(found)
-        return
-    print(f"jaxmem         {found['jaxmem']:8,.0f} tokens/s")
-    for peer in ("eager", "compile"):
-        if f"torch_{peer}" in found:
-            print(f"torch {peer:8} {found[f'torch_{peer}']:8,.0f} tokens/s  jaxmem: {found[f'ratio_{peer}']:.2f} x")
-    print(f"losses differ by {found['largest_loss_difference']:.1e} at most")
-
 
 Shapes = Annotated[
     list[str] | None,

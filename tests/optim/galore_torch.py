@@ -23,8 +23,8 @@ import torch
 
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
-from jaxmem.lab.bench.step import torch_network
 from jaxmem.step import program
+from tests.support.bench_step import torch_network
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts/measure"))
 

@@ -1,5 +1,9 @@
 """Tokens per second of the compiled training step, compared with the same model in PyTorch.
 
+In an environment with jaxmem, torch and transformers, for a config of a decoder:
+
+    python -m tests.support.bench_step [CONFIG] [KEY=VALUE ...]    # by default configs/bench.yaml
+
 The peer is Hugging Face's LlamaForCausalLM with fused attention on all cores, eager and with torch.compile. It has the
 same initial weights and does the same AdamW steps with the same clipping on the same batches, so the losses must agree.
 The steps alternate (`contest.py`), and every ratio is that of two consecutive steps: other load on the machine slows
@@ -7,8 +11,10 @@ both.
 """
 
 import importlib.util
+import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,15 +24,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmem.config import Config, Decoder
+from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
 from jaxmem.hf import save
 from jaxmem.lab.bench.contest import Contestant, take_turns
-from jaxmem.machine.devices import package_versions
+from jaxmem.machine.devices import package_versions, use_cpu_without_gpu
 from jaxmem.step import Program, program
 
-PEER = ("torch", "transformers")  # not dependencies: only this command imports them
+PEER = ("torch", "transformers")  # not dependencies of jaxmem
 AGREE = 1e-4  # nats per token
 
 Batch = dict[str, np.ndarray]
@@ -36,7 +42,7 @@ Step = Callable[[int, Batch], float]  # (updates done, batch) -> loss
 def bench_step(cfg: Config, *, seconds: float = 60.0) -> dict[str, Any]:
     """Tokens per second (medians), the ratios (medians over turns), their spread, and whether all losses agree."""
     if missing := [name for name in PEER if importlib.util.find_spec(name) is None]:
-        raise UserError(f"bench step compares with PyTorch: pip install {' '.join(missing)}")
+        raise UserError(f"bench_step compares with PyTorch: pip install {' '.join(missing)}")
     built = program(cfg, jax.devices()[:1])
     _check(built.cfg)
     state = built.initialise()
@@ -49,15 +55,15 @@ def bench_step(cfg: Config, *, seconds: float = 60.0) -> dict[str, Any]:
 def _check(cfg: Config) -> None:
     model = cfg.model
     if not isinstance(model, Decoder) or cfg.objective.name != "next_token":
-        raise UserError("bench step measures decoders on next_token; set model.family=decoder and objective=next_token")
+        raise UserError("bench_step measures decoders on next_token; set model.family=decoder and objective=next_token")
     if config_json(model)["model_type"] != "llama" or model.rope.scaling != "none" or model.dropout:
         raise UserError(
-            "bench step supports the defaults of Hugging Face's Llama; leave out biases, model.qk_norm, window, dropout"
+            "bench_step supports the defaults of Hugging Face's Llama; leave out biases, model.qk_norm, window, dropout"
             " and rope.scaling"
         )
     if cfg.batch.accumulate != 1 or cfg.precision.compute == "bfloat16" or cfg.precision.parameters != "float32":
         raise UserError(
-            "bench step measures float32 without gradient accumulation; set batch.accumulate=1,"
+            "bench_step measures float32 without gradient accumulation; set batch.accumulate=1,"
             " precision.parameters=float32 and precision.compute=float32"
         )
 
@@ -143,7 +149,7 @@ def _compare(built: Program, steps: dict[str, Step], seconds: float) -> dict[str
     take_turns(runners, seconds, lambda _: None)
     for one in runners:
         if one.failed is not None:
-            raise UserError(f"bench step: {one.name} failed: {one.failed}")
+            raise UserError(f"{one.name} failed: {one.failed}")
     difference = max(abs(a - b) for own in losses.values() for a, b in zip(losses["jaxmem"], own, strict=False))
     tokens = built.spec.batch["inputs"].size
     return _speeds(runners, tokens) | {
@@ -165,3 +171,9 @@ def _speeds(runners: Sequence[Contestant], tokens: int) -> dict[str, Any]:
         values[peer.name.replace("torch_", "ratio_")] = [theirs / own for own, theirs in turns]
     spread = {name: [float(x) for x in np.quantile(each, (0, 0.25, 0.75, 1))] for name, each in values.items()}
     return {name: statistics.median(each) for name, each in values.items()} | {"spread": spread}
+
+
+if __name__ == "__main__":
+    config, overrides = (sys.argv[1:2] or ["configs/bench.yaml"])[0], sys.argv[2:]
+    use_cpu_without_gpu()
+    print(json.dumps(bench_step(load_config(config, overrides)), indent=2))
