@@ -12,7 +12,6 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    kinds="attach base_of",
     low_rank="Lora lora merge merged_weight weights_to_merge",
-    trained_parts="Prompt TokenRows head prompt tokens",
+    trained_parts="Prompt TokenRows attach base_of head prompt tokens",
 )

@@ -11,6 +11,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmem.config.adapter import EMBEDDING_ROWS
+from jaxmem.config.adapter import EMBEDDING_ROWS, Adapter
 from jaxmem.errors import UserError
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import RESIDUAL, take_rows
@@ -27,6 +28,8 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network
 from jaxmem.sharding import constrain
 from jaxmem.sharding.weights import store_new
+
+NAMES = ("lora", "prompt")  # the attributes of modules that contain adapters
 
 Ids = Int[Array, "batch time"]
 Embedded = Float[Array, "batch time embed"]
@@ -100,3 +103,31 @@ def head(model: Network, *, outputs: int | None = None, key: jax.Array | None = 
         rngs = nnx.Rngs(params=jax.random.key(0) if key is None else key)
         model.head = Linear(rngs, inputs, outputs or before, ("embed", "classes"), bias=True)
     return ("head.*",)
+
+
+def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
+    """Adds the adapters of a config to a model, in place. `order`: the layer at each position of a stack. The kinds
+    head, last_layers and patterns add no parameters: they train weights of the model."""
+    if cfg.kind in ("lora", "dora", "qlora"):
+        from jaxmem.adapters.low_rank import add_low_rank
+
+        add_low_rank(model, cfg, key, order)
+    if isinstance(model, Decoder):
+        if cfg.kind == "prompt":
+            prompt(model, length=cfg.virtual_tokens, key=key)
+        if cfg.token_indices:
+            tokens(model, cfg.token_indices)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            module.dequant_matmul = None if cfg.matmul in ("auto", "dequantize") else cfg.matmul
+
+
+def base_of(tree: Any) -> Any:
+    """A nested dict of parameters, or of a value for each parameter, without adapters.
+
+    >>> base_of({"q": {"weight": 1, "lora": {"a": 2}}})
+    {'q': {'weight': 1}}
+    """
+    if not isinstance(tree, dict):
+        return tree
+    return {name: base_of(value) for name, value in tree.items() if name not in NAMES}

@@ -53,7 +53,7 @@ class SavedState:
         params = self._reordered(config, axes, params, shapes)
         if not self._has_external_base:
             return params
-        from jaxmem.hf.initial import read_base
+        from jaxmem.hf.peft import read_base
 
         base = flatten_dict(read_base(self._program))
         merged = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})

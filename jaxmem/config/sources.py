@@ -23,7 +23,7 @@ SOURCES = {
     "parquet": SourceKind("columns:ColumnTexts", "text", has_field=True, suffixes=(".parquet",)),
     "arrow": SourceKind("columns:ColumnTexts", "text", has_field=True, suffixes=(".arrow",)),
     "chat": SourceKind("chat:Conversations", "chat", suffixes=(*_LINES, *COLUMNS)),
-    "preference": SourceKind("preference:Preferences", "pairs", suffixes=(*_LINES, *COLUMNS)),
+    "preference": SourceKind("chat:Preferences", "pairs", suffixes=(*_LINES, *COLUMNS)),
     "digits": SourceKind("digits:Digits", "images", needs_path=False),
     "tokens": SourceKind("cache:TokenCache", "tokens"),
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
@@ -38,10 +38,11 @@ from jaxmem.hf.names import (
     is_ignored,
     tensor_shapes,
 )
-from jaxmem.hf.reader import read_arrays
+from jaxmem.hf.reader import read_arrays, read_weights
 from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.quant.precision import Params
 from jaxmem.step import Program
 
 LINEAR = {
@@ -244,3 +245,22 @@ def check_adapter(directory: str | Path, base: str | Path) -> None:
             f"adapter.hf={directory} was trained on other weights than model.hf={base}; set model.hf to its base"
             f" model{f' ({CONFIG} names {name})' if name else ''}"
         )
+
+
+def read_base(program: Program) -> Params:
+    """The weights of the model from `model.hf`, stored and sharded like those of the program."""
+    model, adapter, spec = program.cfg.model, program.cfg.adapter, program.model
+    assert isinstance(model, Decoder)
+    assert model.hf is not None
+    if adapter.hf is not None:
+        check_adapter(adapter.hf, model.hf)
+    base, axes = base_of(program.spec.state.params), base_of(spec.axes)
+    return read_weights(model.hf, model, base, axes, program.layout, spec.layer_indices, adapter.hf)
+
+
+def add_adapters(program: Program, base: Params) -> Params:
+    """Weights of the model, which are donated, with new adapters or those of `adapter.hf`."""
+    params, adapter = program.add_adapters(base), program.cfg.adapter
+    if adapter.hf is None or adapter.kind == "none":
+        return params
+    return unflatten_dict({**flatten_dict(params), **read_adapter(program)})

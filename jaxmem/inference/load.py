@@ -24,7 +24,7 @@ from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
-from jaxmem.hf.initial import add_adapters, read_base
+from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized, store
 from jaxmem.step import Program, program

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,26 @@ from jaxmem.quant.precision import Params, gradient_dtype
 from jaxmem.sharding import Axes, Layout, Role, is_axes, path_name, stored_axes
 from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.weights import differentiable
-from jaxmem.step import host_placement, loss_scale, nonfinite
+from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.loss_scale import LossScale
 from jaxmem.step.model import ModelSpec
+
+INITIAL, MINIMUM = 2.0**15, 1.0
+GROWTH_INTERVAL = 2000  # finite updates before the scale is doubled
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """The scale of a loss whose float16 gradients would underflow below 6e-8 (Micikevicius et al., arXiv:1710.03740).
+
+    The loss is multiplied by it and the gradients divided by it. An update whose gradients overflow is skipped; a
+    dynamic scale is then halved, and doubled after 2,000 finite updates. The state is 12 bytes.
+    """
+
+    scale: jax.Array
+    sound: jax.Array  # number of finite updates since the last change of the scale
+    skipped: jax.Array  # number of all skipped updates
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +166,7 @@ class StateSpec:
 
     def new_state(self, params: Params) -> TrainState:
         """The state before the first update of these parameters."""
-        scale = loss_scale.initial(self.cfg.precision.loss_scale)
+        scale = initial_loss_scale(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.model.select(params)), scale)
 
     def to_memory(self, state: Any) -> Any:
@@ -172,3 +188,22 @@ class StateSpec:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=is_axes)
+
+
+def initial_loss_scale(setting: Literal["none", "dynamic"] | float) -> LossScale | None:
+    """The state for `precision.loss_scale`; None: gradients are not scaled, and no update is skipped."""
+    if setting == "none":
+        return None
+    zero = jnp.zeros((), jnp.int32)
+    return LossScale(jnp.asarray(INITIAL if setting == "dynamic" else setting, jnp.float32), zero, zero)
+
+
+def next_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> LossScale:
+    """The state after an update with finite or non-finite gradients."""
+    sound = jnp.where(finite, state.sound + 1, 0)
+    scale = state.scale
+    if dynamic:
+        grows = sound == GROWTH_INTERVAL
+        scale = jnp.where(finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, MINIMUM))
+        sound = jnp.where(grows, 0, sound)
+    return LossScale(scale, sound, state.skipped + jnp.where(finite, 0, 1))

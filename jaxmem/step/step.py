@@ -19,10 +19,10 @@ from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.step import loss_scale, nonfinite
+from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, differentiate, differentiate_all
 from jaxmem.step.objective import Batch, Sums, means, objective
-from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 
 Metrics = dict[str, jax.Array]
 _ROUNDING_KEY = 2**31 - 1  # folded into the key of a step: stochastic rounding uses other random bits than dropout
@@ -58,7 +58,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         if state.loss_scale is None:
             metrics |= {"skipped": 1 - finite.astype(jnp.int32)}
             return TrainState(state.step + 1, params, opt_state), metrics
-        scale = loss_scale.after(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
+        scale = next_loss_scale(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
         metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
         return TrainState(state.step + 1, params, opt_state, scale), metrics
 

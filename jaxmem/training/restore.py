@@ -57,7 +57,7 @@ def refuse_another_run(
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
     if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
-        from jaxmem.hf.initial import add_adapters
+        from jaxmem.hf.peft import add_adapters
         from jaxmem.inference.load import base_params
 
         return 0, built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}

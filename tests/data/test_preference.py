@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxmem.data.chat import ChatEncoder
+from jaxmem.data.chat import ChatEncoder, Preferences, parse_pair
 from jaxmem.data.chat_template import ChatTemplate
-from jaxmem.data.preference import Preferences, parse_pair
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Bytes
 from jaxmem.errors import UserError

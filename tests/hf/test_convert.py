@@ -16,7 +16,7 @@ from jaxmem import hf, models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
-from jaxmem.hf.initial import read_base
+from jaxmem.hf.peft import read_base
 from jaxmem.inference.export import export_model, import_model
 from jaxmem.inference.load import open_model
 from jaxmem.quant import quantize

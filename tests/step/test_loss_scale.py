@@ -8,7 +8,7 @@ import pytest
 from jaxmem import optim
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import rounded
-from jaxmem.step import loss_scale
+from jaxmem.step import state as states
 from tests.step.conftest import Trained, config
 
 HALF = {"compute": "float16", "loss_scale": "dynamic"}
@@ -16,20 +16,20 @@ HALF = {"compute": "float16", "loss_scale": "dynamic"}
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_enough_sound_updates(monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
-    state, seen = loss_scale.initial("dynamic"), []
+    state, seen = states.initial_loss_scale("dynamic"), []
     for finite in (True, True, True, False, True, False, True, True, True):
-        state = loss_scale.after(state, jnp.asarray(finite), dynamic=True)
-        seen.append(float(state.scale) / loss_scale.INITIAL)
+        state = states.next_loss_scale(state, jnp.asarray(finite), dynamic=True)
+        seen.append(float(state.scale) / states.INITIAL)
     assert seen == [1, 1, 2, 1, 1, 0.5, 0.5, 0.5, 1]
     assert int(state.skipped) == 2
 
 
 def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves():
-    state = loss_scale.initial(2.0)
+    state = states.initial_loss_scale(2.0)
     for _ in range(3):
-        state = loss_scale.after(state, jnp.asarray(False), dynamic=True)
-    assert float(state.scale) == loss_scale.MINIMUM
-    fixed = loss_scale.after(loss_scale.initial(1024.0), jnp.asarray(False), dynamic=False)
+        state = states.next_loss_scale(state, jnp.asarray(False), dynamic=True)
+    assert float(state.scale) == states.MINIMUM
+    fixed = states.next_loss_scale(states.initial_loss_scale(1024.0), jnp.asarray(False), dynamic=False)
     assert (float(fixed.scale), int(fixed.skipped)) == (1024.0, 1)
 
 
