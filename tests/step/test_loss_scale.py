@@ -15,7 +15,7 @@ HALF = {"compute": "float16", "loss_scale": "dynamic"}
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_enough_sound_updates(monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(states, "GROWTH_INTERVAL", 3)
     state, seen = states.initial_loss_scale("dynamic"), []
     for finite in (True, True, True, False, True, False, True, True, True):
         state = states.next_loss_scale(state, jnp.asarray(finite), dynamic=True)
