@@ -80,7 +80,7 @@ def main(changes: Sequence[str]) -> None:
         print(bar(part, here[part], total))
     print(bar("other", total - sum(here[part] for part in PARTS), total))
 
-    print(f"\nPlanned on {DEVICES} devices: zero=0 and one change", flush=True)
+    print(f"\nOn {DEVICES} devices, zero=0; one line changed", flush=True)
     with ThreadPoolExecutor(2) as pool:
         for number, (change, size) in enumerate(zip(changes, pool.map(compiled, changes), strict=True)):
             largest = size if number == 0 else largest

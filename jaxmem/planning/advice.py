@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import LOW_RANK, Config
+from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
@@ -21,7 +23,7 @@ from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 
 LARGE, NOTABLE = 0.2, 0.01  # shares of the total
-SPILLED = "spilled"  # training prints this warning too
+SPILLED, TOO_LONG = "spilled", "sequence length"  # training prints these warnings too
 MOST = 0.5  # share of the offloaded bytes: if more are on the device at the peak, offloading saves little
 
 
@@ -221,7 +223,17 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning("float32 adapters", text, cure)
 
 
+def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
+    """Positions on which a Hugging Face model was not trained."""
+    cfg = plan.program.cfg
+    file = Path(getattr(cfg.model, "hf", None) or "", "config.json")
+    longest = read_json(file).get("max_position_embeddings") if file.is_file() else None
+    if isinstance(longest, int) and cfg.data.sequence_length > longest:
+        text = f"data.sequence_length={cfg.data.sequence_length} exceeds max_position_embeddings={longest} of {file}"
+        yield PlanWarning(TOO_LONG, text, f"data.sequence_length={longest}, or model.rope.scaling")
+
+
 _CHECKS: Sequence[Callable[[Plan], Iterator[PlanWarning]]] = (
     _recomputed_by_xla, _offload, _spilled, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
-    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters,
+    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters, _sequence_length,
 )  # fmt: skip

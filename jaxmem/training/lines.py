@@ -43,14 +43,14 @@ def model_line(built: Program) -> str:
 def plan_line(plan: Plan, step: int) -> str:
     """Memory and work of a run that starts, or resumes after a step, with warnings on lines of their own."""
     from jaxmem.planning import format_bytes
-    from jaxmem.planning.advice import SPILLED
+    from jaxmem.planning.advice import SPILLED, TOO_LONG
 
     cfg = plan.program.cfg
     start = f"resuming after step {step}: " if step else ""
     unit = "tokens" if cfg.objective.reads_text else "images"
     work = f"{work_of(plan.program).tokens:,} {unit} per update, {cfg.steps:,} updates"
-    spilled = [one for one in plan.warnings if one.kind == SPILLED] if plan.spilled else []
-    warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)
+    repeated = [one for one in plan.warnings if one.kind in (SPILLED, TOO_LONG)]
+    warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in repeated)
     planned = format_bytes(plan.bytes_per_device["total"])
     choices = "".join(f"\n{line}" for line in plan.choices)
     return f"{start}planned {planned} per device, {work}{choices}{warnings}"

@@ -45,6 +45,7 @@ def refuse_another_run(
         return 0, {}
     step, position, before = found
     cfg, after = built.cfg, built.cfg.model_dump(mode="json")
+    before = _with_defaults(before, cfg)
     if position:
         refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
         SavedState(built).check_base(position, directory)
@@ -52,6 +53,17 @@ def refuse_another_run(
         own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
         refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
     return step, before
+
+
+def _with_defaults(before: dict[str, Any], cfg: Config) -> dict[str, Any]:
+    """A saved config, in which settings that its version did not have are at their default if `cfg` has them there."""
+    changed = cfg.model_dump(mode="json", exclude_defaults=True)
+    filled = dict(before)
+    for name, section in cfg.model_dump(mode="json").items():
+        if isinstance(section, dict) and isinstance(before.get(name), dict):
+            default = {key: value for key, value in section.items() if key not in changed.get(name, {})}
+            filled[name] = default | before[name]
+    return filled
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:

@@ -179,5 +179,7 @@ def choose(call: Request, capability: int | None, device: str) -> Choice:
         if why is None:
             reason = "the fastest that was measured" if name in fastest else ORDER[name]
             return chosen(name, "; ".join([reason, *refused]))
+        value, _, allowed = why.partition("; ")
+        why = allowed if allowed and any(one.startswith(value) for one in refused) else why  # the value is stated once
         refused.append(why if name in why else f"{name}: {why}")
     return chosen(PLAIN, "; ".join(refused))

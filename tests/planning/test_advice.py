@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_float32_adapters_and_the_setting_that_halves_them() -> None:
     [warning] = warned("float32", MIB)
     assert warning.cure.split()[0] == "precision.parameters=bfloat16"
     assert warned("bfloat16", MIB) == warned("float32", 1000 * MIB) == []
+
+
+def test_rows_longer_than_the_model_was_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+
+    def cures(length: int, hf: str | None) -> list[str]:
+        cfg = config(data={"sequence_length": length})
+        cfg = cfg.replace(model=cfg.model.model_copy(update={"hf": hf}))
+        return [one.cure for one in found(advice._sequence_length, program=SimpleNamespace(cfg=cfg))]
+
+    assert cures(64, str(tmp_path)) == cures(128, None) == []
+    assert "data.sequence_length=64" in cures(128, str(tmp_path))[0]
 
 
 # ------------------------------------------------------------------ recomputation that nobody asked for
