@@ -29,6 +29,7 @@ _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
 }
+CUDNN_NEEDED = (9, 6)  # for documents in packed rows
 
 
 def simulate(count: int) -> None:
@@ -122,6 +123,20 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def cudnn_remedy() -> str | None:
+    """What is wrong with the cuDNN of jax's CUDA wheels, which computes attention, and the remedy; None: nothing, or
+    jax uses the cuDNN of the system."""
+    cuda = next((name.split("-")[1] for name in cuda_wheels() if name.endswith("plugin")), None)
+    if cuda is None:
+        return None
+    package = f"nvidia-cudnn-{cuda.replace('cuda', 'cu')}"
+    version = package_versions([package]).get(package)
+    if version is not None and tuple(map(int, version.split(".")[:2])) >= CUDNN_NEEDED:
+        return None
+    found, needed = f"is {version}" if version else "is missing", ".".join(map(str, CUDNN_NEEDED))
+    return f"{package} {found}, {needed} or newer is needed: pip install -U {package}"
 
 
 def gpu_compiler_remedy() -> str | None:

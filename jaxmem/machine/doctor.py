@@ -33,7 +33,6 @@ OPTIONAL = {
     "wandb": ("wandb", "[wandb]", "train.trackers: [wandb]"),
 }
 DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the oldest driver series that supports it
-CUDNN_NEEDED = (9, 6)  # for documents in packed rows
 _PROBE = """
 import json, sys
 import jax
@@ -151,14 +150,10 @@ def _gpu_remedy(findings: dict[str, Any]) -> str:
 
 
 def _cudnn_checks(findings: dict[str, Any]) -> list[dict[str, Any]]:
-    """cuDNN is installed with jax's wheels for GPUs, and computes attention."""
-    cuda = next((cuda for cuda in DRIVER_NEEDED if f"jax-{cuda}-plugin" in findings["cuda_wheels"]), None)
-    if cuda is None or not findings["gpus"]:
+    if not findings["gpus"] or not any(name.endswith("plugin") for name in findings["cuda_wheels"]):
         return []
-    package = f"nvidia-cudnn-{cuda.replace('cuda', 'cu')}"
-    version = devices.package_versions([package]).get(package)
-    works = version is not None and tuple(map(int, version.split(".")[:2])) >= CUDNN_NEEDED
-    return [_check("cuDNN", works, f"pip install -U {package}", f"{version}: memory.attention: cudnn")]
+    remedy = devices.cudnn_remedy()
+    return [_check("cuDNN", remedy is None, remedy, "memory.attention: cudnn")]
 
 
 def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str | None]:

@@ -24,6 +24,7 @@ from jaxmem.errors import UserError, one_line
 from jaxmem.kernels import choice, triton_launch
 from jaxmem.kernels.fused_attention.support import Request
 from jaxmem.kernels.validation import PLAIN
+from jaxmem.machine.devices import cudnn_remedy
 from jaxmem.quant import quantize
 from jaxmem.step import Program
 
@@ -84,7 +85,7 @@ def failure(setting: str, implementation: str, call: Request | str) -> str | Non
         with jax.default_device(device):
             why = _difference(setting, implementation, call)
     except Exception as error:  # noqa: BLE001 - a compiler or a driver may raise any type
-        return one_line(error)
+        return (cudnn_remedy() if implementation == "cudnn" else None) or one_line(error)
     if why is None:
         with contextlib.suppress(OSError):
             seen.parent.mkdir(parents=True, exist_ok=True)

@@ -102,3 +102,13 @@ def test_a_jax_that_does_not_start_is_a_line_not_a_traceback(monkeypatch: pytest
         doctor, "_PROBE", "import sys; print('noise', file=sys.stderr); raise RuntimeError('no device')"
     )
     assert doctor._see_devices({}) == ([], "RuntimeError: no device")
+
+
+@pytest.mark.parametrize(("version", "found"), [(None, "is missing"), ("9.1.0.70", "is 9.1.0.70"), ("9.28.0", None)])
+def test_cudnn_that_is_missing_or_too_old_names_the_package(monkeypatch, version, found) -> None:
+    installed = {"jax-cuda13-plugin": "0.10.2"} | ({"nvidia-cudnn-cu13": version} if version else {})
+    versions = lambda names: {name: installed[name] for name in names if name in installed}  # noqa: E731
+    monkeypatch.setattr(devices, "package_versions", versions)
+    remedy = devices.cudnn_remedy()
+    expected = found and f"nvidia-cudnn-cu13 {found}, 9.6 or newer is needed: pip install -U nvidia-cudnn-cu13"
+    assert remedy == expected

@@ -74,7 +74,10 @@ def test_a_kernel_that_raises_has_failed(monkeypatch):
         raise RuntimeError("no engine\nand a page of reasons")
 
     monkeypatch.setattr(cudnn, "ON_CPU", broken)
+    monkeypatch.setattr(kernel_check, "cudnn_remedy", lambda: None)
     assert failure("memory.attention", "cudnn", CALL) == "RuntimeError: no engine"
+    monkeypatch.setattr(kernel_check, "cudnn_remedy", lambda: "nvidia-cudnn-cu13 is missing")
+    assert failure("memory.attention", "cudnn", CALL) == "nvidia-cudnn-cu13 is missing"
 
 
 def built(attention="auto"):
