@@ -1,0 +1,65 @@
+"""The implementations of matmuls with a quantized base and of updates that `auto` chooses."""
+
+import pytest
+
+import jaxmem
+from jaxmem.config.methods import run_config
+from jaxmem.step.kernel_choice import kernel_choices, resolved
+from tests.planning.conftest import SMALL, config
+
+SHORT = ["data.sequence_length=256"]
+PLAIN = ("dequantize", "none")
+
+
+@pytest.mark.parametrize(
+    ("capability", "overrides", "chosen"),
+    [
+        (90, [], ("dequantize", "triton")),
+        (80, SHORT, ("triton", "triton")),
+        (120, [*SHORT, "batch.global_size=2"], ("dequantize", "triton")),
+        (90, [*SHORT, "mesh.tensor=2"], ("dequantize", "triton")),
+        (90, [*SHORT, "adapter.base=int8"], ("triton", "triton")),
+        (75, SHORT, PLAIN),
+        (None, SHORT, PLAIN),
+        (90, [*SHORT, "adapter.matmul=dequantize", "optimizer.kernel=none"], PLAIN),
+        (90, ["adapter.matmul=triton", "optimizer.kernel=triton"], ("triton", "triton")),
+    ],
+)
+def test_the_choice_and_its_reason(capability, overrides, chosen):
+    cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit", *overrides], method="qlora")
+    platform = "cpu" if capability is None else "gpu"
+    found = kernel_choices(cfg, platform, capability, "")
+    assert tuple(found[key].implementation for key in ("adapter.matmul", "optimizer.kernel")) == chosen
+    assert all(one.why for one in found.values())
+    run = resolved(cfg, platform, capability, "")
+    assert (run.adapter.matmul, run.optimizer.kernel) == chosen
+    assert resolved(run, platform, capability, "") == run
+
+
+@pytest.mark.parametrize(
+    ("sections", "chosen"),
+    [
+        ({}, None),  # nothing is in 8 bits
+        ({"precision": {"parameters": "int8"}}, "triton"),
+        ({"precision": {"parameters": "int8", "rounding": "nearest"}}, "none"),
+        ({"precision": {"parameters": "bfloat16"}, "optimizer": {"name": "galore_adamw8bit"}}, None),
+    ],
+)
+def test_updates_that_have_a_fused_form(sections, chosen):
+    found = kernel_choices(config(**sections), "gpu", 90, "").get("optimizer.kernel")
+    assert (found and found.implementation) == chosen
+
+
+def test_the_kernels_of_an_update():
+    """8-bit Adam's moments and int8 weights, on two GPUs."""
+    cfg = config(
+        model={**SMALL, "embed": 256},
+        optimizer={"name": "adamw8bit"},
+        precision={"parameters": "int8"},
+        batch={"global_size": 4},
+        mesh={"fsdp": 2},
+        memory={"attention": "blockwise"},
+    )
+    plan = jaxmem.plan(cfg, "h100-80gb:2")
+    assert any(one.proto.custom_call_target == "triton_kernel_call" for one in plan.compiled_step.module.walk())
+    assert any(line.startswith("optimizer.kernel: triton (") for line in plan.choices)
