@@ -43,8 +43,8 @@ class Checkpoints:
         read_only: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """With `read_only`, nothing is changed on disk, so it is safe while a run is writing. If a save fails, the next
-        `save` passes the message to `warn`, or raises the error if `warn` is None. `wait` always raises the error."""
+        """With `read_only`, nothing is changed on disk, so that a run may write at the same time. If a save fails, the
+        next `save` passes the message to `warn`, or raises the error if `warn` is None. `wait` always raises it."""
         self.directory = absolute(directory)
         # In a bucket a rename is a copy, so replaced checkpoints are deleted directly.
         self._has_rename = not read_only and "://" not in str(self.directory)
@@ -76,7 +76,7 @@ class Checkpoints:
     ) -> bool:
         """Starts a save if this step is due, forced, or (with `keep_best`) the best so far, unless it is saved
         already. Returns whether a save was started. `state` may be donated as soon as this returns. `metrics["loss"]`
-        is the held-out loss of this very state, if it was just evaluated.
+        is the held-out loss of this state, if it has been evaluated.
 
         A failed save is reported or raised by the next `save`, and raised by `wait`; the run may continue after it.
         """
@@ -112,13 +112,13 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Data position and config, without the arrays: enough to refuse a resume before anything is compiled."""
+        """Data position and config, without the arrays, to refuse a resume before anything is compiled."""
         record = read_record(self._path(step))
         return record["position"], record["config"]
 
     def read_latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Step, data position and config of the newest checkpoint with an undamaged record. `restore_latest` reports
-        damaged ones."""
+        damaged checkpoints."""
         for step in reversed(self.steps()):
             with suppress(DamagedError):
                 return step, *self.read(step)
@@ -200,7 +200,7 @@ class Checkpoints:
         return manager
 
     def _move_misnamed(self) -> None:
-        """Renames directories that Orbax would read as steps, although no step has such a name (007,
+        """Renames directories that Orbax would read as steps, but whose names no step has (007,
         99999999999999999999)."""
         found = self.directory.iterdir() if jax.process_index() == 0 and self.directory.is_dir() else ()
         for path in [path for path in found if path.name.isdigit() and not STEP.fullmatch(path.name)]:
@@ -237,7 +237,7 @@ class Checkpoints:
 
     def _save_error(self, step: int | None, error: BaseException) -> UserError:
         raise_lost_process(error)
-        if jax.process_count() == 1:  # opening involves all processes, and only this one knows of the failure
+        if jax.process_count() == 1:  # opening would involve all processes, but the others do not know of the failure
             self._reopen()
         # Read from disk, since the manager also counts the unfinished save.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)

@@ -7,8 +7,8 @@ LARGEST = 1e300
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """A row with its step, and numbers or null by name; None for any other line, such as the last line of
-    a killed run."""
+    """A row: its step, and a number or null for each metric; None for any other line, such as an incomplete last
+    line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

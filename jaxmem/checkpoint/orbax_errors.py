@@ -1,7 +1,7 @@
 """Errors of Orbax and TensorStore, reduced to one line.
 
 Orbax logs each of its steps to absl's root logger. These logs are silenced, because errors reach the user as
-exceptions. Errors of other writes after the first failed one are silenced too: they only report a closed event loop.
+exceptions. After the first failed write, errors of other writes are silenced too: they only report a closed event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 from jaxmem.distributed.watch import lost_process_error
 
-# Errors that they raise for damaged files and full disks.
+# Errors that Orbax and TensorStore raise for damaged files and full disks.
 FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 ORBAX = "/orbax/checkpoint/"
@@ -29,7 +29,7 @@ _unraisable = sys.unraisablehook
 
 
 def _is_follow_up(record: logging.LogRecord) -> bool:
-    """Whether a log record is of a task of Orbax that failed after the one whose failure is reported."""
+    """Whether a log record belongs to a task of Orbax that failed after the task whose failure is reported."""
     frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
     return "never retrieved" in record.getMessage() and any(ORBAX in frame.f_code.co_filename for frame, _ in frames)
 

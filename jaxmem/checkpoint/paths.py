@@ -9,7 +9,7 @@ from etils import epath
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 
-BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens them
+BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens buckets
 
 
 def absolute(path: str | Path | epath.Path) -> epath.Path:

@@ -48,20 +48,20 @@ def _crc(record: Mapping[str, Any]) -> int:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """{path: array}, with paths such as params.layers.q.weight."""
+    """The arrays of a tree by path, such as params.layers.q.weight."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose arrays have other names, shapes or dtypes than those of the run."""
-    if unplaced := [name for name, leaf in wanted.items() if leaf.sharding is None]:
-        # Orbax would use the sharding that it was saved with.
+    if unplaced := [name for name, leaf in expected.items() if leaf.sharding is None]:
+        # Orbax would use the sharding that the array was saved with.
         raise ValueError(f"no sharding to restore to: {few(unplaced)}")
     wrong = []
-    for name in {**saved, **wanted}:
+    for name in {**saved, **expected}:
         there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
-        here = f"{wanted[name].dtype}{list(wanted[name].shape)}" if name in wanted else "absent"
+        here = f"{expected[name].dtype}{list(expected[name].shape)}" if name in expected else "absent"
         if there != here:
             wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:

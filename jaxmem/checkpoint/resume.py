@@ -9,37 +9,37 @@ from typing import Any
 from jaxmem.config.renamed import rename
 from jaxmem.errors import UserError
 
-# All other fields may change: the machine (mesh, zero, memory, batch.accumulate, precision.compute: the state is
-# resharded, the losses agree to rounding), the training (train, learning rate, betas, dropout, smoothing), what is
-# saved and logged (checkpoint, trackers).
+# All other fields may change: settings of the machine (mesh, zero, memory, batch.accumulate, precision.compute; the
+# state is resharded, and losses agree to rounding), of the training (train, learning rate, betas, dropout, smoothing),
+# and of what is saved and logged (checkpoint, trackers).
 BOUND = (
-    "seed",  # orders the data: the saved position would be that of other batches
+    "seed",  # the order of the data: the saved position would belong to other batches
     "objective.name",  # the optimizer's moments belong to the old loss, and the best loss is not comparable
     "model",  # shapes of the weights, or the function that they compute
     "data",  # the position counts rows of this stream
-    "batch.global_size",  # the position is a multiple of it
+    "batch.global_size",  # the position in the data is a multiple of this size
     "precision.parameters",  # dtype of the weights
-    "precision.block_size",  # shapes of their scales
+    "precision.block_size",  # shapes of the scales of quantized weights
     "precision.master",  # a part of the optimizer state
-    "optimizer.name",  # arrays of the state
+    "optimizer.name",  # the arrays of the optimizer state
     "optimizer.trainable",  # the weights that have optimizer state
     "adapter",  # the set of weights, and the function that they compute
-    "optimizer.rank",  # shapes of the state
+    "optimizer.rank",  # shapes of the optimizer state
 )
 FREE = (
     "model.preset",  # a name for other fields, which are compared one by one
-    "model.hf",  # source of the first weights, which are in the checkpoint
+    "model.hf",  # source of the initial weights, which are in the checkpoint
     "adapter.dropout",
     "adapter.lora_plus_ratio",
-    "adapter.base_run",  # source of the first weights, which are in the checkpoint
+    "adapter.base_run",  # source of the initial weights, which are in the checkpoint
     "model.dropout",
     "data.reference_logprobs",  # a path; the file has its own fingerprint
     "data.chat_template",  # part of the fingerprint of the data
     "data.path",  # files may move: the fingerprint of the data shows whether they are the same
     "data.mixture.*.path",
     "data.weight",  # only used in a mixture
-    "data.epochs",  # only the end of the stream
-    "data.documents_per_row",  # packs later rows; a position is a record and a token
+    "data.epochs",  # changes only the end of the stream
+    "data.documents_per_row",  # changes only later rows; a position is a record and a token
 )
 
 
@@ -65,7 +65,7 @@ def refuse_changes(
     directory: str | PathLike[str],
     fingerprints: tuple[str, str] | None = None,
 ) -> None:
-    """Refuses to resume with another config or other data. `fingerprints`: of the data in the checkpoint and now."""
+    """Refuses to resume with another config or other data. `fingerprints`: of the data then and now."""
     differences = changed(old, new)
     if fingerprints and fingerprints[0] != fingerprints[1] and not differences:
         differences = [f"the data files have changed (fingerprint was {fingerprints[0]}, is {fingerprints[1]})"]
@@ -81,7 +81,7 @@ def _among(field: str, patterns: Sequence[str]) -> bool:
 
 
 def _value(fields: Mapping[str, Any], field: str) -> Any:
-    """The value of a field. An absent one equals false, since configs of earlier versions lack later settings."""
+    """The value of a field; false if it is absent, since configs of earlier versions lack later settings."""
     value = fields.get(field)
     return None if value is False else value
 

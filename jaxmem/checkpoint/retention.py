@@ -1,7 +1,7 @@
 """The policy that decides which checkpoints are kept when a newer one is written.
 
-Orbax has such policies (`LatestN`, `BestN`), but they cannot tell in advance whether a loss would be kept as the best,
-which decides whether a step is saved at all.
+Orbax has such policies (`LatestN`, `BestN`), but they cannot tell in advance whether a checkpoint with some loss would
+be kept as the best, which decides whether a step is saved at all.
 """
 
 import math
@@ -18,7 +18,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
 
     keep: int
     keep_best: bool
-    losses: dict[int, float | None] = field(default_factory=dict)  # by step
+    losses: dict[int, float | None] = field(default_factory=dict)  # the held-out loss of each step
 
     def is_best(self, loss: float | None) -> bool:
         """Whether a checkpoint with this loss would be kept as the best."""

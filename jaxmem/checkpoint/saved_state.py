@@ -85,7 +85,7 @@ class SavedState:
         if not self._has_external_base:
             return params
         every, trainable = flatten_dict(params), flatten_dict(self._model.select(params))
-        # The scales of adapters that differ by layer are not trained, but the base does not contain them.
+        # `layer_scale` of adapters is not trained, but the base does not contain it.
         return unflatten_dict({path: every[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
 
     def _orders(self, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -125,7 +125,7 @@ class SavedState:
 
 
 def order(config: Mapping[str, Any]) -> np.ndarray:
-    """The layer at each position of a stack, from a config as JSON; numbers beyond its layers are padding.
+    """The layer at each position of a stack, from a config as JSON; numbers beyond `layers` are identity layers.
 
     >>> order({"model": {"layers": 3}, "mesh": {"stage": 2}, "pipeline": {"rounds": 1}}).tolist()
     [0, 1, 2, 3]

@@ -12,28 +12,28 @@ WINDOWS = Literal["sliding_attention", "full_attention"]
 @dataclass(frozen=True)
 class HfFamily:
     model_type: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the class, for absent keys
-    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` that all its models have
-    keys: Mapping[str, str] = field(default_factory=dict)  # further fields of `model`, and the key of each
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the values of absent keys
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` with the same value in all its models
+    keys: Mapping[str, str] = field(default_factory=dict)  # further fields of `model`, and their keys in config.json
     biased: bool | None = None  # whether queries, keys and values have biases; None: `attention_bias` decides
     biased_output: bool = True  # whether `attention_bias` includes the output projection
-    mlp_bias: bool = False  # whether the file may set it
-    # "all": every layer has `sliding_window`; "asked": only with `use_sliding_window`; a number n: all but each n-th
-    # layer, unless the file has `layer_types`; None: no layer.
+    mlp_bias: bool = False  # whether config.json may set biases of the MLP
+    # Layers with `sliding_window`. "all": every layer; "asked": those of `use_sliding_window`; a number n: all but
+    # every n-th layer, unless the file has `layer_types`; None: no layer.
     windows: Literal["all", "asked"] | int | None = None
-    activation: str = "hidden_act"  # the key of the activation
+    activation: str = "hidden_act"  # the key of the activation function
     sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if they have their own
     is_fused: bool = False  # whether files have one matrix for queries, keys and values, and one for gate and up
 
     @property
     def understood(self) -> set[str]:
-        """Keys that only this architecture has."""
+        """Keys of config.json that only this architecture has."""
         of_windows = set() if self.sliding_theta is None else {"rope_local_base_freq", "sliding_window_pattern"}
         return {*self.keys.values(), *of_windows}
 
     @property
     def fixed(self) -> dict[str, tuple[Any, ...]]:
-        """Keys that may have one value only."""
+        """Keys with a single supported value."""
         only = ACTIVATIONS[self.fields.get("activation", "silu")]
         return {self.activation: (only,), "hidden_act": (only,)}
 

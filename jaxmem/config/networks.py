@@ -59,7 +59,7 @@ class Decoder(Family):
     head_dim: Count = setting(..., "width of a head")
     rope: Rope = Rope()
     norm_epsilon: Positive = setting(1e-5, "added to the mean square in RMSNorm")
-    activation: Literal["silu", "gelu_tanh"] = setting("silu", "of the gate of the MLP; gelu_tanh: approximate GELU")
+    activation: Literal["silu", "gelu_tanh"] = setting("silu", "activation of the gate; gelu_tanh: approximate GELU")
     norms: Literal["pre", "post", "both"] = setting(
         "pre", "norms of each layer: before, after, or around attention and MLP"
     )
@@ -68,7 +68,7 @@ class Decoder(Family):
         False, "normalize queries and keys, each head by itself; all_heads: all heads together"
     )
     query_pre_attn_scalar: Count | None = setting(
-        None, "attention scores are divided by the square root of this; null: of head_dim"
+        None, "attention scores are divided by the square root of this value; null: of head_dim"
     )
     attention_soft_cap: Positive | None = setting(None, "c: attention scores s become c tanh(s / c)")
     logit_soft_cap: Positive | None = setting(None, "c: logits y become c tanh(y / c)")
@@ -97,7 +97,7 @@ class Decoder(Family):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary positions of all layers; if layers differ, of those without and of those with a window."""
+        """The rotary positions of all layers; if layers differ, those of layers without and with a window."""
         has_window = [window is not None for window in self.windows]
         sliding = self.sliding_rope or self.rope
         if all(has_window):

@@ -1,14 +1,14 @@
 """Batches from text and images: sources, tokenizers, packing, the position to resume from.
 
     tokenizer_for     bytes, or a tokenizer.json
-    Loader            batches of a split, the rows of this process only
+    Loader            batches of a split; only the rows of this process
     merge_states      one position from the positions of all processes
     tokenize          writes a token cache, for `data.source: tokens`
     fingerprint       whether the data is still the same
 
-A record is a document, or a piece of one longer than max(16 KiB, 8 * sequence_length) bytes. Records are ordered by
-arithmetic (`record_order`); rows of a batch are streams over them (`packing`), or records of similar length
-(`buckets`).
+A record is a document, or a piece of a document that is longer than max(16 KiB, 8 * sequence_length) bytes. The order
+of records is computed from their numbers (`record_order`); rows of a batch are streams of records (`packing`), or
+records of similar length (`buckets`).
 """
 
 from jaxmem.lazy import lazy_names

@@ -1,4 +1,4 @@
-"""Batches of records of similar length, with rows hardly longer than their contents.
+"""Batches of records of similar length, with little padding.
 
 All rows of a batch have one length: the shortest of `data.buckets` and `data.sequence_length` that fits each of its
 records. Records are read in the split's order, and each waits with the other records of its bucket until they fill the
@@ -24,13 +24,13 @@ class BucketRows(Rows):
     """Rows of tokens: [accumulate, columns, length of the batch's bucket]."""
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, lengths: Sequence[int]) -> None:
-        """`lengths`: of the buckets, in ascending order."""
+        """`lengths`: the lengths of the buckets, in ascending order."""
         self._records, self._rows, self._lengths = records, rows, np.asarray(lengths)
         self._batch_records = stride // records.per_record
-        self._own = set((rows.ravel() // records.per_record).tolist())  # records of a batch that are in own rows
+        self._own = set((rows.ravel() // records.per_record).tolist())  # records of a batch in this process's rows
         self._next = 0
         self._waiting: list[list[int]] = [[] for _ in lengths]
-        self._documents: dict[int, Sequence[Document]] = {}  # of the waiting records that are in own rows
+        self._documents: dict[int, Sequence[Document]] = {}  # waiting records in this process's rows
 
     @property
     def has_ended(self) -> bool:
@@ -68,7 +68,7 @@ class BucketRows(Rows):
         if length is None:
             documents = self._records.documents(place)
             length = max(len(document.tokens) for document in documents)
-        # Records longer than the longest bucket are cut, as without buckets.
+        # A record longer than the longest bucket is cut, as without buckets.
         bucket = min(int(np.searchsorted(self._lengths, length)), len(self._lengths) - 1)
         if documents is not None and len(self._waiting[bucket]) in self._own:
             self._documents[place] = documents

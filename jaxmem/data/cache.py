@@ -24,7 +24,7 @@ from jaxmem.errors import UserError, one_of
 from jaxmem.machine.atomic_directory import atomic_directory
 
 FORMAT = 1
-BATCH_CHARACTERS = 1 << 20  # tokenized together
+BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 
 
 class TokenCache(RecordSource):
@@ -40,7 +40,8 @@ class TokenCache(RecordSource):
         if meta["tokenizer"] != tokenizer.identity:
             raise UserError(
                 f"{self.path}: these tokens were made with data.tokenizer={meta['made_with']} ({meta['vocab_size']} "
-                f"tokens), not the current one ({tokenizer.vocab_size} tokens); use it, or run jaxmem tokenize again"
+                f"tokens), not with the current tokenizer ({tokenizer.vocab_size} tokens); set data.tokenizer to it, or"
+                " run jaxmem tokenize again"
             )
         self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
         self._tokens = self._map("tokens.bin", _dtype(meta["vocab_size"]), meta["tokens"])
@@ -96,7 +97,7 @@ def tokenize(
     cfg: Config, directory: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """Writes the token cache of a config's data; returns its meta.json. `progress` is called with (records done,
-    records)."""
+    all records)."""
     if len(sources_of(cfg)) > 1:
         raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, and mix the caches")
     [source] = sources_of(cfg)
@@ -129,7 +130,7 @@ def tokenize(
 def _write(
     records: TokenizedText, place: Path, dtype: np.dtype[Any], progress: Callable[[int, int], None] | None
 ) -> dict[str, int]:
-    """Writes the tokens of all records; their numbers."""
+    """Writes the tokens of all records, and returns the numbers of records and tokens."""
     count = {"records": 0, "tokens": 0}
     with (place / "tokens.bin").open("wb") as tokens, (place / "ends.bin").open("wb") as ends:
         for done, found in records.token_batches(BATCH_CHARACTERS):

@@ -1,4 +1,4 @@
-"""Conversations, one per line of JSONL (see `chat_forms`), as tokens of which only the assistant's are targets.
+"""Conversations, one per line of JSONL (see `chat_forms`), as tokens. Only tokens of the assistant are targets.
 
 If a template marks the answers of the assistant (`{% generation %}`), the tokens inside these marks are the targets,
 as in transformers. Otherwise the conversation is rendered a second time with a placeholder instead of an answer; the
@@ -27,14 +27,14 @@ from jaxmem.data.tokenizer import Tokenizer
 
 PLACEHOLDER = "\ue000"  # a character that no language uses
 CALLS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
-NAMES = ("role", "content", "tool_call_id")  # fields that a template need not read
+NAMES = ("role", "content", "tool_call_id")  # fields without a warning if the template does not read them
 LIKE = 8  # characters before an answer that identify the end of the generation prompt
-MOST_NAMED = 8  # fields that warnings are about
+MOST_NAMED = 8  # largest number of fields with a warning
 PAIR = ("chosen", "rejected")
 
 
 class JsonRecords(JsonLines):
-    """Lines that are parsed completely, each one or several documents that are at most a row long."""
+    """Lines that are parsed completely. A line is one or several documents, each at most a row long."""
 
     def parse(self, line: bytes) -> Sequence[Document]:
         raise NotImplementedError
@@ -167,15 +167,15 @@ class ChatEncoder:
         """The characters of `text` from the beginning of an answer (right after the generation prompt) to the end of
         the token that ends its turn."""
         start, end = self._changed_span(chat, number, text)
-        with suppress(TemplateError):  # of a template that refuses an unfinished conversation
+        with suppress(TemplateError):  # a template may refuse an unfinished conversation
             prompt, _ = self._render(chat, chat.messages[:number], answer=True)
             before = text[:start].rstrip()
             if text.startswith(prompt):
                 start = min(start, len(prompt))
-            elif prompt.endswith(before[-LIKE:]):  # what is far before the answer may differ
+            elif prompt.endswith(before[-LIKE:]):  # earlier text may differ
                 start = len(before)
         after = len(text) - len(text[end:].lstrip())
-        if (following := self._special.match(text, after)) is None:  # the rest of a tool call lies between
+        if (following := self._special.match(text, after)) is None:  # the rest of a tool call is in between
             is_last = number + 1 == len(chat.messages)
             next_text = len(text) if is_last else self._changed_span(chat, number + 1, text)[0]
             following = self._special.search(text, end, next_text)
@@ -201,9 +201,9 @@ def _replaced(message: Message) -> Message:
     return changed
 
 
-def _common_prefix(one: str, other: str) -> int:
+def _common_prefix(left: str, right: str) -> int:
     """The length of the common prefix of two texts."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def parse_pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:

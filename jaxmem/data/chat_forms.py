@@ -5,8 +5,8 @@
     {"instruction": "...", "input": "...", "output": "...", "history": [[...], ...]}   Alpaca
     {"prompt": ..., "completion": ...}                                                 TRL; texts or lists of messages
 
-A preference has `chosen` and `rejected` instead of `output` or `completion`, or after `messages` or `conversations`:
-texts, messages, or lists of messages.
+A preference has `chosen` and `rejected`, instead of `output` or `completion`, or in addition to `messages` or
+`conversations`. Each is a text, a message, or a list of messages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from jaxmem.data.jsonl import parse_json, string_value
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.errors import as_yaml
 
-KEYS = {"from": "role", "value": "content"}  # of a message in the form of ShareGPT
+KEYS = {"from": "role", "value": "content"}  # keys of a message in ShareGPT's form, and in OpenAI's
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "observation": "tool"}
 LISTS = ("messages", "conversations")
 TEXTS = ("prompt", "instruction", "input")  # keys whose texts are the user's message
@@ -28,7 +28,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Chat:
-    """`targets`: the numbers of the messages to train on. `options`: further arguments of the template."""
+    """A conversation. `targets`: the indices of the messages to train on. `options`: further template arguments."""
 
     messages: Sequence[Message]
     targets: frozenset[int]
@@ -75,7 +75,7 @@ def pair_of(record: dict[str, Any]) -> tuple[Chat, Chat]:
 
 
 def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
-    """`start`: the first message that may be a target."""
+    """A conversation. `start`: the index of the first message that may be a target."""
     if record.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": string_value(record["system"], "system")}, *messages]
         start += start > 0
@@ -147,7 +147,7 @@ def _message(found: Any, key: str) -> Message:
         message["tool_calls"] = _calls(calls)
     elif content is None:
         raise InvalidRecordError("a message must have content or value")
-    elif message["role"] != "tool":  # whose result may be any object
+    elif message["role"] != "tool":  # the result of a tool may be any object
         string_value(content, "content")
     if reasoning := next((message[name] for name in REASONING if name in message), None):
         string_value(reasoning, "reasoning_content")
@@ -177,5 +177,5 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a text of JSON; other values unchanged."""
+    """The value of a text in JSON; other values are unchanged."""
     return parse_json(value) if isinstance(value, str) else value

@@ -1,8 +1,8 @@
 """A model's chat template: from messages to the text that the model was trained on.
 
-Templates are Jinja programs of third parties. They run in Jinja's sandbox, which lets them neither import, nor reach
-the internals of an object, nor change their inputs; they see no clock, so that the same data has the same tokens on
-any day. The sandbox runs in a process of its own (`template_process`), so that an endless template can be ended.
+Templates are Jinja programs of third parties. They run in Jinja's sandbox, in which they cannot import modules, access
+the internals of an object or change their inputs. They have no clock, so that the same data has the same tokens on any
+day. The sandbox runs in a separate process (`template_process`), so that an endless template can be ended.
 """
 
 import atexit
@@ -20,9 +20,9 @@ from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
 
-Message = Mapping[str, Any]  # "role", "content", and what else a template reads: "tool_calls", ...
-SECONDS = 5  # of processor time per conversation; a usual template needs a thousandth
-MEMORY = 1 << 30  # bytes, likewise
+Message = Mapping[str, Any]  # "role", "content", and further keys that a template reads: "tool_calls", ...
+SECONDS = 5  # limit of processor time per conversation; a usual template needs a thousandth
+MEMORY = 1 << 30  # limit of memory in bytes; a usual template needs a thousandth
 FILE = "chat_template.jinja"
 TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
@@ -35,22 +35,22 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    marks: list[tuple[int, int]] | None  # [start, end] of what the template marks as the assistant's; None: no marks
+    marks: list[tuple[int, int]] | None  # [start, end] of texts marked as the assistant's; None: no marks
 
 
 class ChatTemplate:
     """The template of a tokenizer, or of a file."""
 
     def __init__(self, source: str, origin: str, tokens: Mapping[str, str]) -> None:
-        """`origin`: the name of its file, for messages. `tokens`: the names and texts of special tokens."""
+        """`origin`: the name of the template's file, for messages. `tokens`: names and texts of special tokens."""
         self.source, self._origin, self._tokens = source, origin, tokens
         self._request({})
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, answer: bool = False, **options: Any
     ) -> Rendered:
-        """The text of a conversation. `answer`: followed by the generation prompt. `options`: other arguments of the
-        template, e.g. `enable_thinking`."""
+        """The text of a conversation. `answer`: whether the generation prompt follows. `options`: other arguments of
+        the template, e.g. `enable_thinking`."""
         own = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": answer}
         try:
             reply = self._request({"arguments": {**options, **self._tokens, **own}})
@@ -75,7 +75,7 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """The process that renders: started at the first request, and again after it had to be ended."""
+    """The process that renders. It is started at the first request, and again after it was ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class _Renderer:
         atexit.register(self.close)
 
     def request(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The reply; None if the process was ended before."""
+        """The reply; None if the process was ended before it replied."""
         line = json.dumps(request)
         with self._lock:
             process = self._process = self._process or _start_process()
@@ -109,7 +109,7 @@ class _Renderer:
 
 def _start_process() -> subprocess.Popen[str]:
     program = Path(__file__).with_name("template_process.py")
-    return subprocess.Popen(  # noqa: S603, this very package
+    return subprocess.Popen(  # noqa: S603, a module of this package
         [sys.executable, "-P", str(program), str(SECONDS), str(MEMORY)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -135,7 +135,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
     if path is not None and (file is not None or path.is_file()):
         return ChatTemplate(_read(path), str(file or path), tokens)
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several with names
+    if isinstance(source, list):  # several templates with names
         source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if not isinstance(source, str):
         where = (

@@ -1,8 +1,8 @@
-"""Documents that are rows of Parquet files, or of the Arrow files that `datasets` saves, a row group at a time.
+"""Documents that are rows of Parquet files, or of the Arrow files that `datasets` saves.
 
-Neither has cheap access to one row: a row group (Arrow: a record batch) is decoded completely. So the shuffle keeps row
-groups together (`blocks`) and the last few stay decoded. A row is one record, however long. If row groups are large or
-many processes read the same ones, run `jaxmem tokenize` first: it reads each once.
+To read one row, a complete row group (Arrow: a record batch) is decoded. So the shuffle keeps row groups together
+(`blocks`), and the last few row groups stay decoded. A row is one record of any length. If row groups are large or many
+processes read the same row groups, run `jaxmem tokenize` first: it reads each row group once.
 """
 
 import json
@@ -21,7 +21,7 @@ from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, nearest
 
 DECODED = 4  # row groups that stay decoded
-SPLITS = "dataset_dict.json"  # in a directory of `datasets` with a directory for each split
+SPLITS = "dataset_dict.json"  # a file of `datasets` next to one directory per split
 
 
 def is_columns(paths: Sequence[Path]) -> bool:
@@ -29,7 +29,7 @@ def is_columns(paths: Sequence[Path]) -> bool:
 
 
 class Rows:
-    """The rows of files with random access; `field`: only this column, of strings."""
+    """The rows of files, with random access. `field`: the column of strings to read; None: all columns."""
 
     def __init__(self, paths: Sequence[Path], field: str | None = None) -> None:
         self._paths, self._field = paths, field

@@ -20,8 +20,8 @@ from jaxmem.data.records import Document, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 
-CHECKED = 32  # records of a source
-MAX_HASHED = 256 << 20  # bytes of data up to which a fingerprint reads all of it
+CHECKED = 32  # records of a source that `check` reads
+MAX_HASHED = 256 << 20  # largest size in bytes of data that a fingerprint reads completely
 
 # "all": all records in their own order, for data that is only evaluated.
 Split = Literal["train", "held_out", "all"]
@@ -48,14 +48,14 @@ class Corpus:
                 f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         self.sources = [open_source(source, cfg.data, self.tokenizer) for source in self._sections]
-        self.references: np.ndarray | None = None  # of preferences: each answer's log-probability, [pairs, 2]
+        self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
     def documents(self, source: int, record: int) -> Sequence[Document]:
         return self.sources[source].documents(record)
 
     def check(self) -> float:
-        """Reads the first records of each source: most errors in a file of records are in all of them. Returns the mean
-        number of tokens of a document."""
+        """Reads the first records of each source, since most errors in a file are in all of its records. Returns the
+        mean number of tokens of a document."""
         lengths = []
         for source in self.sources if self._cfg.objective.reads_text else ():
             counts = replace(source.counts)
@@ -75,11 +75,11 @@ class Corpus:
         return np.asarray(self.references[record])
 
     def summary(self) -> list[str]:
-        """Lines on records that were cut, dropped or skipped."""
+        """One line for each source with records that were cut, dropped or skipped."""
         return [line for source in self.sources if (line := str(source.counts))]
 
     def order(self, split: Split) -> Any:
-        """The split's records in their order: a grain MapDataset of (source, record), an epoch long."""
+        """The split's records in their order: a grain MapDataset of (source, record), whose length is one epoch."""
         data = self._cfg.data
         counts = [len(source) for source in self.sources]
         weights = [source.weight for source in self._sections]
@@ -101,15 +101,15 @@ class Corpus:
 def fingerprint(cfg: Config) -> str:
     """A hash of the data files and the tokenizer, which shows whether they have changed between runs.
 
-    Up to 256 MiB of files: names (below their common directory) and contents, so that a copy of the data elsewhere is
-    the same data. Above: names, sizes, times of change, first and last 4 KiB.
+    For files of up to 256 MiB together it includes names (below their common directory) and contents, so that a copy of
+    the data elsewhere is the same data. For larger data: names, sizes, times of change, first and last 4 KiB.
     """
     digest = hashlib.blake2b(digest_size=16)
     if cfg.objective.reads_text:
         tokenizer = tokenizer_for(cfg.data.tokenizer)
         digest.update(tokenizer.identity.encode())
         contents = {source.kind.contents for source in sources_of(cfg)}
-        has_template = cfg.data.chat_template or cfg.data.tokenizer != "bytes"  # pairs of texts need none
+        has_template = cfg.data.chat_template or cfg.data.tokenizer != "bytes"  # pairs of texts need no template
         if "chat" in contents or ("pairs" in contents and has_template):
             from jaxmem.data.chat_template import template_for
 

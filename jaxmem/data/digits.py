@@ -1,8 +1,7 @@
 """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, each 0 to 16.
 
-Read from the file in the installed package (importing scikit-learn takes a second and brings scipy). Each image is one
-record, and each row of a batch contains one record per step; `mask` is 0 for the rows that are left over at the end of
-a split.
+The file of the installed package is read directly, since importing scikit-learn takes a second and imports scipy. Each
+image is one record and one row of a batch; `mask` is 0 for rows without an image at the end of a split.
 
 Alpaydin, Kaynak 1998, Optical Recognition of Handwritten Digits (UCI).
 """
@@ -24,7 +23,7 @@ from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
 from jaxmem.step.batches import image_dtype
 
-SIZE = 8  # pixels, each side
+SIZE = 8  # height and width in pixels
 BRIGHTEST = 16
 
 
@@ -102,7 +101,7 @@ class DigitRows(Rows):
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
-    """The images shifted by at most one pixel, with noise of at most 2 of 16; both follow from their places."""
+    """The images shifted by at most one pixel, with noise of at most 2 of 16. Shift and noise depend on `places`."""
     shape, images, places = images.shape, images.reshape(-1, SIZE, SIZE), places.reshape(-1)
     bits = mix64(mix64(places) ^ np.uint64(seed))
     down, right = (bits % np.uint64(3)).astype(int), (bits // np.uint64(3) % np.uint64(3)).astype(int)

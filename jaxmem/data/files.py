@@ -1,8 +1,8 @@
 """The files of data sources: a sorted list of paths, and reads of a part of a file.
 
 Reads are `pread`s of a few kilobytes from descriptors that stay open while they are in use (at most 64, also for 10,000
-small files). Unlike the pages of a memory map they do not count as the process's own memory: a run on 10 GB needs no
-more than one on 10 MB.
+small files). Unlike pages of a memory map they do not count as memory of the process: a run on 10 GB of data needs no
+more memory than a run on 10 MB.
 """
 
 import glob
@@ -18,9 +18,9 @@ OPEN_FILES = 64
 
 
 def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> list[Path]:
-    """The regular files that `path` (a file, a directory or a glob) names, in an order that no locale changes.
+    """The regular files that `path` (a file, a directory or a glob) names, in the same order in every locale.
 
-    For a directory: everything below it that is not hidden and ends with one of `suffixes` (none: any name).
+    For a directory: all files below it that are not hidden and end with one of `suffixes` (if empty: all names).
     """
     if not path:
         raise UserError(f"data.source={source} requires data.path; set a file, a directory or a glob")
@@ -61,7 +61,7 @@ def file_size(path: Path) -> int:
 
 
 def character_start(data: bytes, cut: int) -> int:
-    """`cut`, or the start of the UTF-8 character that it would split. Bytes that are not UTF-8 are cut at `cut`."""
+    """`cut`, or the start of the UTF-8 character that a cut there would split. For bytes that are not UTF-8: `cut`."""
     for start in range(cut, max(cut - 4, -1), -1):
         if start == len(data) or data[start] & 0xC0 != 0x80:
             return start

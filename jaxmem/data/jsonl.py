@@ -1,8 +1,8 @@
 """Documents that are lines of JSON: `{"text": "..."}`, one document per line.
 
-One pass over the files at the speed of the disk finds the lines; nothing is parsed until it is read. The index contains
-the offset of one line per 16 KiB of file, and the lines that are empty: 10 GB need about 10 MB of memory whatever the
-length of the lines. Reading a record reads the 16 KiB around it. A line is one record, however long.
+One pass over the files at the speed of the disk finds the lines; a line is parsed when its record is read. The index
+contains the offset of one line per 16 KiB of file, and the empty lines: 10 GB need about 10 MB of memory for any length
+of lines. Reading a record reads the 16 KiB around it. A line is one record of any length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmem.errors import UserError, as_yaml
 
 BLOCK = 16 * 1024
 CHUNK = 1 << 20
-LONGEST = 16 << 20  # bytes of a line; parsed, it may need twenty times as many
+LONGEST = 16 << 20  # largest size of a line in bytes; a parsed line may need twenty times this memory
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -123,7 +123,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a text of JSON, in which all strings are valid Unicode."""
+    """The value of a text in JSON; an error if a string is not valid Unicode."""
     try:
         found = json.loads(text)
         if SURROGATE.search(text):  # JSON can write half of a surrogate pair, which no text contains
@@ -148,21 +148,21 @@ class _LineIndex:
     def __init__(self, path: Path, files: OpenFiles) -> None:
         self.path, self._files, self._size = path, files, file_size(path)
         (self._mark_lines, self._mark_offsets), empty, lines = self._scan()
-        self._empty_before = empty - np.arange(len(empty))  # records in front of each empty line
+        self._empty_before = empty - np.arange(len(empty))  # the number of records before each empty line
         self.records = lines - len(empty)
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Marks (line, offset), the numbers of empty lines, count of lines."""
+        """Marks (line, offset), the numbers of empty lines, and the number of lines."""
         marks, empty = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
         lines = line_start = 0
         block, last_byte = -1, 0
         for base in range(0, self._size, CHUNK):
             chunk = np.frombuffer(self._files.read(self.path, base, min(base + CHUNK, self._size)), np.uint8)
             ends = np.flatnonzero(chunk == ord("\n"))
-            before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte in front of the line's end
+            before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte before the line's end
             last_byte = int(chunk[-1])
             ends += base
-            if base + len(chunk) == self._size and last_byte != ord("\n"):  # the last line has no end
+            if base + len(chunk) == self._size and last_byte != ord("\n"):  # the last line has no line break
                 ends, before = np.append(ends, self._size), np.append(before, 0)
             if not len(ends):
                 continue

@@ -1,12 +1,12 @@
 """Batches for training and evaluation: the inputs of a step, and the position in the data.
 
 The rows of the global batch are numbered row-major over [accumulate, B], B = global_size / accumulate: row a * B + b. A
-process names its columns b (by default all) and gets arrays [accumulate, its columns, ...]. The contents of a row
-follow from its number alone (see `packing`, `buckets`), not from the number of processes.
+process passes its columns b (by default all) and gets arrays [accumulate, its columns, ...]. The contents of a row
+depend only on its number (see `packing`, `buckets`), not on the number of processes.
 
-If a split ends (held out; training with `data.epochs`), rows run out at different steps: a row that has ended is
-padding (mask 0) until all have, so that each record is seen exactly as often as requested. Then iteration stops. A
-process with some of the rows does not know when the others end: it asks through `agree`.
+If a split ends (held-out data; training with `data.epochs`), rows end at different steps: a row that has ended is
+padding (mask 0) until all rows have ended, so that each record is seen exactly as often as requested. Then iteration
+stops. A process with some of the rows does not know when the other rows end: it calls `agree`.
 
 Batches are built ahead in a thread of grain; `state` is the position after the last batch that was returned.
 """
@@ -144,7 +144,7 @@ def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int)
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """One position from the positions of all processes, to be saved; rows of several processes must agree.
+    """One position from the positions of all processes, to be saved. Processes with the same row must agree on it.
 
     >>> one = {"step": 3, "global_size": 2, "rows": [[0, 5, 17]]}
     >>> merge_states([one, {"step": 3, "global_size": 2, "rows": [[1, 4, 2]]}])

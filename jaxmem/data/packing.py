@@ -5,18 +5,18 @@ number of processes, and each process reads only its own rows. The position in t
 record, and how many of its tokens are used. (grain's packing fills rows from one stream, in an order that depends on
 the number of processes.)
 
-With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last one is continued in the
-next row. If a row reaches this limit, the rest is padding, and a warning is printed. The target of a token is the next
-token of the same document, even if that token is the first of the next row. The last token of a record (its
+With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last document is continued in
+the next row. If a row reaches this limit, its rest is padding, and a warning is printed. The target of a token is the
+next token of the same document, even if that token is the first of the next row. The last token of a record (its
 end-of-document token, or the last token of a piece) has no target: mask 0. Segment ids count the documents in a row
 from 1. Positions begin at 0 with each document and with each row: a document continued in the next row does not attend
 to its beginning.
 
 Without packing, a row is the beginning of one record, then padding: segment 0, mask 0.
 
-A document that must not be divided (a conversation, which would lose its question) stays together: if it does not fit
-into the rest of a row, the rest is padding and the next row begins with the document. Tokens that are not targets have
-mask 0.
+A document that must not be divided (a conversation, whose answer needs its question) stays in one row: if it does not
+fit into the rest of a row, the rest is padding and the next row begins with the document. Tokens that are not targets
+have mask 0.
 """
 
 import warnings
@@ -31,7 +31,7 @@ from jaxmem.errors import UserError
 
 Batch = dict[str, np.ndarray]
 Position = dict[str, Any]  # a position in the data, with values that JSON can store
-MAX_EMPTY = 1000  # consecutive records without tokens that are an error; without a limit, reading would not end
+MAX_EMPTY = 1000  # this number of consecutive records without tokens is an error, so that reading ends
 FULL = (
     "packed rows have data.documents_per_row={most} documents before they are full, and the rest is padding;"
     " use a shorter data.sequence_length, or a larger data.documents_per_row, which needs more memory for attention"
@@ -41,13 +41,13 @@ INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 
 @dataclass(frozen=True)
 class OrderedRecords:
-    """The records of a split in their order; a record is found by its place in this order."""
+    """The records of a split in their order. A place is an index in this order."""
 
     documents: Callable[[int], Sequence[Document]]
     total: int
-    per_record: int = 1  # documents per record; if above 1, each is a row of its own
-    length: Callable[[int], int | None] = lambda _: None  # tokens, if known without reading
-    references: Callable[[int], np.ndarray] | None = None  # a number for each document of a record
+    per_record: int = 1  # documents per record; if above 1, each document is one row
+    length: Callable[[int], int | None] = lambda _: None  # tokens of a record, if known without reading it
+    references: Callable[[int], np.ndarray] | None = None  # the reference value of each document of a record
 
     def document(self, number: int) -> Document:
         """The document of this number, counted through all records."""
@@ -67,8 +67,7 @@ def empty_rows(*shape: int) -> Batch:
 
 
 def write_document(document: Document, offset: int, row: Batch, at: int, segment: int) -> int:
-    """Writes the tokens of a document from `offset` on into a row at index `at`, as many as fit, and returns their
-    number."""
+    """Writes the tokens of a document that fit, from `offset` on, into a row at index `at`. Returns their number."""
     left = document.tokens[offset:]
     used = min(len(row["inputs"]) - at, len(left))
     known = min(used, len(left) - 1)  # inputs whose next token belongs to the same record
@@ -106,7 +105,7 @@ class RowStream:
         return self.next_document >= self._total
 
     def fill(self, row: Batch) -> None:
-        """Writes the next row into arrays of zeros; what stays zero is padding."""
+        """Writes the next row into arrays of zeros; the rest of the row is padding."""
         at, segment, length = 0, 0, len(row["inputs"])
         while at < length and not self.has_ended:
             if self._document is None:
@@ -121,7 +120,7 @@ class RowStream:
             self._empty = 0 if left else self._empty + 1
             if self._empty > MAX_EMPTY:
                 raise UserError(
-                    f"{MAX_EMPTY} records in a row have nothing to train on; check data.on_invalid and data.on_overlong"
+                    f"{MAX_EMPTY} consecutive records have no target token; check data.on_invalid and data.on_overlong"
                 )
             used = write_document(self._document, self.offset, row, at, segment)
             at += used
@@ -133,7 +132,7 @@ class RowStream:
 
 
 class Rows:
-    """The rows that one process builds, batch by batch: an iterator of (whether any row has data, batch) for grain."""
+    """The rows of one process, batch by batch: an iterator of (whether any row has data, batch) for grain."""
 
     step = 0  # batches built
     position: Position
@@ -185,7 +184,7 @@ class TextRows(Rows):
 
     @property
     def position(self) -> Position:
-        """For each row how many documents are finished, and how many tokens of the next one are used."""
+        """For each row, the number of finished documents and of used tokens of the next document."""
         found = zip(self._rows.ravel().tolist(), self._streams, strict=True)
         return {"rows": [[row, stream.finished, stream.offset] for row, stream in found]}
 

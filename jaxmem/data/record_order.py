@@ -1,9 +1,9 @@
 """The order in which records are read: held-out share, shuffle, epochs, mixture, computed from record numbers.
 
-Built on grain's map datasets: `order[k]` is the k-th record of an endless order, found in O(1) memory and time, so that
-a position is one number and each row of a batch has its own. Epoch e of a source is order[e * n : (e + 1) * n], each
-with a permutation of its own. Where grain has another method (shuffle of blocks, weights of a mixture), the
-class states the reason; saved runs resume in these orders.
+It is built on grain's map datasets: `order[k]` is the k-th record of an endless order, found in O(1) memory and time,
+so that a position is one number and each row of a batch has its own position. Epoch e of a source is order[e * n : (e +
+1) * n], with another permutation in each epoch. Classes that replace a method of grain (shuffle of blocks, weights of a
+mixture) state the reason. Changing an order would change runs that resume.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
 
-TABLE = 2**16  # records up to which a shuffle is a table; grain's cipher, for more, is slow for few
+TABLE = 2**16  # largest number of records that a table shuffles; grain's cipher, used above it, is slow for few
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -35,7 +35,8 @@ def mix64(values: np.ndarray) -> np.ndarray:
 def held_out_records(count: int, share: float) -> np.ndarray:
     """The numbers of the records kept for evaluation, sorted: those that hash below the share.
 
-    Data that grows at its end keeps its split. 8 bytes per record held out; at least one if the share is above 0.
+    Data that grows at its end keeps its split. At least one record is held out if the share is above 0. Takes 8 bytes
+    per held-out record.
     """
     if not share:
         return np.zeros(0, np.int64)
@@ -44,7 +45,7 @@ def held_out_records(count: int, share: float) -> np.ndarray:
     below = np.uint64(share * 2**64)
     parts = (np.arange(start, min(start + 2**16, count)) for start in range(0, count, 2**16))
     held = np.concatenate([part[mix64(part) < below] for part in parts])
-    if len(held) in (0, count):  # few records: at least one on each side
+    if len(held) in (0, count):  # few records: at least one in each split
         extreme = np.argmin(mix64(np.arange(count)))
         held = np.array([extreme]) if not len(held) else np.delete(held, extreme)
     return held
@@ -55,7 +56,7 @@ class _TrainingRecords:
 
     def __init__(self, source: int, count: int, excluded: np.ndarray) -> None:
         self._source, self._length = source, count - len(excluded)
-        self._before = excluded - np.arange(len(excluded))  # training records in front of each one held out
+        self._before = excluded - np.arange(len(excluded))  # the number of training records before each held-out record
 
     def __len__(self) -> int:
         return self._length
@@ -64,7 +65,7 @@ class _TrainingRecords:
         return self._source, index + int(np.searchsorted(self._before, index, side="right"))
 
     def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
-        """The numbers of training records in runs of records with these lengths."""
+        """The number of training records in each of consecutive runs of records with these lengths."""
         excluded = self._before + np.arange(len(self._before))
         ends = np.cumsum(blocks)
         left = np.diff(ends - np.searchsorted(excluded, ends), prepend=0)
@@ -72,7 +73,7 @@ class _TrainingRecords:
 
 
 class _HeldOutRecords:
-    """The records held out, in a fixed pseudorandom order."""
+    """The held-out records, in a fixed pseudorandom order."""
 
     def __init__(self, source: int, excluded: np.ndarray) -> None:
         self._source, self._records = source, excluded[np.argsort(mix64(excluded))]
@@ -85,13 +86,13 @@ class _HeldOutRecords:
 
 
 class _BlockShuffle:
-    """A grain selection map: blocks in random order, and the records of each in random order. grain shuffles either all
-    records, which reads a parquet row group per record, or a window, whose positions are not numbers."""
+    """A grain selection map: blocks in random order, and the records of each block in random order. grain shuffles
+    either all records, which reads a Parquet row group per record, or a window, whose position is not one number."""
 
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
         self._lengths, self._seed = lengths, seed
         self._starts, self._count = np.cumsum(lengths) - lengths, int(lengths.sum())
-        # The rows of a batch are close together, so few are in use at a time; at an epoch's end, blocks of two epochs.
+        # The rows of a batch are close together, so few blocks are in use at a time; between epochs, blocks of both.
         self._blocks = lru_cache(4)(self._blocks_of)
         self._within = lru_cache(16)(self._within_block)
 
@@ -117,20 +118,22 @@ class _BlockShuffle:
 class _WeightedSelection:
     """A grain selection map: the source of the k-th record, so that each has its share of any prefix.
 
-    Of k records, the source of the largest weight provides what the rounded share of the others leaves; that share is
-    divided among the others in the same way. So each source is within half a record of its share for two sources, one
-    for three, two for twenty. Exact in integers: grain's own mixture rounds weights to hundredths of the smallest.
+    Of k records, the other sources together provide their share, rounded, and the source of the largest weight provides
+    the rest. The records of the other sources are divided among them in the same way. So the difference between the
+    records of a source and its share is at most half a record for two sources, one for three, two for twenty. Weights
+    are exact, in integers; grain's own mixture rounds weights to hundredths of the smallest.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
-        # For each source: its number, and the weight of all later ones relative to it and them (a fraction).
+        # For each source: its number, and the weight of all later sources as a fraction of that of this and all later
+        # ones.
         self._rests: list[tuple[int, int, int]] = []
         sources = sorted(range(len(weights)), key=lambda source: -weights[source])
         exact = [Fraction(weights[source]) for source in sources]
         for i, source in enumerate(sources):
             rest = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
             self._rests.append((source, rest.numerator, rest.denominator))
-        # An epoch ends before any source would begin its second.
+        # An epoch ends before any source would begin its second epoch.
         self._length = bisect_right(
             range(sum(lengths)), 0, key=lambda k: any(map(int.__gt__, self._counts(k + 1), lengths))
         )
@@ -148,7 +151,7 @@ class _WeightedSelection:
         return self._length
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        before, after = index, index + 1  # records that fall to this source and the later ones
+        before, after = index, index + 1  # records of this source and the later sources
         for source, rest, total_weight in self._rests:
             later_before, later_after = (round_half_up(k * rest, total_weight) for k in (before, after))
             if later_after == later_before:
@@ -166,7 +169,7 @@ def permutation(length: int, seed: int) -> np.ndarray:
 
 
 def mix_seed(*numbers: int) -> int:
-    """One 32-bit seed of several numbers."""
+    """A 32-bit seed from several numbers."""
     state = np.zeros(1, np.uint64)
     for number in numbers:
         state = mix64(state ^ np.uint64(number % 2**64))
@@ -203,7 +206,7 @@ def training_order(
 
 
 def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> Any:
-    """A grain MapDataset of the records held out, each once."""
+    """A grain MapDataset of the held-out records, each once."""
     import grain
 
     if not held_out:

@@ -30,8 +30,8 @@ class Document(NamedTuple):
     """The tokens of a record."""
 
     tokens: np.ndarray  # int32
-    is_target: np.ndarray | None = None  # bool for each token; None: all are
-    is_indivisible: bool = False  # at most a row long, and never divided between two rows
+    is_target: np.ndarray | None = None  # bool for each token; None: all tokens are targets
+    is_indivisible: bool = False  # whether it is never divided between two rows; then it is at most a row long
 
 
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, bool), is_indivisible=True)
@@ -58,9 +58,9 @@ class RecordCounts:
 class RecordSource:
     """Documents with random access. A subclass reads the files of one kind of source (`config/sources.py`)."""
 
-    noun = "documents"  # what a record is, for messages
+    noun = "documents"  # the name of records in messages
     documents_per_record = 1
-    blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, if there are any
+    blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, e.g. row groups
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
         self.paths, self.source, self.data, self.tokenizer = paths, source, data, tokenizer
@@ -75,7 +75,7 @@ class RecordSource:
         raise NotImplementedError
 
     def documents(self, index: int) -> Sequence[Document]:
-        """The documents of a record; empty ones if it is skipped."""
+        """The documents of a record; empty documents if the record is skipped."""
         raise NotImplementedError
 
     def length(self, index: int) -> int | None:  # noqa: ARG002
@@ -90,7 +90,7 @@ class RecordSource:
         """Closes the files."""
 
     def read_valid(self, index: int, read: Callable[[int], Result]) -> Result | None:
-        """`read(index)`; None, and counted, for an invalid record with `data.on_invalid: skip`."""
+        """`read(index)`; with `data.on_invalid: skip`, None for an invalid record, which is counted."""
         self.counts.read += 1
         try:
             return read(index)
@@ -118,8 +118,8 @@ class TokenizedText(RecordSource):
         return [EMPTY if piece is None else Document(self._tokenize([index], [piece])[0])]
 
     def token_batches(self, characters: int) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """The tokens of all valid records in order, of about so many characters at a time (the tokenizer works on them
-        in parallel), with the number of records read so far."""
+        """The tokens of all valid records in order, with the number of records read so far. About `characters` are
+        tokenized in parallel at a time."""
         pieces: dict[int, DocumentPiece] = {}
         size = 0
         for index in range(len(self)):
@@ -145,7 +145,7 @@ class TokenizedText(RecordSource):
 
 
 def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
-    """Token ids of records: a document's begin and end tokens only where it begins and ends.
+    """Token ids of records. Begin and end tokens are only where a document begins and ends.
 
     >>> from jaxmem.data.tokenizer import Bytes
     >>> pieces = [DocumentPiece("a", True, False), DocumentPiece("b", False, True)]
@@ -161,7 +161,7 @@ def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> li
 
 
 def piece_bytes(sequence_length: int) -> int:
-    """The longest record of a text source in bytes: several rows long, so that few documents are cut."""
+    """The largest size in bytes of a record of a text source: several rows, so that few documents are cut."""
     return max(16 * 1024, 8 * sequence_length)
 
 

@@ -1,9 +1,8 @@
 """A process that renders chat templates, and nothing else: `template_process.py SECONDS BYTES`.
 
-Jinja's sandbox protects the machine from a template, but not from one that runs for ever or allocates all memory (`10
-** 10 ** 10`, nested loops, a text doubled a hundred times), and a thread of Python cannot be stopped from outside. A
-process can: the kernel ends it after so many seconds of processor time for one request, limits its memory, and lets it
-write no file.
+Jinja's sandbox does not prevent a template from running forever or allocating all memory (`10 ** 10 ** 10`, nested
+loops, a text doubled a hundred times), and a thread of Python cannot be stopped from outside. A process can: the kernel
+ends it after SECONDS of processor time for one request, limits its memory to BYTES, and lets it write no file.
 
 A request is one line of JSON on stdin: {"source"}, with {"arguments"} to render it. The reply is a line on stdout:
 {"text", "marks"}, {"refused"} (by the template), {"failed"}, or {"invalid"} (the template itself). `marks` are the
@@ -23,7 +22,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What a template may raise.
+# Errors that a template may raise.
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -32,7 +31,7 @@ class TemplateRefusedError(Exception):
 
 
 class Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` around what the assistant says, as in transformers."""
+    """`{% generation %} ... {% endgeneration %}` around the assistant's texts, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012
     environment: Any
@@ -74,7 +73,7 @@ def reply_to(request: dict[str, Any]) -> dict[str, Any]:
         environment.marks = []
     try:
         for part in template.generate(**request["arguments"]):
-            written.append(part)  # noqa: PERF402, a mark is the place in what is written so far
+            written.append(part)  # noqa: PERF402, a mark is an offset in `written`
         text = "".join(written)
         text.encode()  # half of a surrogate pair is not text
     except TemplateRefusedError as error:

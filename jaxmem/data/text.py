@@ -1,8 +1,8 @@
 """Documents that are files: any text, and the source code of Python's standard library.
 
-A record is a document, or a piece of one longer than `limit` bytes: pieces of equal length, cut between characters, so
-that a huge file is read, shuffled and divided among rows like many small ones. Pieces follow from the size of the file:
-the index needs 8 bytes per file.
+A record is a document, or a piece of a document longer than `limit` bytes. Pieces have equal lengths and are cut
+between characters, so that a huge file is read, shuffled and divided among rows like many small files. They follow from
+the size of the file, so the index needs 8 bytes per file.
 """
 
 import os
@@ -58,7 +58,7 @@ class TextFiles(TokenizedText):
         return int(self._ends[-1])
 
     def _find(self, index: int) -> tuple[int, int, int]:
-        """The file, which piece of it, and of how many."""
+        """The file, the index of the piece, and the number of pieces."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         count = self._pieces[file]
         return file, index - (int(self._ends[file]) - count), count

@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes, or any `tokenizer.json` through `tokenizers`. Nothing is downloaded.
 
-A document is encoded as [what the tokenizer puts before a text, e.g. Llama's <|begin_of_text|>] + its tokens + [the
+A document is encoded as [begin tokens of the tokenizer, e.g. Llama's <|begin_of_text|>] + its tokens + [the
 end-of-document token]. Special tokens written out in a text are plain text: no document can end itself or forge a turn.
 """
 
@@ -25,7 +25,7 @@ from jaxmem.errors import UserError
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 END_TEXT = "<|endoftext|>"  # the end-of-document token of `bytes` in a text
-MAX_GROWTH = 4096  # limit for the growth of a text by normalization; usual tokenizers at most double it
+MAX_GROWTH = 4096  # limit of the growth of a text by normalization; usual tokenizers at most double a text
 
 
 class Tokenizer(Protocol):
@@ -34,9 +34,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     end: int  # id of the end-of-document token
     begin: tuple[int, ...]  # ids before each document
-    ends: frozenset[int]  # ids that end an answer: `end`, and those that the model's settings name
-    special: Mapping[str, int]  # special tokens, which no text contains: what begins and ends a turn
-    directory: Path | None  # of its files, the chat template among them
+    ends: frozenset[int]  # ids that end an answer: `end`, and those in the model's settings
+    special: Mapping[str, int]  # special tokens, e.g. those that begin and end a turn; no text may contain them
+    directory: Path | None  # the directory of its files, with the chat template
     identity: str  # equal for tokenizers with the same ids
 
     def encode(self, text: bytes | str) -> np.ndarray: ...
@@ -44,8 +44,8 @@ class Tokenizer(Protocol):
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]: ...
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text in which special tokens are written out (the output of a chat template), and [token, 2]: the
-        characters where each begins and ends. No begin tokens are added."""
+        """Ids of a text in which special tokens are written out (the output of a chat template), and the first and last
+        character of each token, [token, 2]. No begin tokens are added."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -57,7 +57,8 @@ def tokenizer_for(name: str) -> Tokenizer:
 
 
 def _valid(text: str) -> str:
-    """The text, or an error if it is not Unicode: an argument that is not UTF-8 has halves of surrogate pairs."""
+    """The text; an error if it is not Unicode. (A command's argument that is not UTF-8 has halves of surrogate
+    pairs.)"""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -66,7 +67,7 @@ def _valid(text: str) -> str:
 
 
 class Bytes:
-    """Each byte is a token; 256 ends a document.
+    """Each byte is a token; token 256 ends a document.
 
     >>> Bytes().encode("hé").tolist(), Bytes().decode([104, 195, 169, 256])
     ([104, 195, 169], 'hé')
@@ -132,9 +133,7 @@ class FileTokenizer:
             tokenizer: Any = Implementation.from_buffer(self._content)
             for part in (tokenizer.normalizer, tokenizer.decoder):
                 if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
-                    raise ValueError(
-                        f"it can make a text {growth:,.0f} times as long; at most {MAX_GROWTH} is supported"
-                    )
+                    raise ValueError(f"it can make a text {growth:,.0f} times as long; the limit is {MAX_GROWTH} times")
             tokenizer.no_truncation()
             tokenizer.no_padding()
             return tokenizer
@@ -211,7 +210,7 @@ class FileTokenizer:
 
 
 def _growth(part: Any) -> float:
-    """How many times as long a part of a tokenizer.json can make a text, at most."""
+    """The largest factor by which a part of a tokenizer.json can lengthen a text."""
     match part:
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
             return max(1.0, len(content) / max(len(pattern), 1))

@@ -1,7 +1,7 @@
-"""Small values that must be equal in every process, since otherwise one waits in a collective that others never enter.
+"""Small values that must be equal in all processes; otherwise one could wait in a collective that others never enter.
 
-All functions are reductions over one device of each process; a single process does nothing. The functions of
-`jax.experimental.multihost_utils` block, need arrays of equal shape, and cannot be read a step later.
+All functions are reductions over one device of each process; a single process communicates nothing. The functions of
+`jax.experimental.multihost_utils` block, and need arrays of equal shape; their results cannot be read a step later.
 """
 
 import json
@@ -38,14 +38,14 @@ def gather(value: Any) -> list[Any]:
 
 
 class DelayedMax:
-    """The maximum over all processes, read one step late: it is reduced after the step is dispatched, so no process
+    """The maximum over all processes, read one step late. It is reduced after the step is dispatched, so no process
     waits, and all processes read the same value at the same step."""
 
     def __init__(self) -> None:
         self._pending: jax.Array | None = None
 
     def of(self, number: int) -> int:
-        """The largest number of the previous step; in a single process, this number."""
+        """The largest number of the previous step; in a single process, `number` itself."""
         if jax.process_count() == 1:
             return number
         before, self._pending = self._pending, _max(number)
@@ -58,9 +58,9 @@ def _max(number: int) -> jax.Array:
 
 
 def serialized(results: Results) -> Results:
-    """Returns results of a program with communication, so that an independent one can start. On CPUs this waits for
-    them, because CPUs run such programs concurrently in any order, and gloo would mix up their messages. Other devices
-    run programs in order, so this does not wait."""
+    """Returns the results of a program with communication when an independent program may start. On CPUs this waits for
+    the results, because CPUs run such programs concurrently in any order, and gloo would mix up their messages. Other
+    devices run programs in order, so this does not wait."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(results)
     return results

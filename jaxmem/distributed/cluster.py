@@ -3,9 +3,9 @@
 JAX reads the variables of schedulers. This module only corrects cases that JAX does not handle:
 
 - a shell inside an allocation of four tasks (`salloc`, `srun --pty`) is one process, but JAX would wait for three more;
-- JAX would look up the Job of every Kubernetes pod, although only the pods of an Indexed Job have others;
-- JAX would assign one GPU to the only process of a host, the one with its number on that host; a task to which Slurm
-  shows a single GPU would look for the GPU with its own number, which does not exist;
+- JAX would look up the Job of every Kubernetes pod, although only pods of an Indexed Job belong to other pods;
+- JAX assigns to a process one GPU, numbered like the process on its host: a single process of a host would use one of
+  its GPUs, and a task to which Slurm shows a single GPU would look for a GPU that does not exist;
 - processes of an unknown launcher would each train the entire run and overwrite each other's files.
 """
 
@@ -22,7 +22,7 @@ from jaxmem.errors import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ALL = ", ".join(VARIABLES)
-# Process count and number, from launchers that JAX does not support.
+# Variables of launchers that JAX does not support: the number of processes, and the number of this process.
 UNSUPPORTED = (("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"))
 
 
@@ -72,8 +72,8 @@ def find(timeout: float = 300) -> Cluster | None:
 
 def _scheduler(is_given: bool) -> Any:
     """JAX's cluster environment for the scheduler that started this process, or None. `is_given`: whether process
-    numbers are set, so that none is needed."""
-    from jax._src import clusters  # what jax.distributed.initialize uses; not public
+    numbers are set, so that no scheduler is needed."""
+    from jax._src import clusters  # not public; used by jax.distributed.initialize
 
     if clusters.SlurmCluster.is_env_present():
         return clusters.SlurmCluster
@@ -99,7 +99,7 @@ def _scheduler(is_given: bool) -> Any:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer of a cluster environment."""
+    """The answer of a cluster environment; its errors become one line."""
     try:
         return question(*arguments)
     except (RuntimeError, KeyError, ValueError, OSError) as error:

@@ -4,7 +4,7 @@ Each device along the axis is a participant with its own value: an array [partic
 sharded over the axis. Training does not use this module: XLA's partitioner derives its collectives from shardings. For
 a value of B bytes and n participants, on a ring (Patarasuk and Yuan, 2009) a device sends 2 B (n-1)/n for `allreduce`,
 B (n-1) for `all_gather` of n such values, and B (n-1)/n for `reduce_scatter`, the first half of an all-reduce.
-`broadcast` is an all-reduce in which all others add 0.
+`broadcast` is an all-reduce in which all devices except the root add 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,8 @@ _REDUCE: dict[Op, Callable[..., jax.Array]] = {"sum": jax.lax.psum, "max": jax.l
 
 
 class Communicator:
-    """
+    """Collectives over one axis of devices.
+
     >>> comm = Communicator(jax.devices()[:2])
     >>> values = comm.put(np.arange(4.0, dtype=np.float32).reshape(2, 2))  # [0, 1] on the first, [2, 3] on the second
     >>> comm.allreduce(values).tolist(), comm.allreduce(values, "max").tolist()
@@ -52,12 +53,12 @@ class Communicator:
         return _compiled(self.mesh, self.axis, "allreduce", op)(values)
 
     def all_gather(self, values: jax.Array) -> jax.Array:
-        """[participants, ...], replicated."""
+        """Gathers [participants, ...], replicated."""
         return _compiled(self.mesh, self.axis, "all_gather")(values)
 
     def reduce_scatter(self, values: jax.Array, op: Op = "sum") -> jax.Array:
-        """Reduces [participants, length, ...] to [participants, length / participants, ...]: each has a part of the
-        sum."""
+        """Reduces [participants, length, ...] to [participants, length / participants, ...]: each participant has a
+        part of the sum."""
         if values.ndim < 2 or values.shape[1] % self.size:
             raise ValueError(f"values of shape {values.shape}: dimension 1 is not divisible by {self.size}")
         return _compiled(self.mesh, self.axis, "reduce_scatter", op)(values)
@@ -83,7 +84,7 @@ def _compiled(mesh: Mesh, axis: str, collective: str, option: Any = None) -> Any
             return jax.lax.psum(jnp.where(is_root, x, jnp.zeros_like(x)), axis)
         if not scattered:
             return _REDUCE[option](x, axis)
-        if option == "max":  # there is no reduce-scatter by maximum: all-to-all, then compare
+        if option == "max":  # jax has no reduce-scatter by maximum: all-to-all, then a local maximum
             parts = x.reshape(size, -1, *x.shape[1:])
             return jnp.max(jax.lax.all_to_all(parts, axis, 0, 0), axis=0)[None]
         part = jax.lax.psum_scatter(x, axis, tiled=True)

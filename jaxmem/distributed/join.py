@@ -20,8 +20,8 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
     """Joins the processes that were started together into one JAX program. Does nothing and returns None for a single
     process.
 
-    Call it before anything starts JAX's backend. `heartbeat`: seconds without a heartbeat after which a process counts
-    as lost. `start_timeout`: seconds to wait for all processes.
+    Call it before the backend of JAX starts. `heartbeat`: seconds without a heartbeat after which a process is lost.
+    `start_timeout`: seconds to wait for all processes.
     """
     global _watch  # noqa: PLW0603, one JAX runtime in a process
     if _watch is not None:
@@ -37,7 +37,7 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
 
     config: Any = jax.config
     config.update("jax_cpu_collectives_implementation", "gloo")
-    # By default JAX ends every process by abort() when one is lost; with this option `Watch` ends them and names it.
+    # By default JAX ends all processes by abort() if one is lost; with this option `Watch` ends them and names it.
     config.update("jax_enable_recoverability", True)
     _reserve_standard_output()
     before = signal.getsignal(signal.SIGTERM)  # JAX treats it as a preemption notice
@@ -84,7 +84,7 @@ def joined(heartbeat: int = 20, start_timeout: int = 300) -> Iterator[Cluster | 
         with failing_together():
             yield cluster
     finally:
-        leave()  # also after an error, which arrives only if all processes have one
+        leave()  # also after an error, which gets here only if all processes have an error
 
 
 def hosts() -> list[str]:
@@ -101,10 +101,11 @@ def end_all(error: BaseException) -> None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A context for the work of all processes. An error in one stops all; the others report which process had it.
+    """A context for the work of all processes. An error in one process stops all; the others report which process
+    failed.
 
-    Unwinding may wait for other processes (a checkpoint is closed together), so it happens only when all have an
-    error; otherwise this process reports its own and exits here.
+    Closing the contexts inside may wait for other processes (all close a checkpoint together), so errors are raised
+    only if all processes have one; otherwise this process reports its error and exits here.
     """
     try:
         yield

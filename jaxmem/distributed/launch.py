@@ -1,8 +1,8 @@
-"""P processes of one command on a host without a scheduler: `jaxmem launch -n 2 -- jaxmem train ...`.
+"""Several processes of one command on a host without a scheduler: `jaxmem launch -n 2 -- jaxmem train ...`.
 
 Each process gets JAX's variables and its share of the GPUs, or simulated devices. Their output is forwarded line by
-line with the number of the process; signals are forwarded. The first process that fails stops the others, and its exit
-code is that of the launcher: 128 + N if signal N killed it. No process keeps running.
+line with the number of the process; signals are forwarded. If a process fails, the others are stopped, and the launcher
+returns the exit code of the failed process, 128 + N if signal N killed it. No process keeps running.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import simulation_environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-GRACE = 3.0  # seconds in which the others may end by themselves after one has failed
-TERM_TIMEOUT = 15.0  # s from SIGTERM to SIGKILL
-MAX_LINE = 1 << 26  # bytes
+GRACE = 3.0  # seconds in which the other processes may end by themselves after one has failed
+TERM_TIMEOUT = 15.0  # seconds from SIGTERM to SIGKILL
+MAX_LINE = 1 << 26  # longest line of output in bytes
 _LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -36,7 +36,7 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
 
 def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
-    """The environment variables of each process, in addition to the inherited ones."""
+    """The environment variables of each process, in addition to the inherited variables."""
     gpus = 0 if devices else visible_gpus()
     if gpus % processes:
         raise UserError(
@@ -99,7 +99,7 @@ async def _start(command: Sequence[str], environment: Mapping[str, str]) -> Proc
 
 
 async def _wait(children: Sequence[Process]) -> int:
-    """Waits for all; returns 0, or the exit code of the first that failed."""
+    """Waits for all processes; returns 0, or the exit code of the first process that failed."""
     code, stops = 0, [(GRACE, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
     ends = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     running = set(ends)

@@ -19,9 +19,9 @@ from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
 REPEATS = 5
-SECONDS = 0.3  # shortest measurement of a single process, since other programs may run at the same time
-SLOW = 0.5  # a process below this share of the median is slow
-SIZES = {"cpu": (256, 1 << 20)}  # rows of the matrix, bytes that are copied and reduced
+SECONDS = 0.3  # shortest measurement of one process, since other programs may run at the same time
+SLOW = 0.5  # a process below this share of the median rate is slow
+SIZES = {"cpu": (256, 1 << 20)}  # (rows of the matrix, bytes that are copied and reduced)
 ACCELERATOR = (4096, 64 << 20)
 
 
@@ -58,7 +58,7 @@ def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequen
 
 
 def _best(work: Callable[[], Any], seconds: float = 0.0) -> float:
-    """Seconds of the fastest of several runs, without the first one, which compiles."""
+    """Seconds of the fastest of several runs, after a first run that compiles."""
     times: list[float] = []
     jax.block_until_ready(work())
     while len(times) < REPEATS or sum(times) < seconds:

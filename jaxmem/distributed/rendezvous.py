@@ -1,8 +1,8 @@
-"""Waits for all processes before JAX starts, because JAX waits for a missing process and then aborts without naming it.
+"""Waits for all processes before JAX starts, because JAX would abort without naming the process that is missing.
 
 Process 0 listens on the port of the coordinator, which JAX's service uses afterwards; every other process sends its
-number and host. When all have connected, or after a timeout, each process reports which ones are missing. Each process
-sends and receives one short message; if none is missing, this takes as long as the slowest start.
+number and host. When all have connected, or after a timeout, each process reports which processes are missing. Each
+process sends and receives one short message; if none is missing, this takes as long as the slowest start.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError, UserError
 
-MESSAGE_TIMEOUT = 5.0  # seconds for the message of a process that has connected; a foreign client may send nothing
-MESSAGE_BYTES = 1 << 20  # at most
+MESSAGE_TIMEOUT = 5.0  # seconds to wait for the message of a connected client, which may be another program
+MESSAGE_BYTES = 1 << 20  # limit of the size of a message
 
 
 def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = socket.gethostname) -> list[str]:
@@ -56,7 +56,7 @@ def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
                 hosts[process] = other
         answer = {"hosts": hosts, "conflict": conflict}
         for connection in connections:
-            with suppress(OSError):  # lost since; the watch will report it
+            with suppress(OSError):  # the process was lost; the watch will report it
                 connection.sendall(json.dumps(answer).encode() + b"\n")
     return answer
 
@@ -73,7 +73,7 @@ def _conflict(hosts: list[str | None], process: int, count: int, host: str) -> s
 
 
 def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str, Any]:
-    """Any other process reports to process 0, and reads its answer."""
+    """A process other than process 0 sends its message to process 0, and reads the answer."""
     message = json.dumps([cluster.process, cluster.processes, host]).encode() + b"\n"
     reason = ""
     while (left := end - time.monotonic()) > 0:

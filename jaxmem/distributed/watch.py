@@ -1,8 +1,8 @@
 """Names a process that is lost during a run, and stops the others, which would wait for it forever.
 
-JAX's coordination service, in process 0, receives a heartbeat from every process. A thread in each process asks it
-which ones are alive; the service answers when all live processes have asked, or when a heartbeat has been missing for
-`heartbeat` seconds. A process that stops because of its own error writes the reason and its exit code to the key-value
+JAX's coordination service, in process 0, receives a heartbeat from every process. A thread in each process asks the
+service which processes are alive; it answers when all live processes have asked, or when a heartbeat has been missing
+for `heartbeat` seconds. A process that stops because of an error writes the reason and its exit code to the key-value
 store of the service, and the others report both. If process 0 is lost, the service is lost too, and JAX's client calls
 abort() in one of its threads; a signal handler then reports that process 0 is lost, and exits with the same code.
 """
@@ -20,9 +20,9 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError
 
-STOPPED = "jaxmem/stopped/"  # prefix of the key of a process, whose value is its exit code and reason
+STOPPED = "jaxmem/stopped/"  # prefix of the key of a stopped process; the value is its exit code and reason
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # with empty settings (RFC 9113)
-ANSWER_TIMEOUT = 5.0  # s
+ANSWER_TIMEOUT = 5.0  # seconds
 ADVICE = "checkpoints are complete; run the same command again to resume"
 
 
@@ -30,7 +30,7 @@ class Watch:
     """Watches the other processes, from `start` to `end`."""
 
     def __init__(self, cluster: Cluster, hosts: list[str], heartbeat: float) -> None:
-        from jax._src import distributed  # the client is not public; Orbax takes it from there too
+        from jax._src import distributed  # the client is not public; Orbax imports it from there too
 
         self.cluster, self.hosts, self.heartbeat = cluster, hosts, heartbeat
         self._client: Any = distributed.global_state.client
@@ -54,10 +54,10 @@ class Watch:
         return f"process {process} of {self.cluster.processes} ({self.hosts[process]})"
 
     def fail(self, error: BaseException) -> bool:
-        """Tells the others why this process stops. Returns whether all of them stop because of their own errors, so
-        that they can clean up together; otherwise the others end now, and this process must not wait for them.
+        """Tells the other processes why this process stops. Returns whether all of them stop because of their own
+        errors, so that they can clean up together; otherwise they end now, and this process must not wait for them.
 
-        If a collective failed, another process is probably lost, and the watch ends this one.
+        If a collective failed, another process is probably lost, and the watch ends this process.
         """
         if lost_process_error(error) is error:
             time.sleep(self.heartbeat + 2 * self._every)
@@ -70,8 +70,8 @@ class Watch:
         return False
 
     def end_all(self, error: BaseException) -> None:
-        """Ends this process with an error, and the others with the same one. It works in any thread, because the main
-        thread may wait for processes that wait for this one."""
+        """Ends all processes with this error. It works in any thread, because the main thread may wait for processes
+        that wait for this process."""
         self._publish(error)
         self._exit(f"{self.name(self.cluster.process)}: {error}", exit_code(error))
 
@@ -131,7 +131,7 @@ class Watch:
         """Ends this process from any thread, since the main thread may be in a collective that never ends."""
         os.write(2, f"error: {reason}\n".encode())
         if self.cluster.process == 0:
-            time.sleep(4 * self._every)  # the service, from which the others read the reason, ends with this process
+            time.sleep(4 * self._every)  # the others read the reason from the service, which ends with this process
         sys.stdout.flush()
         os._exit(code)
 

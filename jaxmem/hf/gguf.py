@@ -1,7 +1,7 @@
 """A decoder as a GGUF file, the format of llama.cpp: settings, tokenizer, and weights in one of `FORMATS`.
 
 Matrices are quantized where their last dimension is a multiple of the block; otherwise q4_k becomes q8_0, and q8_0
-float16. Norms and biases are float32. It is written tensor by tensor, with one in host memory at a time.
+float16. Norms and biases are float32. The file is written tensor by tensor, with one in host memory at a time.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# The regular expression that splits text before byte-level BPE, by a part of it that only this tokenizer has, and the
-# name that llama.cpp has for it.
+# The pre-tokenizers that split text before byte-level BPE: a part of the regular expression that only this one has, and
+# its name in llama.cpp.
 SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{L}+|\p{N}|": "qwen2"}
 UNSUPPORTED = (
     "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
@@ -135,7 +135,7 @@ def _settings(cfg: Decoder, name: str, kind: str, length: int) -> dict[str, Any]
 
 
 def _rope_scaling(rope: Rope) -> dict[str, Any]:
-    if rope.scaling in ("none", "llama3"):  # llama3: a tensor of factors
+    if rope.scaling in ("none", "llama3"):  # llama3: the file has a tensor of factors instead
         return {}
     settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
     if rope.scaling == "yarn":
@@ -170,7 +170,7 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
     if (unknown := model.get("unk_token")) in tokens:
         types[tokens.index(unknown)] = UNKNOWN
     found: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(types, np.int32)}
-    if is_sentencepiece:  # a merge has the score of the token that it makes
+    if is_sentencepiece:  # a merge has the score of the token that it results in
         ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges, 1)))}
         scores = np.array([ranks.get(token, 0.0) for token in tokens], np.float32)
         begins_with_space = any(mark in json.dumps(content) for mark in ('"Prepend"', '"first"', '"always"'))
@@ -204,7 +204,7 @@ Tensor = tuple[str, tuple[int, ...], Format, Callable[[], np.ndarray]]
 
 def _tensors(model: Network, kind: str, indices: Sequence[int] | None) -> Iterator[Tensor]:
     cfg = model.cfg
-    # Queries and keys of the architecture llama have the two halves of a rotated pair next to each other.
+    # In the architecture llama, the two elements of a rotated pair of queries and keys are next to each other.
     heads = {"attn_q": cfg.heads, "attn_k": cfg.kv_heads} if _architecture(cfg) == "llama" else {}
     for one in model_tensors(model, "float32", indices):
         module, _, leaf = one.name.rpartition(".")
@@ -253,7 +253,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A setting, after the number of its type."""
+    """The bytes of a setting: the number of its type, then its value."""
     match value:
         case bool():
             return struct.pack("<I?", 7, value)

@@ -1,6 +1,6 @@
-"""The formats of weights in GGUF files, as ggml defines them: float32, float16, and blocks of quantized numbers.
+"""The formats of weights in GGUF files, as ggml defines them: float32, float16, and blocks of quantized values.
 
-A block has its numbers along the last dimension of a matrix [out, in] and its scales next to them, in float16.
+The values of a block are along the last dimension of a matrix [out, in]; their scales are next to them, in float16.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CHUNK = 1 << 22  # numbers that are quantized at a time
+CHUNK = 1 << 22  # values that are quantized at a time
 
 
 class Format(NamedTuple):
@@ -39,7 +39,7 @@ def _q8_0(x: np.ndarray) -> np.ndarray:
 
 
 def _q4_0(x: np.ndarray) -> np.ndarray:
-    """32 codes of 4 bits with zero at 8, and a scale that maps the number of largest magnitude to -8."""
+    """32 codes of 4 bits with zero at 8, and a scale that maps the value of largest magnitude to -8."""
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=1)[:, None], axis=1)
     scale = largest / -8
     codes = np.clip(x * _inverse(scale) + 8.5, 0, 15).astype(np.uint8)
@@ -47,8 +47,8 @@ def _q4_0(x: np.ndarray) -> np.ndarray:
 
 
 def _q4_k(x: np.ndarray) -> np.ndarray:
-    """8 groups of 32 codes of 4 bits; a number is scale * code - offset. The scales and offsets of the groups have 6
-    bits and share two float16 factors."""
+    """8 groups of 32 codes of 4 bits; a value is scale * code - offset. The scales and offsets of the groups have 6
+    bits, and are multiplied by two float16 factors of the block."""
     groups = x.reshape(-1, 8, 32)
     scale, offset = map(np.asarray, _fit(groups))
     step, least = (values.max(axis=1, keepdims=True) / 63 for values in (scale, offset))
@@ -70,8 +70,9 @@ def _q4_k(x: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scale and the offset, both at least 0, of each group [..., 32]: weighted least squares for the codes of 21
-    scales near (max - min) / 15, of which the one with the smallest error is kept. Larger numbers weigh more."""
+    """The scale and the offset, both at least 0, of each group [..., 32]. For the codes of each of 21 scales near (max
+    - min) / 15, fits them by weighted least squares, and keeps the fit with the smallest error. Larger values have
+    larger weights."""
     weight = jnp.abs(x) + jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
     least = jnp.minimum(x.min(axis=-1, keepdims=True), 0)
     span = x.max(axis=-1, keepdims=True) - least

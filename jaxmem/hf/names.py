@@ -22,7 +22,7 @@ COMPUTED = ("rotary_emb.inv_freq",)
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file. `position`: of its layer in a stack; None: the weight is not a stack."""
+    """A tensor in a file. `position`: the position of its layer in a stack; None: the weight is not a stack."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class FileTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FileWeight:
-    """A weight of a network, and its tensor in a file; for a stack, the tensors of its layers, in order."""
+    """A weight of a network, and its tensors in a file: one, or for a stack one per layer, in order."""
 
     path: WeightPath
     array: Any  # the values, or only shape, dtype and sharding
-    shape: tuple[int, ...]  # of a tensor in the file; for an adapter, with its largest rank
+    shape: tuple[int, ...]  # the shape of a tensor in the file; for adapters, of the tensor of largest rank
     is_transposed: bool
     tensors: tuple[FileTensor, ...]
 
@@ -43,8 +43,8 @@ class FileWeight:
     def of(
         cls, path: WeightPath, array: Any, name: str, is_transposed: bool, indices: Sequence[int] | None = None
     ) -> Self:
-        """`name`: of the tensor, with {} for the layer. `indices`: the position of each layer in the stack, by default
-        all positions in order."""
+        """`name`: the name of the tensor, with {} for the layer. `indices`: the position of each layer in the stack, by
+        default all positions in order."""
         is_stacked = "{}" in name
         shape = array.shape[1:] if is_stacked else array.shape
         shape = shape[::-1] if is_transposed else shape

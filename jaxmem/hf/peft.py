@@ -50,7 +50,7 @@ LINEAR = {
 }  # fmt: skip
 EMBEDDING = {**LINEAR, "a": "lora_embedding_A", "b": "lora_embedding_B"}
 RANK_DIMS = {"a": 0, "b": 1, "lora_A": 0, "lora_B": 1}  # the dimension of a tensor in the file that is the rank
-NUMBERS = 2048  # numbers of each tensor in the fingerprint
+NUMBERS = 2048  # elements of each tensor in the fingerprint
 KEY = "base"  # key in the metadata of the safetensors file of an adapter
 TOKEN_ROWS = f"{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
 
@@ -198,7 +198,7 @@ class InitializedTensors(Tensors):
             w = self._base.read(weight, full, (slice(None),) * 2).astype(np.float64)
             self._initial[module] = _initial(w, rank, self._method, self._scales[module])
         both = np.concatenate([first.astype(np.float32), self._initial[module][dim]], axis=dim)
-        return np.pad(both, [(0, wanted - n) for wanted, n in zip(shape, both.shape, strict=True)])[index]
+        return np.pad(both, [(0, padded - n) for padded, n in zip(shape, both.shape, strict=True)])[index]
 
 
 def _initial(w: np.ndarray, rank: int, method: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -218,14 +218,14 @@ def _initial(w: np.ndarray, rank: int, method: str, scale: float) -> tuple[np.nd
 def fingerprint(directory: str | Path) -> str:
     """A fingerprint of the weights of a Hugging Face directory, which is stored with an adapter of this base model.
 
-    It is a hash of the signs of the first 2,048 numbers of every tensor: equal for copies in float32, float16 and
-    bfloat16, and different as soon as the weights are trained. Only a few rows of each tensor are read.
+    It is a hash of the signs of the first 2,048 elements of every tensor: equal for copies in float32, float16 and
+    bfloat16, and different after the weights are trained. Only a few rows of each tensor are read.
     """
     cfg, digest = Decoder(**decoder_fields(str(directory))), hashlib.blake2b(digest_size=16)
     tensors = Tensors(directory)
     for name, entry in sorted(tensors.entries.items()):
         if not is_ignored(cfg, name) and entry.dtype in DTYPES and entry.shape and 0 not in entry.shape:
-            # The first rows, which contain NUMBERS numbers, or the beginning of the first row.
+            # The first rows, which contain NUMBERS elements, or the beginning of the first row.
             rows = -(-NUMBERS // entry.shape[-1])
             first = (*(slice(0, min(rows, size)) for size in entry.shape[:-1]), slice(0, min(NUMBERS, entry.shape[-1])))
             sample = tensors.read(name, entry.shape, first).astype(np.float32)
@@ -235,7 +235,7 @@ def fingerprint(directory: str | Path) -> str:
 
 def check_adapter(directory: str | Path, base: str | Path) -> None:
     """Refuses an adapter that was trained on other weights than `base`. An adapter of jaxmem stores the fingerprint of
-    its base; other adapters store its name, and are checked if it is a directory on this machine."""
+    its base model; other adapters store its name, and are checked if the name is a directory on this machine."""
     expected = Tensors(directory, ADAPTER).metadata().get(KEY)
     name, local = base_directory(directory)
     if expected is None and local is not None and any(local.glob("*.safetensors")):

@@ -1,8 +1,8 @@
 """Weights from a Hugging Face directory; each shard of a tensor is read directly to its device.
 
-Host memory contains the shard of one tensor for one device at a time, and the rest of the previous one: less than twice
-the largest tensor, for any model. The layers of a stack are written one by one into an array on the devices; they are
-transposed and cast on the devices too. A device needs memory for its weights and twice its shard of one tensor.
+Host memory contains the shard of one tensor for one device at a time, and the rest of the previous shard: less than
+twice the largest tensor. The layers of a stack are written one by one into an array on the devices; they are also
+transposed and cast there. A device needs memory for its weights and twice its shard of one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,8 +78,8 @@ def read_weights(
     """Arrays for `params`, a nested dict of shapes with dtypes and shardings. `indices`: the position of each layer in
     a stack (default: 0, 1, ...); other positions are zeros. `adapter`: the directory of an adapter whose file may
     contain some of these weights, which replace those of the model."""
-    # The two largest, embedding and output projection, not one after the other: jax releases a host array when
-    # the next one comes.
+    # The two largest weights, embedding and output projection, are not read one after the other: jax releases a host
+    # array only when the next array is copied.
     weights = sorted(decoder_weights(params, indices), key=lambda one: one.path[0] != "embedding")
     tensors = Tensors(directory)
     if is_fused(directory):
@@ -93,7 +93,7 @@ def read_weights(
 def read_arrays(
     tensors: Tensors, weights: Sequence[FileWeight], axes: Any, layout: Layout | None
 ) -> dict[WeightPath, Any]:
-    """{path: array}."""
+    """The arrays of these weights, by path."""
     flat_axes = flatten_dict(axes)
     return {weight.path: _read(tensors, weight, flat_axes[weight.path], layout) for weight in weights}
 
@@ -115,14 +115,14 @@ def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | Non
     stack = _zeros(spec)()
     write = _write_layer(weight.is_transposed, spec)
     for one in weight.tensors:
-        # Wait, since otherwise the host would store all tensors that it reads ahead.
+        # Without waiting, the host would store all tensors that it reads ahead.
         stack = jax.block_until_ready(write(stack, read(one.name), jnp.asarray(one.position, jnp.int32)))
     return stack
 
 
 def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], sharding: Any) -> jax.Array:
-    """Reads the shards one device after the other; devices with the same shard share one read. The shard is copied,
-    because jax keeps a host array that it aliases in memory for some time."""
+    """Reads the shards one device after the other; a shard of several devices is read once. The shard is copied,
+    because jax keeps an array that aliases host memory for some time."""
     shards: dict[Any, np.ndarray] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():

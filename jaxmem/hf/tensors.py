@@ -2,7 +2,7 @@
 
 The `safetensors` library checks a header (syntax, dtypes, shapes, offsets, size of the file) before it returns any
 data, and does not allocate sizes that only the header states; then it reads one slice at a time. jaxmem has its own
-writer: the writer of the library needs all tensors of a file in memory at once, this one only one.
+writer, which needs one tensor in memory; the writer of the library needs all tensors of a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARD = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LONGEST_NAME = 255  # limit of file systems
+LONGEST_NAME = 255  # longest file name of usual file systems
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 CONVERT = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR').save_pretrained('NEW')\""
@@ -70,16 +70,16 @@ class Tensors:
                 self.entries[name] = TensorEntry(file, name, header.get_dtype(), tuple(header.get_shape()))
 
     def expect(
-        self, wanted: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"
+        self, expected: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"
     ) -> None:
         """Refuses a directory in which a tensor is missing, unexpected, of another shape or of an unknown dtype."""
-        found = {name for name in self.entries if name in wanted or not is_ignored(name)}
-        missing, extra = [name for name in wanted if name not in found], sorted(found - wanted.keys())
+        found = {name for name in self.entries if name in expected or not is_ignored(name)}
+        missing, extra = [name for name in expected if name not in found], sorted(found - expected.keys())
         if missing or extra:
             lists = ("missing", missing), ("unexpected", extra)
             problems = ", ".join(f"{what} tensors: {few(names)}" for what, names in lists if names)
             raise UserError(f"{self.directory}: {problems}; use the weights and {config} of the same model")
-        for name, shape in wanted.items():
+        for name, shape in expected.items():
             entry = self.entries[name]
             if entry.shape != shape:
                 raise _wrong_shape(entry, shape, config)
@@ -117,7 +117,7 @@ class Tensors:
         return np.pad(found, missing) if any(map(any, missing)) else found
 
     def replace(self, other: Tensors, rename: Callable[[str], str]) -> None:
-        """Reads from `other` every tensor that both have; `rename` maps its name in `other` to the name here."""
+        """Replaces every tensor that `other` has too. `rename` maps its name in `other` to its name here."""
         self._open |= other._open
         self.entries |= {rename(name): entry for name, entry in other.entries.items() if rename(name) in self.entries}
 
@@ -166,7 +166,7 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
         return [directory / name for name in files]
     if (directory / (single or SINGLE)).is_file():
         return [directory / (single or SINGLE)]
-    if not is_fetched:  # in the cache of the hub
+    if not is_fetched:  # weights in the cache of the hub are fetched first
         fetch_weights(directory)
         return _files(directory, single, is_fetched=True)
     names = sorted(file.name for file in directory.iterdir())
@@ -221,7 +221,7 @@ def write_tensors(
     single: str = SINGLE,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Writes files of at most `shard` bytes, with an index if there are several. Holds one tensor at a time.
+    """Writes files of at most `shard` bytes, with an index if there are several. One tensor is in memory at a time.
     `metadata`: added to the `__metadata__` of each header."""
     parts: list[list[OutputTensor]] = [[]]
     for one in tensors:

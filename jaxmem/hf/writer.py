@@ -47,7 +47,7 @@ def save(
 ) -> None:
     """Writes a model, adapters merged.
 
-    `base`: the directory it was loaded from, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
+    `base`: the directory of the model, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
     `data.tokenizer`, used if there is no base. `dtype`: float32, float16 or bfloat16; by default the dtype of the base,
     or of the weights. `length`: the longest sequence of the training. `indices`: the position of each layer in a
     stack, by default in order. `shard`: the largest number of bytes per file.
@@ -68,7 +68,7 @@ def save(
 
             copy_tokenizer(tokenizer, place)
             known = tokenizer_for(tokenizer)
-            # Set explicitly, since transformers would otherwise use the ids of the class of the family.
+            # Without these ids, transformers would use the defaults of the family's class.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         tensors = model_tensors(model, dtype, indices)

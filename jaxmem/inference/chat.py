@@ -47,7 +47,7 @@ class TextGenerator:
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
         """The answer to a conversation, token by token. The KV cache of the previous conversation is reused for the
-        tokens that both begin with."""
+        common first tokens of both."""
         for token in self._tokenizer.special:
             if token in messages[-1]["content"]:
                 raise UserError(f"{token} is a special token of the model; remove it from the message")
@@ -87,7 +87,7 @@ def read_prompts(file: str | Path) -> list[str]:
 
 def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
     """The text of tokens as they are generated. A character is returned with its last byte. The text ends before the
-    first of `stops`, and text that may be the beginning of one is held back.
+    first of `stops`; text that may be the beginning of a stop is returned later.
 
     >>> spell = lambda ids: bytes(ids).decode(errors="replace")
     >>> list(decode_stream(spell, [104, 195, 169]))
@@ -103,7 +103,7 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
         if ends:
             yield text[shown : min(ends)]
             return
-        # How many characters at the end may be the beginning of a stop.
+        # The number of characters at the end that may be the beginning of a stop.
         held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         certain = shown if text.endswith("\ufffd") else len(text) - held
         yield text[shown:certain]

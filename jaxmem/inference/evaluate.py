@@ -22,7 +22,7 @@ Means = dict[str, float]
 
 
 class Evaluator:
-    """Evaluates weights on the held-out part of a corpus, or on all of it, in the same order at each call."""
+    """Evaluates weights on the held-out part of a corpus, or on the complete corpus, in the same order at each call."""
 
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
@@ -57,8 +57,8 @@ class Evaluator:
 
 
 def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] = ()) -> Means:
-    """The loss and other means of a run on its held-out data, or of a run or a Hugging Face directory on all of `data`:
-    texts, or records (JSONL, Parquet) in a form that training reads. `overrides` may name other data."""
+    """The loss and other metrics of a run on its held-out data, or of a run or a Hugging Face directory on all of
+    `data`: texts, or records (JSONL, Parquet) in a form that training reads. `overrides` may name other data."""
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
         raise UserError(f"{run}: a Hugging Face model has no held-out data; use --data FILE")
     own = [] if data is None else [f"data.source={source_of(data)}", f"data.path={json.dumps(data)}", "data.mixture=[]"]

@@ -1,8 +1,8 @@
 """Converts Hugging Face directories to runs, and runs to Hugging Face directories.
 
-An imported directory is a run without steps: a config, a checkpoint with weights only, and the tokenizer. The commands
+An imported directory is a run without steps: a config, a checkpoint with weights only, and the tokenizer. All commands
 for runs support it, and `jaxmem train` begins with its weights. To train from a Hugging Face directory without
-importing it, use `model.hf`.
+importing it, set `model.hf`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def export_model(
     run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
 ) -> str:
     """Writes a run as a Hugging Face directory or, if the target is named FILE.gguf, as a GGUF file. Returns a line
-    that describes it. `dtype`: by default the dtype of the imported files, otherwise the stored dtype; in a GGUF file
-    float16. `adapter`: writes only the adapters, in PEFT's format. `merge`: writes all weights with the adapters
-    merged, tensor by tensor."""
+    that describes the result. `dtype`: by default the dtype of the imported files or, without import, the stored dtype;
+    for a GGUF file float16. `adapter`: writes only the adapters, in PEFT's format. `merge`: writes all weights with the
+    adapters merged, tensor by tensor."""
     check_run(run)
     _check_adapters(run, model_config(run), adapter, merge)
     program, params = open_model(run)

@@ -1,10 +1,10 @@
 """Generate tokens with a KV cache (`models/kv_cache.py`), which is updated in place.
 
 Prompts are read in chunks, so that activations exist for only `generate.prefill_chunk` tokens and one layer, for any
-length and depth. A conversation keeps its KV cache between turns, and reads only the new tokens of each.
+length and depth. A conversation keeps its KV cache between turns, and reads only the new tokens of each turn.
 
-Prompts of a batch are padded on the left, so that they end together; no position attends to padding. Lengths are
-rounded up, so that a growing conversation is compiled for a few lengths only.
+Prompts of a batch are padded on the left, so that they end at the same position; no position attends to padding.
+Lengths are rounded up, so that a growing conversation is compiled for a few lengths only.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ from jaxmem.models.kv_cache import KVCache, capacity_of, grow
 from jaxmem.step import Program
 
 SHORTEST = 16  # the shortest length that is compiled
-ENDED = -1  # instead of a token: the row ended before
+ENDED = -1  # in place of a token: the text has ended before
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sampling:
         if self.top_p < 1.0:
             descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
             share = jax.nn.softmax(descending, axis=-1)
-            inside = jnp.cumsum(share, axis=-1) - share < self.top_p  # always the most likely
+            inside = jnp.cumsum(share, axis=-1) - share < self.top_p  # always includes the most likely token
             smallest = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < smallest, -jnp.inf, logits)
         return jax.random.categorical(key, logits).astype(jnp.int32)
@@ -63,9 +63,9 @@ class Sampling:
 
 @dataclass
 class ReadTokens:
-    """The tokens of a batch that the model has read: their keys and values."""
+    """The keys and values of the tokens of a batch that the model has read."""
 
-    first: jax.Array  # [rows]: the position at which each row begins, after its padding
+    first: jax.Array  # [rows]: the position at which each text begins, after its padding
     length: int = 0  # positions in use
     cache: KVCache | None = None
 
@@ -80,11 +80,11 @@ class Generator:
         self._program, self._params, self._sampling = program, params, sampling
         self._cache_format, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
         own = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
-        # The tokens of a soft prompt, which are before every text.
+        # The tokens of a soft prompt come before every text.
         self.before = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
 
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
-        """Yields the next token of all rows, [rows], up to `count` times. After a token of `ends` a row has ENDED."""
+        """Yields the next token of all texts, [rows], up to `count` times; ENDED for a text after a token of `ends`."""
         if not all(map(len, prompts)):
             raise UserError("the prompt is empty; it must have at least one token")
         width = max(len(prompt) for prompt in prompts) + len(self.before)
@@ -97,7 +97,7 @@ class Generator:
     def extend(
         self, read: ReadTokens, tokens: np.ndarray, count: int, ends: Collection[int] = ()
     ) -> Iterator[np.ndarray]:
-        """Reads tokens [rows, length], then yields up to `count` new ones, which it reads too, except the last."""
+        """Reads tokens [rows, length], then yields up to `count` new tokens, which it reads too, except the last."""
         if count < 1:
             raise UserError(f"tokens={count}: the number of tokens must be at least 1")
         rows, width = tokens.shape
@@ -108,7 +108,7 @@ class Generator:
             needed = read.length + width + max(count, padding)
             if read.cache is None:
                 read.cache = self._empty(rows, room_for(needed))
-            elif needed > (room := capacity_of(read.cache)):  # doubled, so that few lengths are compiled
+            elif needed > (room := capacity_of(read.cache)):  # room is doubled, so that few lengths are compiled
                 read.cache = self._wider(read.cache, room_for(max(needed, 2 * room)) - room)
             for chunk in chunks:
                 self._step(read, chunk, self._chunk)
@@ -122,7 +122,7 @@ class Generator:
                 token = self._step(read, token[:, None], 1)
 
     def _step(self, read: ReadTokens, tokens: Any, count: int) -> jax.Array:
-        """Reads the first `count` of these tokens, and samples the next one of each row."""
+        """Reads the first `count` of these tokens, and samples the next token of each text."""
         length, last = (jnp.asarray(x, jnp.int32) for x in (read.length, count - 1))
         key, tokens = jax.random.key(self._sampling.seed), jnp.asarray(tokens)
         token, read.cache = self._compiled_step(self._params, tokens, read.cache, length, read.first, last, key)
@@ -156,10 +156,10 @@ class Conversation:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._read = ReadTokens(jnp.zeros(1, jnp.int32))
-        self._tokens = np.zeros(0, np.int32)  # those that were read
+        self._tokens = np.zeros(0, np.int32)  # the tokens that were read
 
     def __call__(self, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[int]:
-        """Up to `count` tokens after these. A beginning that they share with the previous call is not read again."""
+        """Up to `count` tokens after these. A common beginning with the previous tokens is not read again."""
         if not len(tokens):
             raise UserError("the prompt is empty; it must have at least one token")
         tokens = np.append(self._generator.before, tokens).astype(np.int32)
@@ -170,7 +170,7 @@ class Conversation:
         self._tokens = tokens
         for token in self._generator.extend(self._read, tokens[None, self._read.length :], count, ends):
             yield int(token[0])
-            self._tokens = np.append(self._tokens, token)  # read before the next one is sampled
+            self._tokens = np.append(self._tokens, token)  # it is read before the next token is sampled
 
 
 def generate(

@@ -30,8 +30,8 @@ from jaxmem.sharding.weights import is_quantized, store
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 
-STORED_FIELDS = ("parameters", "block_size")  # of a config's `precision`: the format that weights are stored in
-HF_FOLDER = "hf"  # in a run that began from a Hugging Face directory: its settings and tokenizer
+STORED_FIELDS = ("parameters", "block_size")  # fields of `precision` that are the stored format of the weights
+HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging Face directory
 
 
 def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
@@ -47,7 +47,7 @@ def is_run(directory: str | Path) -> bool:
 
 
 def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run, or one with which a Hugging Face directory or a model of the hub can be opened."""
+    """The config of a run, or a config with which a Hugging Face directory or a model of the hub can be opened."""
     directory = Path(local_directory(str(directory), "model"))
     if is_run(directory):
         cfg = load_config(directory / "config.yaml", overrides)
@@ -59,7 +59,7 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         return load_config(_hf_config(directory), overrides)
     if is_adapter(directory):
         raw = _hf_config(base_of(directory))
-        if is_prompt(directory):  # each text needs the soft prompt before it, so texts are not packed
+        if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
             raw["data"]["packing"] = False
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
@@ -158,7 +158,7 @@ def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Any:
 
 
 def initial_state(built: Program) -> TrainState:
-    """A new state, from the weights of `adapter.base_run` or `model.hf` if one is set, otherwise from random ones."""
+    """A new state, from the weights of `adapter.base_run` or `model.hf` if one is set, otherwise random weights."""
     run = built.cfg.adapter.base_run
     if run is not None:
         check_run(run, "adapter.base_run")
@@ -172,7 +172,8 @@ def initial_state(built: Program) -> TrainState:
 
 
 def _store_as(built: Program, params: Any) -> Any:
-    """Weights in the formats in which this program stores them, converted one by one: at most one exists twice."""
+    """Weights in the formats in which this program stores them. They are converted one by one: at most one exists in
+    both formats."""
     axes, placed = flatten_dict(built.model.axes), flatten_dict(built.spec.state.params)
     left = flatten_dict(params)
     params.clear()

@@ -1,4 +1,4 @@
-"""Multiple choice: accuracy of choosing the continuation of a text with the highest likelihood.
+"""Multiple choice: the accuracy with which the most likely of several continuations of a text is the correct one.
 
 A line of JSONL is {"prompt": "...", "choices": ["...", ...], "answer": 0}; the answer is an index from 0, a letter, or
 the choice itself. The score of a choice is the sum of its tokens' log-likelihoods after the prompt; `normalised`
@@ -87,7 +87,7 @@ def _encode(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray,
     shared = min(len(before), len(both))
     different = np.flatnonzero(before[:shared] != both[:shared])
     start = int(different[0]) if len(different) else shared
-    if not head.size:  # the first token has no logits
+    if not head.size:  # there are no logits for the first token
         start = max(start, 1)
     return both, start
 

@@ -1,7 +1,7 @@
 """DPO's reference log-probabilities: computed once with the initial weights, then read from a file.
 
-The file has 8 bytes per preference pair, and replaces a second model in memory. It also has fingerprints of
-the weights, the tokens and the sequence length; a file with other fingerprints is refused.
+The file has 8 bytes per preference pair, and replaces a second model in memory. It also has fingerprints of the
+weights, the tokens and the sequence length; a file with other fingerprints is refused.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
     computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
     if jax.process_index() == 0:
         _write(file, computed)
-    gather(None)  # until all processes can read it
+    gather(None)  # waits until all processes can read the file
     return computed
 
 

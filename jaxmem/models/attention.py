@@ -51,7 +51,7 @@ class AttentionSpec:
     bias: bool = False  # whether queries, keys and values have biases
     output_bias: bool = False
     qk_norm: float | None = None  # the epsilon of an RMS norm of q and k
-    joint_qk_norm: bool = False  # whether it normalizes all heads together, not each head
+    joint_qk_norm: bool = False  # whether this norm is over all heads together, instead of each head
     norm_offset: float = 0.0
 
     def options(self, has_window: jax.Array | None) -> dict[str, Any]:

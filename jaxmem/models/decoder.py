@@ -25,7 +25,7 @@ class _SharedInputs(NamedTuple):
     """Inputs of attention that all layers share."""
 
     angles: Angles
-    sliding: Angles | None  # of layers with a window, if layers differ in their positions
+    sliding: Angles | None  # the angles of layers with a window, if they differ
     segment_ids: Ids | None
 
     def of_layer(self, has_window: Bool[Array, ""] | None) -> Tokens:
@@ -160,7 +160,7 @@ class Decoder(Network):
 
     def _embed(self, tokens: Ids) -> Features:
         dtype = self.execution.dtype
-        # Rounded to the compute dtype, as in transformers.
+        # The scale is rounded to the compute dtype, as in transformers.
         scale = jnp.asarray(self.cfg.embed**0.5, dtype) if self.cfg.scale_embeddings else None
 
         def embed(tokens: Ids) -> Features:

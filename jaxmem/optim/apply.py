@@ -1,4 +1,4 @@
-"""Adds updates to weights, with stochastic rounding and for quantized weights, also some rows of a matrix at a time.
+"""Adds updates to weights: also with stochastic rounding, to quantized weights, and to some rows of a matrix at a time.
 
 An optimizer that is written for a complete matrix can update an embedding or output matrix in slices. A rule that sums
 over the complete matrix (a norm, a mean of each column) calls `UpdateContext.sums`. With slices, each such call needs
@@ -50,10 +50,10 @@ class SlicedSums:
 class VocabSlice:
     """Rows of a vocabulary matrix that are updated separately."""
 
-    shape: tuple[int, ...]  # of the complete matrix
-    dim: int  # the vocabulary's
-    rows: Int[Array, " rows"]  # their indices
-    total: Total  # from sums over these rows to sums over all rows
+    shape: tuple[int, ...]  # the shape of the complete matrix
+    dim: int  # the vocabulary dimension
+    rows: Int[Array, " rows"]  # the indices of the rows
+    total: Total  # maps sums over these rows to sums over all rows
 
 
 def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[Any] | None:
@@ -74,7 +74,7 @@ def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[A
     except NotSeparableError:
         return None
     for _ in needed.shares:
-        # A new function each time: jax would return the shapes that it traced for the sum before.
+        # Each iteration needs a new function: for the same one jax would return the shapes of the previous sum.
         zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: share(first)))
         add = lambda j, sums: jax.tree.map(jnp.add, sums, share(j))  # noqa: E731
         known = [*known, jax.lax.fori_loop(0, count, add, zeros)]
@@ -117,7 +117,7 @@ def apply_updates(
 
 
 def axes_or_unnamed(axes: Any, params: Any) -> Any:
-    """The axes of each parameter; where none are passed, tuples of None."""
+    """The axes of each parameter; if `axes` is None, tuples of None."""
     return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized) if axes is None else axes
 
 
@@ -145,7 +145,7 @@ def map_layers(
 
 
 def _add(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
-    # Vectors of a model with quantized matrices are stored in float32 and not rounded.
+    # In a model with quantized matrices, vectors are stored in float32 and not rounded.
     return rounded(w.astype(jnp.float32) + u.astype(jnp.float32), w.dtype, key)
 
 
@@ -190,7 +190,7 @@ def _block_seeds(
         if layers is None:
             layers, _ = places.pop(0), sizes.pop(0)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.atleast_1d(layers))
-    if vocab_slice is not None:  # blocks run within rows
+    if vocab_slice is not None:  # each block is within one row
         dim = axes.index("vocab")
         places[dim], sizes[dim] = vocab_slice.rows.astype(jnp.uint32), vocab_slice.shape[dim]
     place = jnp.zeros((), jnp.uint32)
@@ -206,10 +206,10 @@ def leaf_key(key: jax.Array, path: Any) -> jax.Array:
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """Over all leaves, in float32."""
+    """The sum of squares of all leaves, in float32."""
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm of all leaves as one vector, summed in float32."""
+    """The Euclidean norm of all leaves together, summed in float32."""
     return jnp.sqrt(sum_of_squares(tree))

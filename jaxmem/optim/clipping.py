@@ -3,8 +3,8 @@
 `global`: the norm of all gradients (Pascanu et al., arXiv:1211.5063). It is known only after the last gradient, so an
 update during the backward pass needs another backward pass before it, which only computes the norm.
 
-`previous`: the norm of all gradients of the previous update, 4 bytes of state. A sudden increase is clipped one update
-late; the first update is not clipped.
+`previous`: the norm of all gradients of the previous update, 4 bytes of state. A sudden increase of the norm takes
+effect one update late; the first update is not clipped.
 
 `weight`: the gradient norm of each weight of each layer, separately.
 """
@@ -26,9 +26,8 @@ class PreviousNorm(NamedTuple):
 
 
 def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-    """Clips gradients. With `update(..., norm=n)`, n is the norm of all gradients, of which the argument is a part.
-    With `update(..., layer=i)` the argument is the gradients of one layer, with `update(..., vocab_slice=s)` the
-    gradients of some rows of a vocabulary matrix.
+    """Clips gradients. With `update(grads, ..., norm=n)`, n is the norm of all gradients, of which `grads` are a part.
+    With `layer=i`, `grads` are the gradients of one layer; with `vocab_slice=s`, of some rows of a vocabulary matrix.
 
     >>> tx = clip(1.0, "weight")
     >>> clipped, _ = tx.update({"a": jnp.float32(3.0), "b": jnp.float32(0.5)}, tx.init({}))
@@ -37,7 +36,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
     """
 
     def init(_: Any) -> Any:
-        # The limit itself, so that the first update is not clipped.
+        # The first norm is the limit itself, so that the first update is not clipped.
         return PreviousNorm(jnp.float32(limit)) if by == "previous" else optax.EmptyState()
 
     def update(
@@ -53,13 +52,13 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
         del params
         if by == "weight":
 
-            def own(names: Axes, g: jax.Array) -> jax.Array:
+            def clip_weight(names: Axes, g: jax.Array) -> jax.Array:
                 first = int(names[:1] == ("layer",) and layer is None)
                 squares = jnp.square(g.astype(jnp.float32))
                 total = jnp.sum(squares, axis=tuple(range(first, g.ndim)), keepdims=True)
                 return _scale_down(g, limit, jnp.sqrt(total if vocab_slice is None else vocab_slice.total(total)))
 
-            return jax.tree.map(own, axes_or_unnamed(axes, grads), grads, is_leaf=is_axes), state
+            return jax.tree.map(clip_weight, axes_or_unnamed(axes, grads), grads, is_leaf=is_axes), state
         norm = global_norm(grads) if norm is None else norm
         length = state.norm if by == "previous" else norm
         new = PreviousNorm(norm) if by == "previous" else state
@@ -69,7 +68,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
 
 
 def record_norm(state: Any, norm: jax.Array) -> Any:
-    """The optimizer state with this norm of all gradients, which were passed to the optimizer in parts."""
+    """The optimizer state with this norm of all gradients, for gradients that were passed to the optimizer in parts."""
     known = lambda x: isinstance(x, PreviousNorm)  # noqa: E731
     return jax.tree.map(lambda x: PreviousNorm(norm) if known(x) else x, state, is_leaf=known)
 

@@ -25,8 +25,8 @@ Write = Callable[..., Any]  # `optim.apply_updates`, with its key
 @dataclass(frozen=True)
 class ParameterGroup:
     tx: optax.GradientTransformationExtraArgs
-    axes: Tree  # of its parameters
-    state_axes: Tree  # of its state
+    axes: Tree  # the axes of the group's parameters
+    state_axes: Tree  # the axes of the group's state
 
     @classmethod
     def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
@@ -40,12 +40,12 @@ class ParameterGroup:
         return select(opt_state, self.state_axes, is_leaf=is_axes)
 
     def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
-        """Returns new parameters and new state; with `layer`, of one layer of stacked parameters."""
+        """Returns new parameters and new state. With `layer`, these are of one layer of stacked parameters."""
         layer, vocab_slice = extra.get("layer"), extra.get("vocab_slice")
         grads = constrain_tree(grads, self.axes, "gradients")
         updates, state = self.tx.update(grads, state, params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
-        # Cast in the sharding of the optimizer state, then gathered; otherwise updates would be sent in float32.
+        # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state
 
 
@@ -98,7 +98,7 @@ def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new:
     def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         if names[:1] != ("layer",):
             return new
-        # Sharded before it is written, so that only this layer is communicated.
+        # The layer is sharded before it is written, so that no other layer is communicated.
         new = constrain(new, *names[1:], role=role)
         stacked = put_layer(x, layer, send_like(new, x))
         return stacked if is_on_host(x) else constrain(stacked, *names, role=role)

@@ -67,10 +67,10 @@ def update_rows(one: Each, matrix: Any, read_only: Any, axes: Axes) -> Any:
     the same shape and these axes, and with blocks along one dimension. A stack of layers is one loop over the parts of
     all layers."""
     is_stack, zero = axes[:1] == ("layer",), jnp.zeros((), jnp.int32)
-    rows = int(is_stack)  # their dimension
+    rows = int(is_stack)  # the dimension of rows
     leaves = jax.tree.leaves((matrix, read_only), is_leaf=is_quantized)
     shape = leaves[0].shape[rows:]
-    # Blocks along rows are not split.
+    # If blocks are along the rows' dimension, they are not split.
     along = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
     parts = _parts(math.prod(shape), units, _devices(axes[rows:]))
@@ -117,8 +117,8 @@ def _update_strided_rows(
 
 
 def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:
-    """The index of part i along each dimension of a grid, the last one fastest. Each array of a loop calls it, so
-    it uses few operations: `%` and `//` handle signs and need ten each."""
+    """The index of part i along each dimension of a grid, the last dimension fastest. Every array of a loop needs this
+    index, so it uses few operations: `%` and `//` handle signs and need ten operations each."""
     _, *faster = grid.values()
     found: list[jax.Array] = []
     for size in reversed(faster):
@@ -143,14 +143,14 @@ def _starts(grid: Grid, x: jax.Array, i: jax.Array) -> list[jax.Array]:
 
 
 def _devices(axes: Axes) -> list[int]:
-    """Number of devices that each dimension is sharded over in the update."""
+    """The number of devices over which each dimension is sharded in the update."""
     layout = current()
     return [1] if layout is None else [layout.size(over) for over in layout.mesh_axes_each("optimizer", axes)]
 
 
 def _parts(size: int, units: int, devices: list[int]) -> int:
-    """The least number of parts of at most PART_SIZE elements per device. It is a divisor of the number of units, and
-    each device has the same number of units of a part, if necessary with fewer parts; otherwise a part would be sent.
+    """The least number of parts of at most PART_SIZE elements per device. It is a divisor of the number of units. Each
+    device has the same number of units of a part, if necessary with fewer parts; otherwise devices would send units.
 
     >>> many = 8 * PART_SIZE
     >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])

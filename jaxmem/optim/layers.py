@@ -6,8 +6,8 @@ gradient of each layer with its new state and update, so that at most one additi
 format of the state.
 
 In your own loop, name the dimensions of stacked weights: `axes` is a tree with the structure of the parameters and a
-tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. The
-names with a meaning are `layer`, and `vocab` for embedding and output matrices.
+tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` no weight is a stack. Two
+names have a meaning: `layer`, and `vocab` for embedding and output matrices.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxmem.sharding.leaves import Derived
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Shape, dtype and axes of a weight or of one layer of it."""
+    """Shape, dtype and axes of a weight, or of one layer of a stacked weight."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -47,7 +47,7 @@ class ParameterSpec:
         return len(self.shape) == 2 and "vocab" not in self.axes
 
     def derived(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
-        """State along these dimensions of the weight, by default all."""
+        """A state array along these dimensions of the weight, by default all."""
         own = self.dims if dims is None else tuple(self.dims[d] for d in dims)
         return Derived(value, own)
 
@@ -62,8 +62,8 @@ class UpdateContext:
 
     weight: Any  # an array, or a QTensor
     spec: ParameterSpec
-    count: jax.Array  # of updates, including this one: 1 at the first
-    layer: jax.Array  # index in the stack
+    count: jax.Array  # the number of updates, including this one: 1 at the first
+    layer: jax.Array  # the index of the layer in the stack
     layers: int
     key: jax.Array  # the same at every update, different for each layer
     vocab_slice: VocabSlice | None = None  # the weight is these rows of a vocabulary matrix
@@ -79,17 +79,17 @@ class UpdateContext:
         return tuple(total.get(i, x) for i, x in enumerate(own))
 
 
-State = dict[str, Any]  # of a rule, by name
+State = dict[str, Any]  # the state arrays of a rule, by name
 
 
 class MatrixRule:
     """An optimizer of one matrix (or vector, or scalar)."""
 
-    elementwise: ClassVar[bool] = False  # can be applied to some rows at a time; does not read the weight
-    updates_stacks: ClassVar[bool] = False  # updates a stack of layers as one array
+    elementwise: ClassVar[bool] = False  # whether it supports some rows at a time, and does not read the weight
+    updates_stacks: ClassVar[bool] = False  # whether it updates a stack of layers as one array
 
     def init(self, spec: ParameterSpec) -> State:
-        """Trees of `Derived`, by name."""
+        """The initial state: trees of `Derived`, by name."""
         raise NotImplementedError
 
     def is_separable(self, dim: int, /) -> bool:
@@ -155,8 +155,8 @@ def by_layer(
             # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
             key, total = leaf_key(jax.random.key(seed), path), stack[0] if stack else layers
 
-            def one(own: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
-                g, state = own
+            def update_layer(pair: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
+                g, state = pair
                 at = UpdateContext(w, spec, count, i, total, jax.random.fold_in(key, i), vocab_slice)
                 values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
                 u, new = rule.update(_as_state(g, spec), values, at)
@@ -166,10 +166,10 @@ def by_layer(
             first = jnp.zeros((), jnp.int32) if layer is None else layer
             if stack and rule.updates_stacks:
                 spec = dataclasses.replace(spec, shape=w.shape, axes=names)
-                return one((g, state), w, first)
+                return update_layer((g, state), w, first)
             if rule.elementwise:
-                return update_rows(one, (g, state), None, names)
-            return update_layers(one, (g, state), w) if stack else one((g, state), w, first)
+                return update_rows(update_layer, (g, state), None, names)
+            return update_layers(update_layer, (g, state), w) if stack else update_layer((g, state), w, first)
 
         treedef: Any
         names, treedef = jax.tree.flatten(axes_or_unnamed(axes, weights), is_leaf=is_axes)
@@ -200,14 +200,14 @@ def transformation(settings: type) -> Callable[..., Callable[..., optax.Gradient
 
 
 def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
-    """One layer of a weight, and the number of layers; () if it is not a stack."""
+    """One layer of a weight, and the number of layers (`()` if the weight is not a stack)."""
     stacked = int(names[:1] == ("layer",))
     shape = w.shape[stacked:]
     return ParameterSpec(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
 
 
 def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:
-    """One layer, sharded like its optimizer state, so that an update needs no all-gather."""
+    """An array with the sharding of its optimizer state, so that an update needs no all-gather."""
     return constrain(x, *spec.axes, role="optimizer") if any(spec.axes) else x
 
 

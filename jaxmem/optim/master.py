@@ -1,15 +1,14 @@
-"""Master weights: bfloat16 for computation, a float32 copy or the missing bits for updates (arXiv:1710.03740).
+"""Master weights: bfloat16 for computation, and a float32 copy or its lower bits for updates (arXiv:1710.03740).
 
-An update of AdamW is often less than half of bfloat16's last bit and would be lost. With a float32 copy a step needs,
-per parameter, 2 bytes of weights, 2 of gradients, 4 of the copy and 8 of moments: the 16 bytes of the ZeRO paper
-(arXiv:1910.02054).
+An update of AdamW is often less than half of bfloat16's last bit and would be lost. With a float32 copy a step needs 16
+bytes per parameter, as in the ZeRO paper (arXiv:1910.02054): 2 of weights, 2 of gradients, 4 of the copy, 8 of moments.
 
 The weight is the rounded upper half of the copy, so only the remainder is stored, as a signed integer. `remainder16`
-takes 2 bytes and is bitwise equal to the float32 copy. `remainder8` takes 1 byte and has 24 bits, rounded
-stochastically, so that smaller updates are correct on average. With 8-bit AdamW this takes 2 + 1 + 2.03 bytes per
-parameter, and 2 for gradients.
+takes 2 bytes: weight and remainder are bitwise equal to the float32 copy. `remainder8` takes 1 byte: weight and
+remainder have 24 bits, rounded stochastically, so that smaller updates are correct on average. With 8-bit AdamW this
+takes 2 + 1 + 2.03 bytes per parameter, and 2 for gradients.
 
-Copy and remainder are parts of the optimizer state and sharded like it.
+The copy and the remainder are parts of the optimizer state, and sharded like it.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ _FINITE = 0x7F7F_FFFF  # bits of the largest float32
 
 class MasterState(NamedTuple):
     master: Any  # the weights in float32
-    inner: Any  # state of the optimizer of the float32 weights
+    inner: Any  # the state of `tx`
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -49,8 +48,8 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
         updates, inner = tx.update(_to_float32(grads), state.inner, state.master, **extra)
         master = jax.tree.map(lambda m, u: m + u.astype(jnp.float32), state.master, updates)
-        # Exact if the two are within a factor of two of each other (Sterbenz); then the sum with the weights is exact
-        # too.
+        # This difference is exact if m and w are within a factor of two of each other (Sterbenz); then their sum with
+        # the weights is exact too.
         change = jax.tree.map(lambda m, w: m - w.astype(jnp.float32), master, params)
         return change, MasterState(master, inner)
 
@@ -60,14 +59,14 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 class RemainderState(NamedTuple):
     step: jax.Array  # updates so far
     master: Any  # the remainders of the weights
-    inner: Any  # state of the optimizer of the weights with remainders
+    inner: Any  # the state of `tx`
 
 
 def with_remainder(
     tx: optax.GradientTransformation, bits: int, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. Exact, unless one update shrinks a weight
-    to less than 2^-16 of its value, or bfloat16 gradients more than double it: then the update is rounded.
+    """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. The update is exact, unless it shrinks a
+    weight to less than 2^-16 of its value, or, with bfloat16 gradients, more than doubles it: then it is rounded.
 
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
     >>> with_remainder(optax.sgd(1e-4), 8).init(params).master["w"].dtype.name
@@ -108,12 +107,12 @@ def with_remainder(
 
 
 def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The change of a weight to the nearest bfloat16, and the new remainder. Computed on the bits as integers: the
-    upper 16 bits of a float32 are a bfloat16, and adding half a unit rounds away from zero."""
+    """The change of a weight to the nearest bfloat16, and the new remainder. Both are computed on the bits as integers:
+    the upper 16 bits of a float32 are a bfloat16, and adding half a unit rounds ties away from zero."""
     new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
     sign, size = bits & jnp.int32(-(2**31)), bits & jnp.int32(2**31 - 1)
-    unit = 1 << (16 - 8 * remainder.dtype.itemsize)  # of the remainder, in units of the last float32 bit
+    unit = 1 << (16 - 8 * remainder.dtype.itemsize)  # the unit of the remainder, in units of the last float32 bit
     if key is not None:
         size = jnp.minimum(size + jax.random.bits(key, w.shape, jnp.uint8).astype(jnp.int32) % unit, _FINITE)
     size = size & -unit
@@ -121,8 +120,8 @@ def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | N
     target = jax.lax.bitcast_convert_type(sign | jnp.where(jnp.isfinite(new), near, size), jnp.float32)
     change = jnp.where(jnp.isfinite(new), target - w.astype(jnp.float32), new).astype(u.dtype)
     # The weight after `apply_updates`, whether the difference is exact or not.
-    lands = (w.astype(jnp.float32) + change.astype(jnp.float32)).astype(w.dtype)
-    high = jax.lax.bitcast_convert_type(lands, jnp.uint16).astype(jnp.int32) << 16
+    new_weight = (w.astype(jnp.float32) + change.astype(jnp.float32)).astype(w.dtype)
+    high = jax.lax.bitcast_convert_type(new_weight, jnp.uint16).astype(jnp.int32) << 16
     rest = ((sign | size) - high) // unit
     rest = jnp.clip(rest, jnp.iinfo(remainder.dtype).min, jnp.iinfo(remainder.dtype).max)
     return change, jnp.where(jnp.isfinite(new), rest, 0).astype(remainder.dtype)

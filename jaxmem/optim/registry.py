@@ -49,9 +49,9 @@ def optimizer(name: str) -> Callable[..., Transformation]:
         return chain(scale(settings, axes=axes), *decay, optax.scale_by_learning_rate(learning_rate))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [inspect.Parameter(field, keyword, default=default) for field, default in entry.fields.items()]
+    hyperparameters = [inspect.Parameter(field, keyword, default=default) for field, default in entry.fields.items()]
     rate, axes, _ = inspect.signature(make).parameters.values()
-    make.__signature__ = inspect.Signature([rate, *own, axes])  # type: ignore[attr-defined]
+    make.__signature__ = inspect.Signature([rate, *hyperparameters, axes])  # type: ignore[attr-defined]
     make.__name__ = make.__qualname__ = name
     make.__doc__ = entry.summary
     return make
@@ -73,7 +73,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
     if cfg.warmup:
-        # Counted from 1, so that update 0 has a learning rate above 0.
+        # Updates are counted from 1, so that the first has a learning rate above 0.
         warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
         decay = optax.join_schedules([warmup, decay], [cfg.warmup])
     return _with_promotion(decay)
@@ -82,7 +82,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
 def add_decayed_weights(weight_decay: float, axes: Any = None) -> Transformation:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
     Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
-    With `update(..., layer=i)`, each stacked leaf holds one layer."""
+    With `update(..., layer=i)`, each stacked leaf contains one layer."""
 
     def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
         def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:

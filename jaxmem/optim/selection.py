@@ -33,13 +33,13 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """The trainable parameters by path, with the indices of the trainable layers of a stack; None: all layers."""
+    """The trainable parameters: for each path, the indices of the trainable layers of the stack; None: all layers."""
 
     layers: Mapping[Path, tuple[int, ...] | None]
 
     @classmethod
     def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
-        """`tree` has weights, their shapes, or their axes; with axes, a range of layers selects all layers."""
+        """The parameters that match. `tree` has weights, shapes or axes; with axes, a range selects all layers."""
         named = _named(tree)
         found: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
@@ -133,12 +133,12 @@ def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
 def _layers_in(x: Any, name: str, pattern: str, layers: slice) -> tuple[int, ...] | None:
     if is_axes(x):
         if x[:1] != ("layer",):
-            raise UserError(f"trainable={pattern} requires a stack of layers, not {name}; leave the numbers out")
+            raise UserError(f"trainable={pattern} requires a stack of layers, not {name}; remove the range of layers")
         return None
     size = x.shape[0] if x.ndim else 0
     found = tuple(range(size)[layers])
     if not found:
-        raise UserError(f"trainable={pattern} selects no layer of {name}, which has {size}")
+        raise UserError(f"trainable={pattern} selects no layer of {name}, which has {size} layers")
     return found
 
 

@@ -1,5 +1,5 @@
-"""The implementations that a config runs of the operations that have a fused form, and why: `memory.attention`,
-`adapter.matmul` and `optimizer.kernel`, with `auto` resolved."""
+"""The implementation of each operation that has a fused form, and why: `memory.attention`, `adapter.matmul` and
+`optimizer.kernel`, with `auto` resolved."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from jaxmem.step.attention_choice import attention_choice
 ATTENTION, MATMUL, UPDATE = "memory.attention", "adapter.matmul", "optimizer.kernel"
 # Tokens of a matmul below which the fused kernel is estimated to be faster. On an H100, dequantizing first moves 4.5
 # bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes, multiplies at 530
-# TFLOP/s, and decodes each weight once per 128 tokens in about 10 instructions, of 33 T that it issues per second.
+# TFLOP/s, and decodes each weight once per 128 tokens in about 10 instructions; it issues 33 T instructions per second.
 FEW_TOKENS = 400
 BLOCKS = {"int8": 256}  # default block sizes of stored formats; otherwise 64
 
 
 def kernel_choices(cfg: Config, platform: str, capability: int | None, device: str) -> dict[str, Any]:
-    """The choice for each operation that the config has, by its setting. Arguments as of `attention_choice`."""
+    """The choice for each operation that the config has, by its setting. Arguments: as for `attention_choice`."""
     found = {
         ATTENTION: attention_choice(cfg, platform, capability, device),
         MATMUL: matmul_choice(cfg, platform, capability),
@@ -28,8 +28,8 @@ def kernel_choices(cfg: Config, platform: str, capability: int | None, device: s
 
 
 def resolved(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
-    """The config with what `auto` of these settings and of `mesh.context_method` means there. A setting without an
-    operation is `auto`."""
+    """The config with `auto` in these settings and in `mesh.context_method` resolved for such devices. The setting of
+    an operation that the config does not have stays `auto`."""
     found = kernel_choices(cfg, platform, capability, device)
     attention, matmul, update = map(found.get, (ATTENTION, MATMUL, UPDATE))
     return cfg.replace(

@@ -1,9 +1,9 @@
 """The directory of a run: locked, created, and described by files.
 
 The lock allows one run at a time, since two runs would overwrite each other's checkpoints. It is a lock of the
-operating system (flock) on `output/.NAME.lock`, which is released when the process ends in any way; a lock file that a
-library creates and removes would remain after a killed run. Process 0 has the lock. On a shared file system it applies
-to all hosts if the file system supports this; a file system without locks is reported.
+operating system (flock) on `output/.NAME.lock`, which is released when the process ends for any reason; a lock that
+consists of a file would remain after a killed run. Process 0 has the lock. On a shared file system it applies to all
+hosts if the file system supports this; a file system without locks is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxmem.errors import UserError
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
 
-PATIENCE = 60  # seconds until a directory that one host made must be visible to the others
+PATIENCE = 60  # seconds until a directory that one host created must be visible to the other hosts
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
 
 
@@ -57,7 +57,7 @@ def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
         yield warning
     finally:
         if lock is not None:
-            path.unlink(missing_ok=True)  # before it is released, so that no other process acquires it in between
+            path.unlink(missing_ok=True)  # before the lock is released, so that no other process acquires it in between
             os.close(lock)
 
 
@@ -77,7 +77,7 @@ def _acquire(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # the process that had it removed it meanwhile
+        os.close(file)  # the process that had the lock has removed the file
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
                     f"process {', '.join(map(str, blind))} does not see {path}, which process 0 created; "
                     "set output or checkpoint.path to a directory that all hosts share"
                 )
-            time.sleep(1)  # until a network file system shows it
+            time.sleep(1)  # a network file system may show the directory later
         yield new.clear
     except BaseException:
         for one in new if jax.process_index() == 0 else ():

@@ -1,8 +1,8 @@
 """Compares kernels with plain JAX on small random inputs, on the device of a run, before the run uses them.
 
 A kernel that `auto` chose is compiled and run once, in less than a second. If it fails, it is replaced by the next
-choice, and a line reports this; if the config names it, this is an error. Results are stored in the user's cache
-directory, by device, version of jax and properties of the call.
+choice, and a line reports this; if the config names the kernel, the failure is an error. Results are stored in the
+user's cache directory, by device, version of jax and properties of the call.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from jaxmem.quant import quantize
 from jaxmem.step import Program
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
-ROWS, COLUMNS = 512, 1024  # of the weights of matmuls and updates
-STEPS = 8  # largest error, in rounding errors of the dtype relative to the largest value
-FEW = 1e-3  # share of integer codes that may differ, by one step, at the border between two codes
+ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
+STEPS = 8  # largest error, in rounding errors of the dtype at the largest value
+FEW = 1e-3  # share of integer codes that may differ by 1, since values may be near the border between two codes
 
 
 def refuse_gpu_kernels(cfg: Config) -> None:
@@ -73,7 +73,7 @@ def _first_failed(built: Program, agree: Callable[[bool], bool]) -> tuple[str, s
 
 def failure(setting: str, implementation: str, call: Request | str) -> str | None:
     """The reason why an implementation cannot be used for such calls on the first local device; None: it is correct.
-    `call`: of attention a request, otherwise the kind of the choice."""
+    `call`: the request (attention), or the kind of the choice (matmuls and updates)."""
     device = jax.local_devices()[0]
     if isinstance(call, Request):
         call = dataclasses.replace(call, queries=LENGTH, keys=LENGTH, batch=2, heads=4, max_segments=4)
@@ -165,7 +165,7 @@ def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
     return found
 
 
-# By setting: the implementation in plain JAX, and the results of an implementation by name.
+# For each setting: the implementation in plain JAX, and a function of the results of an implementation, by name.
 _CHECKS: dict[str, tuple[str, Callable[[Any, str], dict[str, jax.Array]]]] = {
     "memory.attention": ("blockwise", _attention),
     "adapter.matmul": ("sliced", _matmul),

@@ -20,7 +20,7 @@ from jaxmem.planning import Plan, format_bytes
 from jaxmem.training.progress import device_memory
 
 MEASURED_AFTER = 3  # number of steps after which every program of the loop has run
-# The share of the plan by which another config must be smaller, if the device does not report the missing bytes.
+# If the device does not report the missing bytes, another config must be smaller than the plan by this share of it.
 MARGIN = 0.1
 REQUESTED = re.compile(r"allocate (?:([\d.]+) ?([KMGT])iB|(\d+) bytes)")
 
@@ -61,9 +61,9 @@ def check_fits(plan: Plan) -> None:
 
 @contextmanager
 def explained_out_of_memory(plan: Plan) -> Iterator[None]:
-    """A context for everything that runs with this plan; explains errors of memory. The search for configs that fit
+    """A context for everything that runs with this plan; explains out-of-memory errors. The search for configs that fit
     takes up to a minute. With several processes there is no search: only the failed process would search, and XLA's
-    autotuning waits for all."""
+    autotuning waits for all processes."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -90,7 +90,7 @@ class PeakCheck:
 
     def __init__(self, plan: Plan, file: Path) -> None:
         self._plan, self._file, self._steps = plan, file, 0
-        self._planned = plan.phases["initialise"]  # the largest of the phases that have run
+        self._planned = plan.phases["initialise"]  # the largest planned peak of the phases that have run
 
     def after_step(self, bucket: int) -> str | None:
         """A line to print, once; otherwise None. `bucket` is the sequence length of the step."""
@@ -114,12 +114,12 @@ class PeakCheck:
 
 
 def _available(plan: Plan, in_use: int | None, requested: int | None) -> int:
-    """Bytes per device that another plan may take, from the memory that this one had when it failed."""
+    """Bytes per device that another plan may take, from the memory that the failed plan had."""
     planned = plan.peak
     if in_use is None or requested is None:
         return int((1 - MARGIN) * planned)
     needed = in_use + requested
-    # If it needed more than planned, allow that much less. If it needed less, that much was not available.
+    # A run above its plan: subtract the difference. A run that failed below its plan: the rest was not available.
     return min(plan.limit - (needed - planned), planned - 1) if needed > planned else needed - 1
 
 

@@ -1,7 +1,8 @@
 """The progress of a run: a bar on a terminal, plain lines elsewhere, and the measurements for both.
 
 The clock and the counters of the device are read once per logged step. A thread redraws the bar four times per second,
-so the loop never waits for it. A narrow terminal shows the beginning of the line, with the most important values.
+so the loop never waits for the terminal. A narrow terminal shows the beginning of the line, with the most important
+values.
 """
 
 import time
@@ -28,8 +29,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """`peak_flops` (per second) counts the same devices as the work of the steps, one or all. The last three fields are
-    the progress of a resumed run."""
+    """A run to report on. `peak_flops` (per second) is of the same devices as the work of the steps, one or all. The
+    last three fields are the progress of a resumed run."""
 
     total_steps: int
     peak_flops: float | None = None
@@ -59,7 +60,7 @@ class Progress:
     ) -> None:
         self.spec = spec
         self._tokens = spec.tokens
-        self._since = Work(0)  # the last logged step
+        self._since = Work(0)  # the work since the last logged step
         self._enabled, self._clock = enabled, clock
         self._console = console or PipeSafeConsole(highlight=False)
         self._step = self._first = spec.step
@@ -70,8 +71,8 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, Any], work: Work) -> dict[str, Any] | None:
         """At a logged step, shows these metrics and returns them with the measurements: tokens and seconds since the
-        start of the run, tokens per second since the last logged step, model FLOPs utilization (mfu), and the bytes on
-        the device that has the most in use. `work`: of the steps since the last update."""
+        start of the run, tokens per second since the last logged step, model FLOPs utilization (mfu), and the bytes in
+        use on the fullest device. `work`: the work of the steps since the last call of `update`."""
         self._tokens += work.tokens
         self._since = Work(self._since.tokens + work.tokens, self._since.flops + work.flops)
         self._step = step
@@ -97,7 +98,7 @@ class Progress:
         return row
 
     def back_to(self, step: int) -> None:
-        """Continues from an earlier step. The steps since then still count in time and tokens."""
+        """Continues from an earlier step. The lost steps still count in time and tokens."""
         self._step = self._first = step
         self._start = self._clock()
 
@@ -108,7 +109,7 @@ class Progress:
         try:
             yield
         finally:
-            self._paused += self._clock() - max(before, self._last)  # an update in here has counted the time before it
+            self._paused += self._clock() - max(before, self._last)  # an `update` within has counted the time before it
 
     def say(self, text: str | None) -> None:
         """Prints a line, above the bar if there is one."""
@@ -117,7 +118,7 @@ class Progress:
         text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
         try:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except OSError:  # the disk of a log file is full: no reason to stop training
+        except OSError:  # training continues if the disk of a log file is full
             self._enabled = False
 
     def __enter__(self) -> Self:
@@ -179,15 +180,14 @@ class PipeSafeConsole(Console):
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes in use, and their peak, on the device of this process with the most in use; empty if devices do not report
-    them."""
+    """Bytes in use, and their peak, on the fullest device of this process; empty if devices do not report them."""
     stats = [stat for device in jax.local_devices() if (stat := device.memory_stats())]
     keys = ("bytes_in_use", "peak_bytes_in_use")
     return {key: max(stat[key] for stat in stats) for key in keys} if stats else {}
 
 
 def short_count(number: float) -> str:
-    """Three digits and a power of 1000.
+    """A number as three digits and a power of 1000.
 
     >>> [short_count(x) for x in (0.25, 7.25, 999.4, 12345, 999_999, 2.5e9)]
     ['0.25', '7.25', '999', '12.3k', '1.00M', '2.50G']
@@ -200,7 +200,7 @@ def short_count(number: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Days and hours, or h:mm:ss.
+    """A duration as days and hours, or h:mm:ss.
 
     >>> [short_time(x) for x in (5, 65, 3 * 3600 + 62, 100 * 3600)]
     ['0:05', '1:05', '3:01:02', '4d 4h']
@@ -213,7 +213,7 @@ def short_time(seconds: float) -> str:
 
 
 def short_loss(loss: float) -> str:
-    """At most five digits.
+    """A loss with at most five digits.
 
     >>> [short_loss(x) for x in (0.00012, 3.14159, 123.4, float("nan"))]
     ['1.2e-04', '3.1416', '123.4', 'nan']

@@ -1,8 +1,8 @@
 """Compares the replicas of the state bitwise (`train.check_replicas`).
 
 Replicas are updated by the same program from the same sums, so they are bitwise equal. A difference is caused by faulty
-hardware, a memory cell or a core, and would spread without an error. An array that is sharded over all devices has no
-replica. A check reads the state once on every device and waits for it.
+hardware (a memory cell or a core), and would spread without an error. An array that is sharded over all devices has no
+replica. A check reads the state once on every device, and waits for the result.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ def check_replicas(state: Any, step: int) -> None:
 
 
 def _checksums(state: Any) -> dict[str, dict[str, int]]:
-    """{name and index of a shard: {device of this process: checksum}}."""
+    """Checksums as {name and index of a shard: {device of this process: checksum}}."""
     sums: dict[str, dict[str, int]] = {}
     for name, leaf in named_leaves(state).items():
         for shard in leaf.addressable_shards:

@@ -35,8 +35,8 @@ def data_fingerprint(cfg: Config) -> str:
 def refuse_another_run(
     built: Program, directory: Path, path: epath.Path, fingerprint: str
 ) -> tuple[int, dict[str, Any]]:
-    """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint of another
-    config, apart from fields that may change."""
+    """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if its config
+    differs in fields that must not change."""
     if not all(gather(path.is_dir())):
         return 0, {}
     with Checkpoints(path, read_only=True) as checkpoints:
@@ -82,9 +82,9 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
 
 
 class Rollback:
-    """Returns to the newest checkpoint, while the data continues, so that the data on which a run diverged is skipped.
+    """Returns to the newest checkpoint, but continues in the data, so that the data on which a run diverged is skipped.
 
-    The updates since that checkpoint are lost. No memory is needed, since the old state is freed first.
+    The updates since that checkpoint are lost. No additional memory is needed, since the old state is freed first.
     """
 
     def __init__(self, built: Program, checkpoints: Checkpoints) -> None:

@@ -1,10 +1,9 @@
 """A complete training run, from a config to a trained model; read it from top to bottom.
 
-Compile first, then allocate: a config that cannot be read or compiled leaves nothing behind. A run leaves
-`output/name/`: config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. With several processes all of them
-run this function in lockstep: each reads its own rows and writes its own shards; process 0 writes and prints
-everything else. Modules that only some runs need (planning, Hugging Face files, evaluation, references) are imported
-where they are used.
+The run is compiled before anything is allocated: a config that cannot be read or compiled leaves no files. A run writes
+`output/name/`: config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. All processes run this function in
+lockstep: each reads its own rows and writes its own shards; process 0 writes and prints everything else. Modules that
+only some runs need (planning, Hugging Face files, evaluation, references) are imported where they are used.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ if TYPE_CHECKING:
 class Result:
     """A run that has ended.
 
-    `directory`: its files. `step`: the number of updates. `metrics`: loss and others of the last update. `held_out`:
-    metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices. `program`: its
-    compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run. `compiled`:
-    its plan, unless the run had finished before.
+    `directory`: the directory of its files. `step`: the number of updates. `metrics`: the metrics of the last update.
+    `held_out`: the metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices.
+    `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run.
+    `compiled`: its plan; None if the run had finished before.
     """
 
     directory: Path
@@ -171,7 +170,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             if last:
                 break
         _flush(telemetry, loader)
-        save(force=True)  # if the data ended before the last step
+        save(force=True)  # has an effect if the data ended before the last step
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)
@@ -180,7 +179,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
 
 def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> Result | None:
-    """The result of a run whose steps are all done. Refuses a run of another config."""
+    """The result of a run whose steps are all done; None if steps are left. Refuses a run of another config."""
     if built.cfg.checkpoint.resume == "never":
         return None
     done, config = refuse_another_run(built, directory, path, fingerprint)
@@ -236,8 +235,8 @@ def _evaluator(built: Program, loader: Loader) -> Any:
 def _add_reference(
     built: Program, loader: Loader, state: TrainState, fingerprint: str, resumed: str | None
 ) -> dict[str, str]:
-    """For DPO: passes the reference's log-probability of each pair to the corpus, and returns the fingerprint of the
-    weights of the reference. `resumed`: this fingerprint in the checkpoint."""
+    """For DPO: passes the reference log-probabilities of each pair to the corpus, and returns the fingerprint of the
+    reference model's weights. `resumed`: this fingerprint in the checkpoint."""
     if built.cfg.objective.name != "dpo":
         return {}
     from jaxmem.inference.reference import reference_logprobs
@@ -256,7 +255,7 @@ def _flush(telemetry: Telemetry, loader: Loader) -> None:
 
 
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
-    """The progress of a run. `last`: the last row that a resumed run logged."""
+    """The progress of a run. `last`: the last row that was logged before a resume."""
     cfg, devices = built.cfg, built.layout.mesh.devices
     peak = peak_flops(devices.flat[0])
     spec = RunSpec(

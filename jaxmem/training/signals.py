@@ -1,10 +1,10 @@
 """Signals that ask a run to stop: it finishes the step, saves, and exits.
 
 SIGTERM comes from schedulers and `kill`, SIGINT from Ctrl-C, SIGUSR1 from a scheduler whose time limit is near. The
-first signal only sets a flag that the loop reads after each step. The exit code is 0 after SIGTERM (a clean stop is a
-success for its sender, and a printed line says that the run is not finished), 130 after Ctrl-C, as shells expect, and
-75 (EX_TEMPFAIL) after SIGUSR1: the same command should be queued again. A second signal has its default effect: it
-kills the process at once, even in compiled code; checkpoints on disk are complete at any moment.
+first signal only sets a flag that the loop reads after each step. The exit code is 0 after SIGTERM (the run stopped as
+its sender asked; a printed line says that it is not finished), 130 after Ctrl-C, as shells expect, and 75 (EX_TEMPFAIL)
+after SIGUSR1: the same command should be queued again. A second signal has its default effect: it kills the process at
+once, even in compiled code; checkpoints on disk are complete at any moment.
 """
 
 import os
@@ -30,12 +30,12 @@ def _handling(handler: Callable[[int], None], *numbers: signal.Signals) -> Itera
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not set in Python
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: the old handler was not set in Python
 
 
 def requeued_before_training() -> AbstractContextManager[None]:
-    """A context for everything before the loop, in which SIGUSR1 ends the process with the same exit code as later. The
-    handler exits instead of raising, since a library may catch or print an exception that is raised anywhere."""
+    """A context for everything before the loop, in which SIGUSR1 ends the process with the exit code that it has during
+    the loop. The handler exits instead of raising, since a library may catch an exception that is raised anywhere."""
 
     def end(_: int) -> None:
         error = TemporaryError("SIGUSR1 before the first step, nothing was trained; run the same command again")
@@ -47,15 +47,15 @@ def requeued_before_training() -> AbstractContextManager[None]:
 
 
 class StopSignal:
-    """A context for the loop, not for compilation: before there is a state to save, Ctrl-C should end the process. The
-    loop reads `requested` after each step."""
+    """A context for the loop, which reads `requested` after each step. Compilation is outside of it: before there is a
+    state to save, Ctrl-C ends the process."""
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
         self._handlers = _handling(self._handle, *EXIT_CODES)
 
     def from_any_process(self, number: int) -> bool:
-        """Whether any process was asked to stop. `number`: the largest signal of all processes, which all use."""
+        """Whether any process was asked to stop. `number`: the largest signal number of all processes; all use it."""
         if number:
             self.requested = signal.Signals(number)
         return number != 0

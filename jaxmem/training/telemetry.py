@@ -21,8 +21,8 @@ from jaxmem.training.trackers import Trackers
 
 
 class DivergedError(UserError):
-    """A loss that is not finite, or far above the previous losses. `key`: the key of the section `train` that states
-    what to do about it."""
+    """A loss that is not finite, or far above the previous losses. `key`: the key of the section `train` that selects
+    the response."""
 
     def __init__(self, finding: str, key: str) -> None:
         super().__init__(f"{finding}; lower optimizer.learning_rate or optimizer.clip, and run the same command again")
@@ -47,14 +47,14 @@ class SpikeDetector:
 
 
 class Telemetry:
-    """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `train.max_skipped` skipped
-    updates in a row) or spikes. `gradient_names` are the names that the metric `nonfinite.METRIC` indexes."""
+    """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `train.max_skipped`
+    consecutive skipped updates) or spikes. The metric `nonfinite.METRIC` indexes `gradient_names`."""
 
     def __init__(self, train: Train, gradient_names: Sequence[str], progress: Progress, trackers: Trackers) -> None:
         self._names, self._progress, self._trackers = gradient_names, progress, trackers
         self._max_skipped = train.max_skipped if train.on_nan == "skip" else 0
         self._spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
-        self._skipped = 0  # updates in a row
+        self._skipped = 0  # consecutive skipped updates
         self._pending: tuple[int, Metrics, Work] | None = None
         self.last: dict[str, float] = {}  # metrics of the last step that was read
         self.has_targets = False  # whether any step had a token (or image) to train on
@@ -115,7 +115,7 @@ class Profile:
             self._running = True
 
     def after(self, step: int, results: Any) -> None:
-        """Waits for the last profiled step, so that all of it is recorded."""
+        """Waits for the last profiled step, so that it is recorded completely."""
         if self._running and step == self._last:
             jax.block_until_ready(results)
             self.__exit__()

@@ -44,7 +44,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
 
 
 class Trackers:
-    """All trackers of a run as one. `last` is the last row logged before, or empty."""
+    """All trackers of a run as one. `last` is the last row that was logged before a resume, or empty."""
 
     def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: dict[str, Any]) -> None:
         self._trackers, self.last = trackers, last
@@ -70,8 +70,8 @@ class Trackers:
 class MetricsFile:
     """Writes one JSON object per line, immediately. A value that is not finite is null, since JSON has no NaN.
 
-    With `retry`, a line that cannot be written (full disk) is written with the next one; only lines that are not
-    written at the end are an error.
+    With `retry`, a line that cannot be written (full disk) is written with the next line; lines that cannot be written
+    until the end are an error.
     """
 
     def __init__(self, path: str | Path, step: int = 0, *, retry: bool = False) -> None:
@@ -101,7 +101,7 @@ class MetricsFile:
 
     def _write(self) -> None:
         try:
-            while self._unwritten:  # a disk that is nearly full may accept only a part
+            while self._unwritten:  # a nearly full disk may accept only a part of the bytes
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -126,7 +126,7 @@ class TensorBoard:
     def _open_after(self, step: int) -> Any:
         return _package("tensorboard").SummaryWriter(
             str(self._directory / "tensorboard"),
-            purge_step=step + 1 if step else None,  # hides the events from there on
+            purge_step=step + 1 if step else None,  # hides the events from this step on
             # File names have a resolution of one second: a quick restart would overwrite the file.
             filename_suffix=f".after-{step}-{secrets.token_hex(4)}",
         )
@@ -144,7 +144,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in the project `jaxmem`; WANDB_MODE=offline keeps it in `wandb/` for `wandb sync`.
+    """A run in the W&B project `jaxmem`; with WANDB_MODE=offline it is in `wandb/`, for `wandb sync`.
 
     Charts use the logged `step` instead of W&B's own count, which cannot decrease. Metrics that a killed run logged
     after its last checkpoint appear twice, with the same values.

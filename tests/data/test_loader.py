@@ -243,7 +243,7 @@ def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -
     assert data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "cache")["records"] == 4
     path.write_text("broken\n")
     with (
-        pytest.raises(UserError, match=r"1000 records in a row have nothing to train on; check data.on_invalid"),
+        pytest.raises(UserError, match=r"1000 consecutive records have no target token; check data.on_invalid"),
         data.Loader(config(path=str(path), on_invalid="skip", held_out=0.0, global_size=1)) as loader,
     ):
         next(loader)

@@ -1,8 +1,8 @@
 """Adafactor: the second moment of a matrix as its row and column sums (Shazeer and Stern, arXiv:1804.04235).
 
-A matrix [m, n] has m + n elements of state instead of 2mn, 4 (m + n) / (m n) bytes per parameter; a vector has one per
-element. Updates are scaled by the root mean square of the weights, so learning rates are relative: about 1e-2, where
-Adam uses 1e-3 or less.
+A matrix [m, n] has m + n elements of state instead of 2mn: 4 (m + n) / (m n) bytes per parameter. A vector has one
+value of state per element. Updates are scaled by the root mean square of the weights, so learning rates are relative:
+about 1e-2, where Adam uses 1e-3 or less.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from jaxmem.config.optimizers import AdafactorSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
 from jaxmem.sharding.weights import is_quantized
 
-DECAY = 0.8  # the average at update t forgets with 1 - t^-decay
+DECAY = 0.8  # at update t the moving average keeps the share 1 - t^-decay
 SQUARE = 1e-30  # added to each squared gradient
-LEAST_SIZE = 1e-3  # least root mean square of weights, for those initialized to zero
-LARGEST = 1.0  # root mean square of an update before it is scaled
+LEAST_SIZE = 1e-3  # lower limit of the root mean square of weights, for weights that are initialized to zero
+LARGEST = 1.0  # upper limit of the root mean square of an update before it is scaled
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Factored(MatrixRule):
                 (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
             )
             new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
-            # The outer product of both sums contains the mean one time too many.
+            # The outer product of both sums contains the mean twice.
             mean = averaged(before, every / columns) / rows
             u = g * jax.lax.rsqrt(new["row"] / mean)[:, None] * jax.lax.rsqrt(new["column"])[None, :]
         else:
@@ -54,7 +54,7 @@ class Factored(MatrixRule):
 
 @transformation(AdafactorSettings)
 def scale_by_adafactor(settings: AdafactorSettings, _: ParameterSpec) -> MatrixRule:
-    """The paper's algorithm 4 with relative step sizes: factored second moment, clipped, scaled by the weights.
+    """Algorithm 4 of the paper with relative step sizes: factored second moment, updates clipped and scaled by weights.
 
     >>> tx = scale_by_adafactor()
     >>> tx.init({"w": jnp.zeros((64, 32))}).leaves["w"]["row"].value.shape

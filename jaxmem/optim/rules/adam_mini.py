@@ -19,7 +19,7 @@ from jaxmem.optim.rules.plain import Adam, direction, next_moments
 @dataclass(frozen=True)
 class PerNeuron(MatrixRule):
     settings: AdamSettings
-    neurons: int  # the dimension that counts them
+    neurons: int  # the dimension of neurons
 
     def init(self, spec: ParameterSpec) -> State:
         return {"m": spec.zeros(), "v": spec.zeros((self.neurons,))}

@@ -1,12 +1,12 @@
-"""APOLLO: the gradient, with each column scaled like Adam would scale it (Zhu et al., arXiv:2412.05270).
+"""APOLLO: the gradient, with each column scaled as Adam would scale it (Zhu et al., arXiv:2412.05270).
 
-The scale of a column is estimated on a random projection of the gradient to `rank` rows: Adam runs there, and the ratio
-of norms after and before is the scale. For [m, n] with m <= n the state is two moments of rank x n elements; the
+The scale of a column is estimated on a random projection of the gradient to `rank` rows: the norm of Adam's update of
+the projection, divided by the norm of the projection. For [m, n] with m <= n the state is two rank x n moments; the
 projection is generated from a counter at every update and not stored. APOLLO-Mini has rank 1 and one scale for the
 complete matrix: 8 n + 4 bytes, the memory of SGD.
 
-The norm of an update grows by at most 1 % (the norm-growth limiter of Fira, arXiv:2410.01623). Vectors use Adam, and so
-do embeddings and the output projection unless `project_embeddings` is set.
+The norm of an update grows by at most 1 % per update (the norm-growth limiter of Fira, arXiv:2410.01623). Vectors use
+Adam, and so do embeddings and the output projection unless `project_embeddings` is set.
 """
 
 from dataclasses import dataclass

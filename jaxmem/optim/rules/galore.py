@@ -1,12 +1,12 @@
 """GaLore: Adam on low-rank projections of gradients; all weights are trained (Zhao et al., arXiv:2403.03507).
 
-For a matrix [m, n] with m <= n and rank r the state is a basis of m r numbers and two moments of r n: 4 (m r + 2 r n)
-bytes instead of 8 m n. For a square matrix with r = m / 4 this is 3 bytes per parameter, and 1 with moments in 8 bits
-and a basis in bfloat16 (the dtype of the weights). Embeddings, the output projection, vectors, and matrices whose
+For a matrix [m, n] with m <= n and rank r the state is a basis of m r elements and two moments of r n elements each: 4
+(m r + 2 r n) bytes instead of 8 m n. For a square matrix with r = m / 4 this is 3 bytes per parameter, or 1 with 8-bit
+moments and a bfloat16 basis (the dtype of the weights). Embeddings, the output projection, vectors, and matrices whose
 smaller dimension is at most the rank use the inner optimizer.
 
-The basis is refreshed every `refresh_every` updates by matmuls (`range_finder`), layers in turn: only the first update
-refreshes all of them. Projecting to low rank and back costs 4 m n r FLOPs per update.
+The basis is refreshed every `refresh_every` updates by matmuls (`range_finder`). Layers are refreshed in turn; only the
+first update refreshes all of them. Projecting to low rank and back costs 4 m n r FLOPs per update.
 
 Q-GaLore (Zhang et al., arXiv:2407.08296) stores the basis in 4 bits and doubles the refresh interval of a layer
 whose basis spans nearly the same space twice in a row.
@@ -44,7 +44,7 @@ class Projected(MatrixRule):
     inner_for: RuleFor
     spec: ParameterSpec
     rank: int
-    similarity: float | None = None  # Q-GaLore: overlap of two bases from which the interval is doubled
+    similarity: float | None = None  # Q-GaLore: least overlap of two bases for which the interval is doubled
 
     @property
     def side(self) -> Side:
@@ -75,14 +75,14 @@ class Projected(MatrixRule):
         # The planner reads from this name how often the branch runs; with Q-GaLore this is an upper bound.
         with jax.named_scope(f"runs_1_in_{every}"):
             basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, at, key), lambda k: k, basis_state)
-        # Matmuls in the weights' dtype: in bfloat16 they cost half of float32's, and accumulate in float32.
+        # Matmuls use the dtype of the weights: bfloat16 costs half of float32, and accumulates in float32.
         basis = _values(basis_state["basis"], g.dtype)
         low = self.side.project(basis, g)
         direction, inner = self.inner_for(self.side.low).update(low, state["inner"], at)
         if not self.settings.residual:
             return scale * self.side.back(basis, direction.astype(g.dtype)), {**basis_state, "inner": inner}
         ratio = self._outside(g, low, direction)
-        # u = P d + ratio (g - P low). The ratio of a column is one number, so both need only one matmul.
+        # u = P d + ratio (g - P low). With one ratio per column, this needs only one matmul.
         u = self.side.back(basis, (direction - ratio * low).astype(g.dtype)) + ratio * g.astype(jnp.float32)
         return scale * u, {**basis_state, "inner": inner}
 
@@ -90,7 +90,7 @@ class Projected(MatrixRule):
         """The factor by which the component of each column outside of the basis is scaled."""
         squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
         inside = squares(low)
-        # The basis is orthonormal, so the squared norm outside is the total minus the squared norm inside.
+        # The basis is orthonormal: the squared norm outside is the squared norm of g minus that of the projection.
         outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.away] - self.rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
@@ -102,7 +102,7 @@ class Projected(MatrixRule):
         q: QTensor = basis_state["basis"]
         same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
         interval = jnp.where(basis_state["interval"] == 0, self.settings.refresh_every, basis_state["interval"])
-        # First intervals differ between layers, and so do all later refreshes.
+        # The first intervals differ between layers, so that layers are never refreshed in the same update.
         stagger = jnp.where(basis_state["interval"] == 0, at.layer * self.settings.refresh_every // at.layers, 0)
         interval = jnp.where(same, 2 * interval, interval)
         return {
@@ -125,13 +125,13 @@ def scale_by_galore(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule
 
 @transformation(GaLoreSettings)
 def scale_by_galore8bit(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
-    """GaLore with Adam and moments in 8 bits."""
+    """GaLore with Adam, whose moments have 8 bits."""
     return _rule_for(settings, spec, quantized(Adam(settings), ADAM8))
 
 
 @transformation(QGaLoreSettings)
 def scale_by_qgalore(settings: QGaLoreSettings, spec: ParameterSpec) -> MatrixRule:
-    """Q-GaLore: moments in 8 bits, bases in 4."""
+    """Q-GaLore: moments in 8 bits, bases in 4 bits."""
     return _rule_for(settings, spec, quantized(Adam(settings), ADAM8), settings.similarity)
 
 

@@ -17,7 +17,7 @@ from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext,
 from jaxmem.optim.rules.plain import Adam
 
 STEPS = 5
-QUINTIC = (3.4445, -4.7750, 2.0315)  # the steepest at zero that stays near one
+QUINTIC = (3.4445, -4.7750, 2.0315)  # the polynomial that is steepest at zero and maps values near one to near one
 ADAM_SIZE = 0.2  # root mean square of Adam's updates
 
 
@@ -35,12 +35,12 @@ class Orthogonalized(MatrixRule):
     def update(self, g: jax.Array, state: State, _: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
         m = self.momentum * state["m"] + (1 - self.momentum) * g
-        ahead = self.momentum * m + (1 - self.momentum) * g  # Nesterov's
+        ahead = self.momentum * m + (1 - self.momentum) * g  # Nesterov momentum
         return ADAM_SIZE * max(g.shape) ** 0.5 * newton_schulz(ahead), {"m": m}
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
-    """Approximately the orthogonal factor of a matrix: singular values between 0.7 and 1.2."""
+    """The orthogonal factor of a matrix, approximately: its singular values are between 0.7 and 1.2."""
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.T).T
     a, b, c = QUINTIC

@@ -18,26 +18,26 @@ from jaxmem.sharding.weights import is_quantized
 
 
 def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> optax.GradientTransformation:
-    """Two moments: 8 bytes per parameter for float32 weights."""
+    """Adam with two moments: 8 bytes per parameter for float32 weights."""
     del axes  # elementwise: a stack is treated like any other array
     return _in_dtype_of_weights(optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
 
 
 def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: Any = None) -> optax.GradientTransformation:
-    """One moment (Chen et al., arXiv:2302.06675)."""
+    """Lion with one moment (Chen et al., arXiv:2302.06675)."""
     del axes
     return _in_dtype_of_weights(optax.scale_by_lion(settings.beta1, settings.beta2))
 
 
 def trace(settings: SgdSettings = SgdSettings(), *, axes: Any = None) -> optax.GradientTransformation:
-    """No state without momentum; with it one number per parameter."""
+    """SGD: no state without momentum; with momentum, one value per parameter."""
     del axes
     return _in_dtype_of_weights(optax.trace(settings.momentum)) if settings.momentum else optax.identity()
 
 
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """State in the dtype of each weight, for any dtype of its gradient. The dtype of a quantized weight is that of
-    its dequantized values."""
+    """`tx` with state in the dtype of each weight, for any dtype of its gradient. The dtype of a quantized weight is
+    that of its dequantized values."""
 
     def init(params: Any) -> Any:
         plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731
@@ -86,7 +86,7 @@ class Adam(MatrixRule):
 
 @dataclass(frozen=True)
 class Lion(MatrixRule):
-    """The sign of an average that includes one gradient more than the stored one (Chen et al., arXiv:2302.06675)."""
+    """The sign of an average of the stored moment and the new gradient (Chen et al., arXiv:2302.06675)."""
 
     settings: LionSettings
 

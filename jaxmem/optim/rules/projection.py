@@ -16,7 +16,7 @@ from jaxmem.sharding import constrain, if_even
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST
-ROUNDING = 1e-6  # relative, of float32 sums: added to a Gram matrix so that its Cholesky factor exists
+ROUNDING = 1e-6  # relative error of float32 sums; added to a Gram matrix so that its Cholesky factor exists
 FRESH = 0.1  # share of random directions at the start of a refresh
 
 
@@ -44,19 +44,19 @@ class Side:
     def low(self) -> ParameterSpec:
         """The spec of the projected matrix for the inner optimizer."""
 
-        def replaced(values: tuple, new: object) -> tuple:
+        def replace(values: tuple, new: object) -> tuple:
             return (*values[: self.away], new, *values[self.away + 1 :])
 
         spec = self.spec
         return dataclasses.replace(
             spec,
-            shape=replaced(spec.shape, self.rank),
-            axes=replaced(spec.axes, PROJECTED),
-            dims=replaced(spec.dims, PROJECTED),
+            shape=replace(spec.shape, self.rank),
+            axes=replace(spec.axes, PROJECTED),
+            dims=replace(spec.dims, PROJECTED),
         )
 
     def project(self, basis: jax.Array, g: jax.Array) -> jax.Array:
-        """[away, kept] or [kept, away] to rank in the place of `away`."""
+        """The projected gradient: the dimension `away` becomes the rank."""
         low = _matmul(basis.T, g) if self.away == 0 else _matmul(g, basis)
         return self._as_state(low, self.low)
 
@@ -118,5 +118,5 @@ def orthonormal(x: jax.Array) -> jax.Array:
 
 
 def random_projection(key: jax.Array, size: int, rank: int) -> jax.Array:
-    """[size, rank] normal numbers that preserve norms on average (Johnson and Lindenstrauss)."""
+    """A random normal matrix [size, rank] that preserves norms on average (Johnson and Lindenstrauss)."""
     return jax.random.normal(key, (size, rank), jnp.float32) * rank**-0.5

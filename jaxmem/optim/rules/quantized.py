@@ -2,8 +2,8 @@
 
 8-bit Adam has 2.03 bytes of state per parameter instead of 8, with the same final loss (Dettmers et al.,
 arXiv:2110.02861): a dynamic code for each moment, and a float32 scale for each block of 256. In 4 bits (Li et al.,
-arXiv:2309.01507) it has 1.06 bytes, with blocks of 128. A second moment is never rounded to zero, but up to the
-smallest nonzero code: if it were zero and the first moment were not, the update would be unbounded.
+arXiv:2309.01507) it has 1.06 bytes, with blocks of 128. A second moment that would be rounded to zero is rounded up to
+the smallest nonzero code: with zero and a nonzero first moment, the update would be unbounded.
 
 Vectors, scalars and parameters of fewer than 4096 elements have float32 state. An update dequantizes, steps and
 quantizes part by part, so that at most 32 MiB of each moment exist in float32.
@@ -27,10 +27,10 @@ from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
 
 MIN_SIZE = 4096  # elements below which quantized state saves too little
-SHARDS = 8  # a multiple of so many blocks along a dimension, if possible: shards then have complete blocks
-SPLIT_FINELY = ("embed", "projected", "vocab")  # sharded over many devices, or of any size: avoided for blocks
+SHARDS = 8  # if possible, a dimension has a multiple of this number of blocks, so that shards have complete blocks
+SPLIT_FINELY = ("embed", "projected", "vocab")  # dimensions without blocks if possible: sharded finely, or of any size
 
-Formats = tuple[tuple[str, str], ...]  # names of the state, and their formats
+Formats = tuple[tuple[str, str], ...]  # (name of a state array, its format)
 ADAM8: Formats = (("m", "dynamic8"), ("v", "udynamic8"))
 ADAM4: Formats = (("m", "dynamic4"), ("v", "udynamic4"))
 MOMENTUM8: Formats = (("m", "dynamic8"),)
@@ -147,7 +147,7 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
 
 
 def zeros(shape: tuple[int, ...], form: str, block: int, axis: int) -> QTensor:
-    """Zeros in any format, since the scale of a block is zero."""
+    """A quantized array of zeros: in every format, a block with scale zero."""
     like = jax.eval_shape(lambda: quantize(jnp.zeros(shape, jnp.float32), form, block, axis))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
@@ -158,5 +158,5 @@ def _above_zero(q: QTensor) -> QTensor:
         return q
     if FORMATS[q.format].bits == 8:
         return dataclasses.replace(q, codes=jnp.maximum(q.codes, 1))
-    first, second = q.codes & 0xF0, q.codes & 0x0F  # two codes to a byte
+    first, second = q.codes & 0xF0, q.codes & 0x0F  # two codes per byte
     return dataclasses.replace(q, codes=jnp.maximum(first, 0x10) | jnp.maximum(second, 0x01))
