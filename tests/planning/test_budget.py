@@ -6,12 +6,15 @@ from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.machine.gpus import GPUS
+from jaxmem.planning import budget
 from jaxmem.planning.budget import ACCESS, PolicyCandidate, candidates, largest_that_fits, resolve_remat, with_policy
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
 from jaxmem.planning.passes import passes_of
-from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.planning.predict import estimate
+from jaxmem.planning.state import STATE
+from jaxmem.planning.targets import parse_target, target_devices, usable_memory
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
@@ -105,6 +108,18 @@ def test_on_a_cpu_the_estimate_decides(gib: float, remat: str) -> None:
     assert chosen.memory.remat == remat
     assert why is not None
     assert resolve_remat(chosen, parse_target("cpu:1")) == (chosen, None)
+
+
+def test_the_share_that_xla_does_not_fill_stays_free(monkeypatch) -> None:
+    """Above it XLA recomputes by itself and overlaps less communication."""
+    limits: list[int] = []
+    monkeypatch.setattr(budget, "largest_that_fits", lambda ladder, limit, *_: limits.append(limit) or ladder[0])
+    asked = given(remat="auto")
+    target = parse_target("h100-80gb:1")
+    resolve_remat(asked, target)
+    state = sum(size for part, size in estimate(given(remat="full"), "gpu").parts.items() if part in STATE)
+    usable = usable_memory(target, asked)
+    assert limits == [state + round(0.95 * (usable - state))]
 
 
 def test_what_is_split_counts_for_one_device() -> None:
