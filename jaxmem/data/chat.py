@@ -74,7 +74,7 @@ class Conversations(JsonRecords):
 
 
 class Preferences(JsonRecords):
-    """Pairs of answers to the same prompt, one of which was preferred: lines of JSONL.
+    """Pairs of answers to the same prompt, one of which is preferred, as lines of JSONL.
 
         {"prompt": "...", "chosen": "...", "rejected": "..."}
         {"prompt": [messages], "chosen": [messages], "rejected": [messages]}      and the other forms of `chat_forms`

@@ -1,15 +1,15 @@
 """Memory per device before anything is allocated: the step of `train` is compiled, and XLA's decisions are read.
 
 A plan is for local devices, or for any number of GPUs that are not installed, since XLA's GPU compiler runs without a
-GPU. A plan of 8 B parameters for 8 GPUs takes about ten seconds of CPU time and 1 GiB of memory; for 1,024 GPUs hardly
-more, since every device runs the same program.
+GPU. A plan of 8 B parameters for 8 GPUs takes about ten seconds of CPU time and 1 GiB of memory. A plan for 1,024 GPUs
+takes hardly more, since every device runs the same program.
 
-    compile      the step is compiled: XLA's scheduled module (hlo) and buffer assignment (buffers)
+    compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
     breakdown    the part of each buffer at the peak: by the inputs that it was computed from (origins), its shape
                  (known_shapes), its pass and its source file
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline, and the source lines of the largest buffers
-    predict      bytes and seconds by arithmetic: state, passes (one traced row), share, step_time
+    predict      bytes and seconds by arithmetic: state, passes (one traced sequence), share, step_time
     budget       `memory.remat: auto`, from the operations of one traced layer (layers)
     result       the plan: results of all modules above, warnings (advice), JSON and a table
 """

@@ -22,9 +22,9 @@ from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 
-LARGE, NOTABLE = 0.2, 0.01  # shares of the total
+LARGE, NOTABLE = 0.2, 0.01  # shares of the total bytes
 SPILLED, TOO_LONG = "spilled", "sequence length"  # training prints these warnings too
-MOST = 0.5  # share of the offloaded bytes: if more are on the device at the peak, offloading saves little
+MOST = 0.5  # if a larger share of the offloaded bytes is on the device at the peak, offloading saves little
 
 
 def warnings_of(plan: Plan) -> list[PlanWarning]:
@@ -32,7 +32,7 @@ def warnings_of(plan: Plan) -> list[PlanWarning]:
 
 
 def _remedies(cfg: Config, *options: str | None) -> str:
-    """The options to choose from, without settings that the config has already.
+    """The remedies, without settings that the config has already.
 
     >>> from jaxmem.config import load_config
     >>> cfg = load_config("configs/demo.yaml", ["memory.remat=full"])
@@ -52,7 +52,7 @@ def _has(cfg: Config, setting: str) -> bool:
 
 
 def _smaller_micro_batch(cfg: Config) -> str:
-    """The setting for fewer rows per device in a micro-batch; for shorter rows if there is only one."""
+    """The setting for fewer sequences per device in a micro-batch; for shorter sequences if there is only one."""
     rows = cfg.batch.global_size // cfg.batch.accumulate // cfg.mesh.row_shards
     factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     return f"batch.accumulate={factor * cfg.batch.accumulate}" if factor else "a shorter data.sequence_length"

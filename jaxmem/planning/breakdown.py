@@ -31,7 +31,7 @@ LABELS = {
 # Kinds of activations.
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
-UPDATES = "updates"  # gradients after the optimizer; before it they are summed or scaled
+UPDATES = "updates"  # the outputs of the optimizer; its inputs are summed or scaled gradients
 STATE_COPIES = "working copies"  # copies of optimizer state
 _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
 # The arrays of a quantized weight besides its integer codes.
@@ -41,7 +41,7 @@ _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: 
 
 
 def _source_file(module: ModuleType) -> str:
-    """The end of a module's path: a cached program may have been compiled from another checkout."""
+    """The end of a module's path, since a cached program may have been compiled from another checkout."""
     return "/".join(Path(str(module.__file__)).parts[-2:])
 
 
@@ -53,7 +53,7 @@ _ATTENTION = "kernels/fused_attention"
 @dataclass(frozen=True)
 class NamedBuffer:
     part: str  # one of PARTS
-    kind: str  # within a part: "logits", "saved for the backward pass", ...
+    kind: str  # the kind within a part: "logits", "saved for the backward pass", ...
     size: int
     what: str  # the path of an argument, or the shape of a temporary
     made_by: str  # jax's name of the operation; "" if it has none
@@ -124,7 +124,7 @@ class Breakdown:
 
     @cached_property
     def _backward(self) -> int:
-        """The moment at which the backward pass begins: its first matrix multiplication."""
+        """The moment at which the backward pass begins, i.e. of its first matrix multiplication."""
         matmuls = (
             time for time, one in enumerate(self.lifetimes.schedule)
             if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, one.inner())))
@@ -205,8 +205,8 @@ def is_of_loss(frames: Sequence[Frame]) -> bool:
 
 
 def information(maker: Instruction) -> tuple[bool, bool, bool]:
-    """A rank of operations that write one buffer: an operation that fills it is more informative than one that
-    initializes it with zeros."""
+    """A rank of the operations that write one buffer: an operation that fills the buffer is more informative than an
+    operation that initializes it with zeros."""
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
 
 

@@ -1,11 +1,11 @@
 """`memory.remat: auto`: the fastest recompute policy that fits the memory.
 
-Every set of names of activations is a candidate: the bytes that it saves and the work that it recomputes follow from
-one trace of a layer (`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K
-boundaries in the best positions. A candidate is dropped if another one has fewer bytes and takes less time. The rest of
-the memory of the step cannot be estimated to within a percent, so for GPUs the step is compiled, up to four times, with
-the candidate that is expected to be the fastest one that fits. For CPUs, whose memory is large and whose compiler is
-slow, the estimate decides.
+Every set of names of activations is a candidate: its saved bytes and its recomputed FLOPs follow from one trace of a
+layer (`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K boundaries in the
+best positions. A candidate is dropped if another candidate saves fewer bytes and takes less time. The rest of the
+memory of the step cannot be estimated to within a percent, so for GPUs the step is compiled, up to four times, with the
+candidate that is expected to be the fastest that fits. For CPUs, whose memory is large and whose compiler is slow, the
+estimate decides.
 
 The result is an ordinary policy, known before the step is made. A plan and a run choose the same policy, and
 config.yaml of the run records it instead of `auto`.
@@ -33,12 +33,12 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.stack.schedule import schedule
 from jaxmem.step import program
 
-TRIES = 4  # steps that are compiled, if one of them fits
-ROOM = 1000  # compiled with this many times the memory: at the limit XLA would recompute by itself
+TRIES = 4  # largest number of compiled steps, if one of them fits
+ROOM = 1000  # steps are compiled for this many times the memory, since at the limit XLA would recompute by itself
 # Share of the memory without the state that XLA fills with temporaries (xla_gpu_memory_limit_slop_factor). Beyond it,
 # XLA recomputes, and overlaps less communication: llama3-70b on 16 H100s takes 1.95 instead of 1.33 s.
 FILLED = 0.95
-WORTH = 0.01  # share of the time of the layers; no step is compiled for a smaller gain
+WORTH = 0.01  # no step is compiled for a smaller gain than this share of the time of the layers
 SLACK = 0.1  # share of the memory that an estimate leaves free
 ACCESS = 2  # bytes of memory traffic per recomputed element: fused operations write few of their results
 
@@ -47,14 +47,14 @@ ACCESS = 2  # bytes of memory traffic per recomputed element: fused operations w
 class PolicyCandidate:
     remat: str | Save
     saved: int  # bytes per device
-    recomputed: float  # seconds per row, in all layers
+    recomputed: float  # seconds of recomputation per sequence, in all layers
 
 
 def resolve_remat(
     cfg: Config, target: Target, reserve_gib: float | None = None, *, compiles: bool = True
 ) -> tuple[Config, str | None]:
-    """The config with a policy instead of `memory.remat: auto`, and why it was chosen; any other config unchanged, and
-    None. `compiles`: False to choose by the estimate alone, with some memory left free."""
+    """The config with a policy instead of `memory.remat: auto`, and the reason for it; (the same config, None) if
+    `memory.remat` is not auto. `compiles`: False to choose by the estimate alone, with some memory left free."""
     if cfg.memory.remat != "auto":
         return cfg, None
     limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
@@ -90,21 +90,22 @@ def largest_that_fits(
     rest: float,
     worth: float = 0.0,
 ) -> PolicyCandidate:
-    """The last candidate that TRIES compilations show to fit the limit; if none does, the first. `rest`: the estimated
-    bytes of a step without its saved activations. `worth`: the gain in seconds per row for which a step is compiled."""
+    """The last candidate that TRIES compilations show to fit the limit; if none fits, the first. `rest`: the estimated
+    bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for which a step is
+    compiled."""
     known: dict[int, int] = {}  # bytes of compiled candidates, by number
     low, high = -1, len(ladder)  # candidates up to `low` fit; from `high` on they do not
     while high - low > 1 and (len(known) < TRIES or low < 0):
         if low >= 0 and ladder[low].recomputed - ladder[high - 1].recomputed < worth:
             break
         slope, last = 1.0, list(known)[-2:]
-        if len(last) == 2:  # not every saved byte is in memory at the peak
+        if len(last) == 2:  # extrapolates, since not every saved byte is in memory at the peak
             slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
             rest = known[last[-1]] - slope * ladder[last[-1]].saved
         guess = sum(slope * one.saved + rest <= limit for one in ladder) - 1
         if guess <= low and len(last) == 2:
-            break  # extrapolated from the last two, the next one does not fit
+            break  # by extrapolation, the next candidate does not fit
         number = min(max(guess, low + 1), high - 1)
         known[number] = needed(ladder[number])
         low, high = (number, high) if known[number] <= limit else (low, number)
@@ -112,8 +113,8 @@ def largest_that_fits(
 
 
 def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandidate], float]:
-    """The candidates of a config whose mesh is resolved, ordered by bytes saved; each recomputes less than the one
-    before. And the seconds that the matmuls of all layers take per row, forward and backward."""
+    """The candidates of a config whose mesh is resolved, ordered by bytes saved, each with less recomputation than the
+    one before; and the seconds of the matmuls of all layers per sequence, forward and backward."""
     layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
     rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
     without = with_policy(cfg, PolicyCandidate("none", 0, 0.0))

@@ -1,9 +1,9 @@
 """The buffers that are alive in a compiled program's memory at each moment, and at its peak.
 
-XLA packs all temporaries of a program into one allocation; the buffer assignment states each buffer's offset, the
-schedule its lifetime. Lifetimes are computed like XLA's: instructions are numbered in the order in which they run, a
-loop's body before the loop; a buffer is alive from where it is computed to its last use under any of its aliases. At
-the peak each byte of the allocation belongs to one buffer, or to a gap, which is the cost of packing.
+XLA packs all temporaries of a program into one allocation. The buffer assignment states each buffer's offset; its
+lifetime follows from the schedule. Lifetimes are computed as in XLA: instructions are numbered in the order in which
+they run, a loop's body before the loop; a buffer is alive from where it is computed to its last use under any of its
+aliases. At the peak each byte of the allocation belongs to one buffer, or to a gap, which is the cost of packing.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from jaxmem.planning.hlo import HOST_SPACE, Computation, HloShape, Instruction, 
 from jaxmem.planning.hlo_proto import BufferAssignmentProto
 
 Kind = Literal["argument", "output", "temporary", "constant"]
-Index = tuple[int, ...]  # into a tuple's shape
+Index = tuple[int, ...]  # a position in a nested tuple of arrays
 Span = tuple[int, int]  # first and last moment
 
 
@@ -104,7 +104,7 @@ def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
 
 
 class Lifetimes:
-    """The moment at which each instruction of a module runs, and the lifetimes of values between them."""
+    """The moment at which each instruction of a module runs, and the lifetimes of values."""
 
     def __init__(self, module: Module) -> None:
         self._time: dict[Instruction, int] = {}
@@ -148,7 +148,7 @@ class Lifetimes:
                 if user.opcode == "get-tuple-element" and index[:1] != (user.number,):
                     continue
                 last = max(last, self._time[user])
-                if user.opcode.endswith("-start"):  # reads until it is done
+                if user.opcode.endswith("-start"):  # an asynchronous operation reads until it is done
                     last = max(last, *(self._time[done] for done in user.users))
                 following += _forwarded(one, index, user)
             waiting += (place for place in following if place not in seen)
@@ -183,7 +183,7 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
         if first <= time <= last:
             places[buffer.offset, buffer.size].append(buffer)
     regions, covered = [], 0
-    # If places overlap without being equal, the common bytes belong to the one that begins first.
+    # If regions overlap without being equal, the common bytes belong to the region that begins first.
     for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
         own = max(0, offset + size - max(offset, covered))
         covered = max(covered, offset + size)

@@ -1,8 +1,8 @@
 """The communication of a compiled program: collectives between devices, copies between a device and host memory.
 
 Bytes are counted on the links of one device, with ring algorithms (Thakur et al., 2005). For n devices and an array of
-B bytes (of an all-gather: the gathered array), all-gather, reduce-scatter and all-to-all send (n - 1) / n B bytes, an
-all-reduce twice as many, and a permutation B.
+B bytes (for an all-gather: the gathered array), all-gather, reduce-scatter and all-to-all send (n - 1) / n B bytes, an
+all-reduce sends 2 (n - 1) / n B, and a permutation B.
 """
 
 import itertools
@@ -36,11 +36,11 @@ class Transfer:
 
     @property
     def link(self) -> str:
-        """The link that it uses. Collectives share one link; copies to the host and copies from it have a link each."""
+        """The link of the transfer. Collectives share one link; copies to the host have a link, and copies from it."""
         return "network" if self.kind in COLLECTIVES else self.kind
 
     def seconds(self, gpu: Gpu, *, one_host: bool = False) -> float:
-        """Seconds on these GPUs. `one_host`: as if all devices of the group shared one host."""
+        """Seconds on these GPUs. `one_host`: the seconds if all devices of the group shared one host."""
         if self.kind not in COLLECTIVES:
             return LATENCY + self.wire_bytes / gpu.host_rate
         return LATENCY + self.wire_bytes / gpu.link_rate(self.group, self.group if one_host else self.neighbours)
@@ -82,7 +82,7 @@ def host_copy(one: Instruction) -> Transfer | None:
         while inner.opcode in ("async-start", "fusion", "bitcast"):
             inner = inner.operands[0] if inner.opcode == "bitcast" else inner.called[0].root
         while inner.opcode == "copy" and inner.operands[0].opcode in ("bitcast", "copy", "dynamic-slice"):
-            inner = inner.operands[0]  # a slice that is transposed on the way
+            inner = inner.operands[0]  # a slice that the copy transposes
         if inner.opcode not in ("copy", "dynamic-slice", "dynamic-update-slice"):
             return None
         is_update = inner.opcode == "dynamic-update-slice"
@@ -102,7 +102,7 @@ def _groups(proto: Any, devices: int) -> np.ndarray:
     listed = proto.collective_device_list
     for iota in (proto.iota_collective_device_list, listed.iota_replica_group_list):
         if iota.num_replica_groups:
-            # All devices in order form a grid, whose axes are permuted; then it is cut into groups.
+            # All devices in order form a grid. Its axes are permuted; then it is cut into groups.
             grid = np.arange(iota.num_replica_groups * iota.num_devices_per_group).reshape(iota.iota_reshape_dims)
             return grid.transpose(iota.iota_transpose_perm or None).reshape(iota.num_replica_groups, -1)
     rows = listed.replica_groups or proto.replica_groups
@@ -110,13 +110,13 @@ def _groups(proto: Any, devices: int) -> np.ndarray:
 
 
 def _groups_of_mesh(proto: Any) -> np.ndarray:
-    """The groups along some axes of a mesh, or along factors of axes. Device ids are listed, ascending, or in the order
-    of a grid whose axes are permuted."""
+    """The groups along some axes of a mesh, or along factors of axes. Device ids are ascending, listed, or in the order
+    of a grid with permuted axes."""
     mesh = proto.mesh
     sizes = [axis.size or 1 for axis in mesh.axes]
     grid = np.arange(math.prod(sizes)).reshape(mesh.iota.dims or -1)
     ids = list(mesh.device_ids) or grid.transpose(mesh.iota.transpose_perm or None).reshape(-1)
-    parts: dict[int, list[tuple[int, int]]] = {}  # by axis: begin and end of each part, as cumulative sizes
+    parts: dict[int, list[tuple[int, int]]] = {}  # for each axis: begin and end of its parts, as cumulative sizes
     for ref in proto.axes:
         first = ref.sub_axis_info.pre_size or 1
         last = first * (ref.sub_axis_info.size or sizes[ref.mesh_axis_index])

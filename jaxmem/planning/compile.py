@@ -1,11 +1,11 @@
 """Compiling a program, and reading what the compiler decided: the scheduled module, the buffer assignment, the log.
 
 A program for local devices is compiled as it will run. For GPUs that are not installed, compilation stops before code
-generation: the first part of a compilation optimizes the program, schedules it and assigns each value its memory; the
-second generates a kernel for each instruction, through MLIR, LLVM and ptxas, and takes five times as long without
-changing a byte or the order of an instruction. Between the two parts XLA dumps its decisions on request, then opens its
-kernel cache. jaxmem names a file that is not a valid cache, so XLA stops there with an error. A version of XLA that
-ignores this file also generates code, with the same numbers (a test compares them).
+generation. The first part of a compilation optimizes the program, schedules it and assigns memory to each value. The
+second part generates a kernel for each instruction, through MLIR, LLVM and ptxas: it takes five times as long, and
+changes neither bytes nor the order of instructions. Between the two parts XLA dumps its decisions on request, and then
+opens its kernel cache. jaxmem names a file that is not a valid cache, so XLA stops there with an error. A version of
+XLA that ignores this file also generates code; the bytes are the same (a test compares them).
 """
 
 import contextlib
@@ -28,21 +28,20 @@ from jaxmem.planning.hlo import Module, read_module
 from jaxmem.planning.hlo_proto import HloProto
 
 Options = dict[str, bool | str]
-# Lines of XLA's log. A plan warns about arrays that are replicated; it reports by itself that a program exceeds the
-# memory; and compilation is repeated with `TRY_ALL` if a matmul has no default kernel, about which XLA logs a page.
+# Lines of XLA's log that are not printed. A plan has its own warning about replicated arrays and about a program that
+# exceeds the memory; and compilation is repeated with `TRY_ALL` if a matmul has no default kernel.
 _REPLICATED = re.compile(rb"(?m)^.*Involuntary full rematerialization.*?for HLO operation (?P<array>%\S+ = \S+).*\n?")
 _OVER_LIMIT = re.compile(rb"(?m)^.*(?:arguments \(\d+\) exceeds the base limit|Can't reduce memory use below).*\n?")
 _NO_DEFAULT_LOG = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
-# LLVM, which runs after XLA, need not optimize a program that never runs; its optimization takes half the compile time
-# on CPUs.
+# Without LLVM's optimization, for programs that never run: it takes half of the compile time on CPUs.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-# Without a GPU no kernel can be timed: XLA uses its default for each matmul.
+# Without a GPU no kernel can be timed, so XLA uses its default kernel for each matmul.
 UNTIMED: Options = {"xla_gpu_autotune_level": "0"}
-# jax 0.11 has no default for some matmuls with concatenated operands, such as the gradient of joined weights. At this
-# level XLA tries all kernels of each matmul, which takes several times as long.
+# jax 0.11 has no default kernel for some matmuls with concatenated operands, e.g. the gradient of joined weights. At
+# this level XLA tries all kernels of each matmul, which takes several times as long.
 TRY_ALL: Options = {"xla_gpu_autotune_level": "1"}
 _NO_DEFAULT = "No supported config found"
-_NO_CACHE = "no-cache-of-kernels"  # the name of the file, which XLA's error message repeats
+_NO_CACHE = "no-cache-of-kernels"  # the name of the invalid cache file, which XLA's error message contains
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Compiled:
 
     serialized_module: bytes
     assignment: bytes
-    wants_host: bool = False  # whether the program places values in host memory
+    wants_host: bool = False  # whether the program requests values in host memory
     executable: jax.stages.Compiled | None = None  # None: compiled for devices that are not installed
 
     @cached_property
@@ -122,8 +121,8 @@ def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
 
 @contextlib.contextmanager
 def replicated_arrays() -> Iterator[list[str]]:
-    """A list of the arrays that XLA replicates on every device to reshard them, from its log, `%name = dtype[dims]`.
-    The other lines of the log are written to standard error at the end, without those that plans explain."""
+    """A list of the arrays that XLA replicates on every device to reshard them, from its log, as `%name = dtype[dims]`.
+    The other lines of the log are written to standard error at the end, except for lines that plans explain."""
     arrays: list[str] = []
 
     def rest(log: bytes) -> bytes:
@@ -140,7 +139,7 @@ def compile_elsewhere(lowered: jax.stages.Lowered, options: Options = UNTIMED) -
     """The scheduled module and its buffer assignment, serialized by XLA, for devices that are not installed."""
     with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
         no_cache = Path(directory, _NO_CACHE)
-        # No protobuf message begins with these bytes, and they are longer than the block that XLA reads at once.
+        # An invalid cache: no protobuf message begins with these bytes, and they exceed the block that XLA reads.
         no_cache.write_bytes(b"\xff" * 2**16)
         dump: Options = {
             "xla_dump_to": directory, "xla_dump_hlo_as_proto": True, "xla_gpu_kernel_cache_file": str(no_cache)
@@ -163,7 +162,7 @@ def without_cache() -> Iterator[None]:
     config: Any = jax.config
     before = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax decides only once whether it uses one
+    compilation_cache.reset_cache()  # otherwise jax would not read the setting again
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """The memory of a device over one step: every moment of the schedule, at its estimated time.
 
-The body of a loop is in the schedule once and is shown once, over the entire time of the loop. Arguments and results
-are in memory from beginning to end, a temporary from where it is computed to its last use. Bytes that packing leaves
-free at the peak count as `other` during the entire step, so the peak equals the total of the plan to the byte.
+The body of a loop is in the schedule once, and is shown once, over the entire time of the loop. Arguments and results
+are in memory during the entire step, a temporary from where it is computed to its last use. Bytes that packing leaves
+free at the peak count as `other` during the entire step, so the peak equals the total of the plan exactly.
 """
 
 import math
@@ -30,14 +30,14 @@ from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
 
 PASSES = ("forward", "loss", "backward", "update")
-# From the bottom up: bands that are permanent, then bands that vary.
+# The bands of the chart, from the bottom up: permanent bands, then bands that vary.
 BANDS = (
     "weights", "optimizer", "other", "gradients", "saved for the backward pass", "weights, gathered or cast", "logits",
     "other activations",
 )  # fmt: skip
 COLUMNS = 480
 LARGEST = 10
-# The band of an activation, by its kind; of other buffers, by their part.
+# The band of a buffer: for activations by kind, for other buffers by part.
 _BANDS = {
     SAVED: "saved for the backward pass", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",
     LOGITS: "logits", "parameters": "weights", "quantization": "weights", "master": "optimizer",
@@ -45,17 +45,17 @@ _BANDS = {
     "other": "other",
 }  # fmt: skip
 MODELS, STACK = "jaxmem/models/", "jaxmem/stack/"
-_STEPS = 64  # at most this many operations back from a buffer to the one that filled it
-# Operations that return their operand, perhaps in another order or dtype.
+_STEPS = 64  # largest number of operations between a buffer and the operation that computed its values
+# Operations that return their operand, possibly in another order or dtype.
 _FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
 
 
 def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> dict[str, Any]:
     """The memory of a step that needs `total` bytes per device, as memory.json has it; `timed` is its timeline.
 
-    `columns` are rows [begin, bytes of each band]: the peak between this begin and the next one. Times are shares of
-    the step, which takes `seconds`; null: the speed of the device is unknown, and times are in the proportions of a
-    typical CPU. `largest`: the largest buffers at the peak; `largest_made`: the largest temporaries at the peak.
+    `columns` are lists [begin, bytes of each band]: the peak between this begin and the next. Times are shares of the
+    step, which takes `seconds`. If the speed of the device is unknown, `seconds` is null, and times are in the
+    proportions of a typical CPU. `largest`: the largest buffers at the peak; `largest_made`: the largest temporaries.
     """
     if target.gpu is None:
         timed = timeline(breakdown.module, gpus.CPU, target.count, target.per_host)
@@ -107,7 +107,7 @@ def _described(buffer: NamedBuffer, breakdown: Breakdown) -> dict[str, Any]:
 
 
 def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> list[float]:
-    """When each moment of the schedule begins, as a share of the step, and when the last one ends."""
+    """The begin of each moment of the schedule as a share of the step, and the end of the last moment."""
     order = breakdown.lifetimes.schedule
     durations = dict.fromkeys(order, 0.0)
     placed: set[Computation] = set()
@@ -133,7 +133,7 @@ def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> lis
 
 
 def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[list[float]]:
-    """Rows of equal width from steps (begin, end, bytes of each band); equal neighbours are merged."""
+    """The `columns` of equal width, from steps (begin, end, bytes of each band); equal neighbours are merged."""
     most: list[Counter[str]] = [Counter() for _ in range(COLUMNS)]
     for begin, end, bands in steps:
         first = min(int(begin * COLUMNS), COLUMNS - 1)
@@ -152,10 +152,10 @@ def _pass(one: Instruction) -> str | None:
 
 
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[dict[str, Any]]:
-    """The passes of the step, in order. They are cut so that as many seconds as possible are in the pass that they
-    belong to, because a schedule mixes the passes a little, and micro-batches repeat them in a loop."""
+    """The passes of the step, in order. A schedule mixes the passes a little, and micro-batches repeat them in a loop;
+    the cuts between passes maximize the seconds that are in the pass to which they belong."""
     count = len(PASSES)
-    # For the best cut that ends in each pass: the seconds in their own pass, and the moment at which each pass begins.
+    # For the best cuts that end in each pass: the seconds in the right pass, and the moment at which each pass begins.
     cuts: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,) * count)] * count
     for moment, label in enumerate(labels):
         for n in range(1, count):
@@ -198,7 +198,8 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
 
 
 def line(frame: Frame) -> str:
-    """
+    """A source line, with its path inside of the package.
+
     >>> line(Frame("/somewhere/site-packages/jaxmem/models/linear.py", "Linear.__call__", 87))
     'jaxmem/models/linear.py:87'
     """
@@ -207,7 +208,8 @@ def line(frame: Frame) -> str:
 
 
 def path(name: str) -> str:
-    """
+    """The path of an argument with dots.
+
     >>> path("state.opt_state[0].mu['blocks']['mlp']['up']['weight']")
     'opt_state.0.mu.blocks.mlp.up.weight'
     """

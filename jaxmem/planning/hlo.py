@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
 
-# PrimitiveType: name and bits. Tuples, tokens and opaque types need no memory themselves.
+# XLA's PrimitiveType: name and bits. Tuples, tokens and opaque types need no memory themselves.
 _TYPES: dict[int, tuple[str, int]] = {
     1: ("bool", 8), 2: ("int8", 8), 3: ("int16", 16), 4: ("int32", 32), 5: ("int64", 64),
     6: ("uint8", 8), 7: ("uint16", 16), 8: ("uint32", 32), 9: ("uint64", 64),
@@ -98,7 +98,7 @@ class Instruction:
     def config(self) -> dict[str, Any]:
         """The backend's configuration."""
         serialized = self.proto.backend_config
-        return json.loads(serialized) if serialized.startswith(b'{"') else {}  # of a custom call it may be MLIR
+        return json.loads(serialized) if serialized.startswith(b'{"') else {}  # for a custom call it may be MLIR
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[Computation, Fraction | int]:
-        """Runs of each computation in one run of the module; in a scope `runs_A_in_B`, a mean."""
+        """The runs of each computation in one run of the module; in a scope `runs_A_in_B`, their mean number."""
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after the computations that they call
@@ -149,7 +149,7 @@ class Module:
 
 
 def runs_of_called(one: Instruction) -> list[Fraction | int]:
-    """Runs of each called computation in one run of an instruction.
+    """The number of runs of each called computation in one run of an instruction.
 
     In a scope `runs_1_in_200` a conditional's true branch runs 1 of 200 times and its false branch the other times;
     without a scope each branch counts once.
@@ -159,19 +159,20 @@ def runs_of_called(one: Instruction) -> list[Fraction | int]:
     share = mean_runs(one.op_name.removesuffix("/cond")) if one.opcode == "conditional" else 1
     if share == 1:
         return [1] * len(one.called)
-    truth_first = one.operands[0].shape.dtype == "bool"  # otherwise an index, and 0 is the first branch
+    truth_first = one.operands[0].shape.dtype == "bool"  # otherwise the operand is the index of a branch
     return [share, 1 - share] if truth_first else [1 - share, share]
 
 
 def trip_count(loop: Instruction) -> Fraction | int:
-    """Iterations of a while loop: XLA's count, or the mean that its scope states (`jaxmem.stack.scheduled`), or 1."""
+    """Iterations of a while loop: XLA's count, or the mean in the name of its scope (`jaxmem.stack.scheduled`), or
+    1."""
     if "known_trip_count" in loop.config:
         return int(loop.config["known_trip_count"]["n"])
     return mean_runs(loop.op_name.removesuffix("/while"))
 
 
 def mean_runs(name: str) -> Fraction | int:
-    """The mean number of runs that an innermost scope `runs_A_in_B` states.
+    """The mean number of runs in the innermost scope `runs_A_in_B` of a name.
 
     >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
     (Fraction(9, 16), 1)

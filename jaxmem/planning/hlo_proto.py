@@ -1,4 +1,4 @@
-"""Message classes of XLA's serialized modules and buffer assignments, made by the protobuf library from `hlo.proto`.
+"""Message classes of XLA's serialized modules and buffer assignments, created by the protobuf library from `hlo.proto`.
 
 jaxlib returns `HloProto` serialized and contains no message classes for it; the packages on PyPI that contain them
 require TensorFlow.

@@ -17,11 +17,11 @@ Dims = tuple[int, ...]
 @dataclass(frozen=True)
 class KnownShapes:
     stored: frozenset[Dims]  # weights as they are stored, layers stacked
-    gradients: frozenset[Dims]  # every shape of a gradient: sharded or gathered, of one layer or stacked
+    gradients: frozenset[Dims]  # all shapes of gradients: sharded or gathered, of one layer or stacked
     stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
-    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; shapes that no sharded array has
+    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; without shapes of sharded arrays
     full_gradients: frozenset[Dims]
-    positions: int | None = None  # of a sequence
+    positions: int | None = None  # number of positions of a sequence
     layers: int | None = None  # number of layers of a stack on one device
 
 

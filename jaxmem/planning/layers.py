@@ -1,8 +1,8 @@
 """The operations that the backward pass recomputes if some names are saved, from a trace of one layer of each kind.
 
 The trace becomes one flat list of operations, forward and then backward. A forward value that the backward pass reads
-is either saved, or recomputed from saved values. So for any set of names the saved bytes and the repeated FLOPs follow
-exactly, without another trace; an operation that several values need counts once.
+is either saved, or recomputed from saved values. So the saved bytes and the repeated FLOPs of any set of names are
+computed exactly, without another trace; an operation that several values need counts once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class NamedValue:
 
     name: str
     layers: int
-    bytes_per_layer: int  # for the rows of a micro-batch on one device
-    flops_per_layer: int  # to recompute it from other named values
+    bytes_per_layer: int  # for the sequences of a micro-batch on one device
+    flops_per_layer: int  # FLOPs to recompute the value from other named values
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LayerOperation:
 
 @dataclass(frozen=True)
 class Layer:
-    """The operations of one layer on one row."""
+    """The operations of one layer on one sequence."""
 
     count: int  # layers of this kind
     boundary: int  # bytes of the input of the layer
@@ -80,7 +80,7 @@ def _sources(
     operations: Sequence[LayerOperation], ends: Iterable[int | None], is_known: Callable[[LayerOperation], bool]
 ) -> tuple[set[int], set[int]]:
     """The numbers of the operations that compute the results `ends` from known results, and the numbers of the
-    operations with these known results. None in `ends` is an input."""
+    operations that these known results come from. None in `ends` is an input."""
     todo, found, known = [end for end in ends if end is not None], set[int](), set[int]()
     while todo:
         number = todo.pop()
@@ -93,7 +93,7 @@ def _sources(
 
 
 def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
-    """The named values on one device of a target (by default of this machine), from one trace of a layer."""
+    """The named values on one device of a target (by default this machine), from one trace of a layer."""
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = for_devices(cfg, aim.count)
     cfg = cfg.replace(memory={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
@@ -106,7 +106,8 @@ def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
 
 
 def layers_of(cfg: Config, platform: str) -> list[Layer]:
-    """One layer of each stack of a config whose mesh is resolved, for one row, on one of the devices that shard it."""
+    """One layer of each stack of a config whose mesh is resolved, for one sequence, on one of the devices that shard
+    the sequence."""
     shape = shape_of(cfg, platform).replace(memory={"remat": "none", "offload": "none", "attention": "auto"})
     built = on_one_device(one_share(shape, cfg))
     loss, known = objective(built.cfg.objective, built.cfg.memory), cfg.model.activations

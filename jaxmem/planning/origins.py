@@ -1,4 +1,4 @@
-"""The inputs of a program that each value was computed from: weights alone, the batch, the optimizer state.
+"""The inputs of a program from which each value was computed: weights, the batch, the optimizer state.
 
 A cast, gathered, sliced or dequantized weight is computed from weights alone, whichever operations XLA inserted. A
 gradient is computed from weights and batch. Origins are propagated from the inputs through every operation, in loops
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxmem.planning.hlo import Computation, Instruction, Module
 
-Origins = int  # bits
+Origins = int  # one bit per input
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
 NOWHERE = 0  # literals, and values that are computed from literals only
 Result = tuple[Origins, ...]  # one for each array of an instruction's result
@@ -42,7 +42,7 @@ def _result(one: Instruction, found: dict[Instruction, Result]) -> Result:
         case "get-tuple-element":
             return operands[0][one.operands[0].shape.arrays_at((one.number,))]
         case "async-done":
-            return operands[0][one.operands[0].shape.arrays_at((1,))]  # its operand is (operands, results, ...)
+            return operands[0][one.operands[0].shape.arrays_at((1,))]  # the operand is (operands, results, ...)
         case "tuple":
             return sum(operands, ())
         case "copy" | "optimization-barrier":

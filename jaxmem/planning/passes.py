@@ -1,4 +1,4 @@
-"""Forward and backward pass of one row, as jax traces them: saved activations, and every matrix multiplication.
+"""Forward and backward pass of one sequence, as jax traces them: saved activations, and every matrix multiplication.
 
 Nothing is compiled. The first config of a shape takes half a second; configs that differ only in mesh and batch share
 the trace.
@@ -27,7 +27,7 @@ from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
-# Primitives of kernels: Pallas for Mosaic GPU, the same with an accumulator, Triton, library calls.
+# Primitives of kernels: Pallas for Mosaic GPU, without and with an accumulator; Triton; library calls.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
 # two and a half times the bytes of the matmuls, and there are about three kernels per matmul or write in place.
@@ -36,11 +36,11 @@ AROUND, _KERNELS_PER_MATMUL = 2.5, 3
 
 @dataclass(frozen=True)
 class Matmul:
-    """Matrix multiplications of one kind in the two passes of one row."""
+    """Matrix multiplications of one kind in the two passes of one sequence."""
 
-    times: float  # a fraction in a branch that does not always run
+    times: float  # number of runs; a fraction in a branch that does not always run
     flops: int
-    weights: int  # bytes of operands and results that are weights; independent of the number of rows
+    weights: int  # bytes of operands and results that are weights; independent of the number of sequences
     others: int
     dtype: str
     is_kernel: bool = False  # attention or another fused kernel
@@ -48,7 +48,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class TracedPasses:
-    """Forward and backward pass of one row on one of the devices that shard its layers."""
+    """Forward and backward pass of one sequence on one of the devices that shard its layers."""
 
     saved: int  # bytes of saved activations on the device; for a decoder, only activations of its layers
     offloaded: int  # bytes of saved activations in host memory
@@ -57,12 +57,12 @@ class TracedPasses:
 
 
 def shape_of(cfg: Config, platform: str) -> Config:
-    """The part of a config that shapes depend on: without mesh, batch, and settings that only a run reads."""
+    """The part of a config on which shapes depend: without mesh, batch, and settings that only a run reads."""
     compute = compute_dtype(cfg.precision, platform).name
     chunk, entries = loss_chunk(cfg, platform), vocab_entries(cfg)
     if chunk is not None and chunk < entries:
         chunk = max(entries // 16, 1)  # the size of a slice hardly changes the passes: one shape for all
-    if cfg.objective.name == "dpo":  # a row of a pair is computed like any other
+    if cfg.objective.name == "dpo":  # each sequence of a pair is computed like any other
         data = config.Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
         cfg = cfg.replace(objective=config.Objective(), data=data)
     return cfg.replace(
@@ -110,9 +110,9 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
 
 @functools.lru_cache(maxsize=512)
 def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
-    """One half of the passes: "layers", from a row to the result of the last layer, or "loss", from there through the
-    output matrix to the loss. Differentiated with respect to the trainable weights and, for the loss, to the features.
-    """
+    """One half of the passes: "layers", from a sequence to the output of the last layer, or "loss", from this output
+    through the output matrix to the loss. It is differentiated with respect to the trainable weights and, for the loss,
+    to the features."""
     built = on_one_device(shape)
     terms = objective(built.cfg.objective, built.cfg.memory)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
@@ -144,7 +144,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
             matmuls.append(matmul(eqn, times))
         if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
             kernels += _KERNELS_PER_MATMUL * times
-        elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted: the branch for CPUs
+        elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted kernels are for CPUs
             matmuls.append(_kernel(eqn, times))
             kernels += times
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
@@ -183,19 +183,20 @@ def _is_matmul_input(out: Any, scan: Any) -> bool:
 
 
 def equations(traced: Any, times: Any) -> Iterator[tuple[Any, Any]]:
-    """Every operation of a trace, nested ones included, and the number of its runs if the trace runs `times`."""
+    """All operations of a trace, including nested ones, and the number of their runs if the trace runs `times`
+    times."""
     for eqn in traced.eqns:
         yield eqn, times
         yield from inside(eqn, times)
 
 
 def inside(eqn: Any, times: Any) -> Iterator[tuple[Any, Any]]:
-    """The operations inside an operation that runs `times`, and the number of their runs."""
+    """The operations inside an operation that runs `times` times, and the number of their runs."""
     if eqn.primitive.name == "scan":
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
         times = int(times * mean_runs(str(eqn.source_info.name_stack)))
-    elif eqn.primitive.name == "cond":  # the branch of false first; a scope states how often each one runs
+    elif eqn.primitive.name == "cond":  # the branch of false is first; a scope states how often each branch runs
         share = mean_runs(str(eqn.source_info.name_stack))
         branches = eqn.params["branches"]
         for branch, runs in zip(branches, (1 - share, share) if share != 1 else (1,) * len(branches), strict=True):
@@ -233,7 +234,7 @@ def _kernel(eqn: Any, times: Any) -> Matmul:
 
 
 def _is_weight(x: Any) -> bool:
-    """Whether an array is a weight, its gradient or a slice of either. Arrays of a batch begin with 1, for one row."""
+    """Whether an array is a weight, its gradient or a slice of either. The first dimension of batch arrays is 1."""
     return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
 
 
@@ -252,7 +253,7 @@ def on_one_device(cfg: Config) -> Program:
 
 
 def one_share(shape: Config, cfg: Config) -> Config:
-    """A shape reduced to one device's share of a decoder that the config shards over `tensor`."""
+    """The shape of one device's part of a decoder that the config shards over `tensor`."""
     model, tensor = shape.model, cfg.mesh.tensor
     if not isinstance(model, Decoder) or tensor == 1:
         return shape

@@ -1,9 +1,9 @@
 """Bytes and seconds of a step by arithmetic alone, from the config.
 
-The state is exact: its shapes are traced once and divided as the sharding rules require. Saved activations are read
-from jax's own trace of the layers (`passes.py`), so every recompute policy is counted by what it saves; the rest of the
-peak is computed from the sizes of a decoder. Nothing is compiled: the first config of a shape takes half a second, each
-further one a millisecond, so a search can compare thousands.
+The bytes of the state are exact: its shapes are traced once and divided as the sharding rules require. Saved
+activations are read from jax's own trace of the layers (`passes.py`), so they are exact for every recompute policy; the
+rest of the peak is computed from the sizes of a decoder. Nothing is compiled: the first config of a shape takes half a
+second, each further config a millisecond, so a search can compare thousands of configs.
 """
 
 import math
@@ -59,7 +59,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
     kinds = sizes.at_peak(passes.saved)
-    parts: dict[str, int] = {}  # of the state on the device
+    parts: dict[str, int] = {}  # bytes of the state on the device, by part
     offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
     for part, role in STATE.items():
         leaves = state.parts[part]
@@ -67,11 +67,11 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         away = [leaf for leaf in leaves if may_offload and leaf.can_offload]
         parts[part] = size_of(role, [leaf for leaf in leaves if not (may_offload and leaf.can_offload)])
         offloaded[role] += size_of(role, away)
-        if role == "weights" and may_offload:  # of this layer and the next
+        if role == "weights" and may_offload:  # the weights of the current and of the next layer
             layer = sum(size_of(role, [leaf]) // leaf.shape[0] for leaf in away if leaf.is_stacked)
             kinds["weights: from the host"] = kinds.get("weights: from the host", 0) + 2 * layer
     if is_during := cfg.memory.update == "during":
-        # Weights that the backward pass updates are also stored transposed if that makes their all-gather contiguous.
+        # Weights that the backward pass updates are stored transposed too, if that makes their all-gather contiguous.
         transposed = filter(size_of.is_transposed, state.parts["parameters"])
         kinds["weights: copies"] = size_of("weights", transposed)
     activations = sum(kinds.values())
@@ -108,14 +108,14 @@ def ideal_flops(built: Program) -> float:
     seen = [min(window or length, length) for window in model.windows]
     pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
     attention = 4 * model.heads * model.head_dim * pairs
-    frozen = parameters - built.model.trainable if cfg.trainable_patterns else 0  # without a gradient
+    frozen = parameters - built.model.trainable if cfg.trainable_patterns else 0  # they have no gradient
     forward = 2.0 * (parameters - looked_up) * length + attention
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
 
 
 def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activations: int) -> int:
-    """The larger of the bytes of gradients and the bytes of updates that exceed the activations, which are freed by
-    then."""
+    """The larger of the bytes of gradients, and the bytes by which updates exceed the activations, which are freed
+    before the update."""
     one_pass = size_of("gradients", state.trainable)
     if cfg.mesh.stage > 1:  # the gradients of layers are added to their sums one by one
         one_pass = max(size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked)
@@ -157,7 +157,7 @@ class _Activations:
             self.queries = tokens * model.heads * model.head_dim * width / heads / groups
             self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
             self.hidden = tokens * model.mlp * width / tensor
-            self.chunked = 0.0  # additional bytes of an MLP in chunks
+            self.chunked = 0.0  # additional bytes of an MLP that is computed in chunks
             if chunk := mlp_chunk(cfg, platform):
                 self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
                 # The residual stream and its gradient before and after the MLP; weight gradients, summed in float32.
@@ -174,7 +174,7 @@ class _Activations:
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
             self.layer = model.embed * (attention / heads + 3 * model.mlp / mlp) * width
             largest = max(model.heads * model.head_dim / heads, model.mlp / mlp)
-            self.matrix = model.embed * largest * width  # the largest of a layer
+            self.matrix = model.embed * largest * width  # the largest matrix of a layer
 
     def _head_waits(self, model: Decoder, scattered: bool) -> bool:
         """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if this
@@ -190,13 +190,12 @@ class _Activations:
         return scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
 
     def saved(self, row: int) -> int:
-        """Bytes of saved activations of a micro-batch. `row`: bytes of one row."""
+        """Bytes of saved activations of a micro-batch. `row`: bytes of one sequence."""
         return int(row * self.rows * passes_in_memory(self.cfg))
 
     def at_peak(self, saved: int) -> dict[str, int]:
         """Bytes by kind at the larger of two moments: the loss, or the backward pass of one layer. Activations that are
-        fetched from host memory count as intermediates of that layer. `saved`: bytes of saved activations of one row.
-        """
+        fetched from host memory count as intermediates of that layer. `saved`: the saved bytes of one sequence."""
         kinds = {SAVED: self.saved(saved)}
         model, mesh = self.cfg.model, self.cfg.mesh
         if not isinstance(model, Decoder):
@@ -204,10 +203,10 @@ class _Activations:
         layer = self._layer(model)
         if self.chunked and saved and mesh.tensor == mesh.stage == 1 and repeats_forward(self.cfg.memory.remat):
             # Before the first backward pass of a layer, XLA transposes the saved activations of all layers into the
-            # order that the matmuls of the chunks prefer. It does not if they are gathered before their use (`tensor`).
+            # order that the matmuls of the chunks prefer, unless they are gathered before their use (`tensor`).
             layer = max(layer, sum(kinds.values()) + 2 * self.residual)
         logits, head = self.logits, self.head
-        # Logits and weight of a slice, their gradients, and the gradient of the features in float32.
+        # The logits and the weight of a slice, their gradients, and the gradient of the features in float32.
         if not self.has_all_logits:
             logits += 2 * head + FLOAT32 / self.width * self.residual
             return kinds | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
@@ -245,8 +244,8 @@ class _Activations:
         return cudnn.workspace(cudnn.backward_part(call), self.width)
 
     def _context(self, model: Decoder, wide: float) -> float:
-        """Additional bytes of attention over `context`. `ulysses`: the shards of the heads. Otherwise keys, values and
-        their gradients in transit; and the queries, the output and their gradients."""
+        """Additional bytes of attention over `context`. With `ulysses` these are the shards of the heads; otherwise
+        keys, values and their gradients that are being sent, and the queries, the output and their gradients."""
         cfg = self.cfg
         if cfg.mesh.context_method == "ulysses" and cfg.mesh.context > 1:
             return 4 * self.queries + 2 * self.keys + self._cudnn(model)

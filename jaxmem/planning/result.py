@@ -36,7 +36,7 @@ class PlanWarning:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a program for one device. Each number is computed when it is read first."""
+    """The plan of a program for one device. Each figure is computed when it is first read."""
 
     program: Program
     target: Target
@@ -51,17 +51,17 @@ class Plan:
 
     @property
     def step(self) -> jax.stages.Compiled:
-        """The step that `train` runs on local devices for rows of the full sequence length."""
+        """The step that `train` runs on local devices for sequences of the full length."""
         return self.step_for(self.program.cfg.data.sequence_length)
 
     def step_for(self, bucket: int) -> jax.stages.Compiled:
-        """The step that `train` runs for rows of this length."""
+        """The step that `train` runs for sequences of this length."""
         executable = self.shorter.get(bucket, self.compiled_step).executable
         assert executable is not None, f"{self.target.name} is not this machine"
         return executable
 
     def total_for(self, bucket: int) -> int:
-        """Bytes per device of a step for rows of this length."""
+        """Bytes per device of a step for sequences of this length."""
         if bucket == self.program.cfg.data.sequence_length:
             return self.compiled_step.total
         return self.others[step_at(bucket)]
@@ -127,7 +127,7 @@ class Plan:
         optimizer = bytes_on_device(self.program.spec.state.opt_state) - bytes_on_device(waiting.opt_state)
         return {
             "initialise": self._other("initialise"),
-            "load": state,  # each shard of an array is read to its device
+            "load": state,  # each shard of an array is read directly to its device
             "step": self.compiled_step.total,
             **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
             **({"evaluate": self._other("evaluate") + optimizer} if self.program.cfg.train.evaluate_every else {}),
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def spilled(self) -> int:
-        """Bytes over the limit, which are in host memory with `memory.spill`."""
+        """Bytes beyond the limit, which `memory.spill` moves to host memory."""
         return max(0, -self.room) if self.program.cfg.memory.spill != "none" else 0
 
     @property
@@ -170,7 +170,7 @@ class Plan:
         return room >= 0 and self.host_bytes + self.spilled <= self.target.host_memory
 
     def _other(self, phase: str) -> int:
-        """Bytes of the program of another phase; for local devices, of the program that the run uses."""
+        """Bytes of the program of another phase. For local devices this is the program that the run uses."""
         return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))
 
     def __repr__(self) -> str:
@@ -288,8 +288,8 @@ def plan(
 
 
 def plan_program(built: Program, remat_why: str | None = None) -> Plan:
-    """Plan a program for the local devices that it was made for. The step of each bucket is compiled once, for the run;
-    other phases are compiled when their bytes are read. `remat_why`: the reason of `resolve_remat`."""
+    """Plan a program for its local devices. The step of each bucket is compiled once, also for the run; other phases
+    are compiled when their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
     start = time.perf_counter()
     steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
     step = steps.pop(built.cfg.data.sequence_length)

@@ -1,4 +1,4 @@
-"""What one device processes, for a config whose mesh is resolved: rows, vocabulary entries, chunks, and passes whose
+"""The share of one device, for a config whose mesh is resolved: sequences, vocabulary entries, chunks, and passes whose
 activations are in memory."""
 
 import functools
@@ -27,7 +27,7 @@ def _computing(table: config.Rules) -> Table:
 
 
 def rows_of(cfg: Config) -> float:
-    """Rows of one micro-batch on one device. With `context`, the part of a row on one device counts as a fraction."""
+    """Sequences of one micro-batch on one device. With `context`, a part of a sequence counts as a fraction."""
     mesh = cfg.mesh
     return cfg.batch.global_size / cfg.batch.accumulate / (mesh.row_shards * mesh.context)
 
@@ -49,7 +49,7 @@ def loss_chunk(cfg: Config, platform: str) -> int | None:
 
 
 def mlp_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.mlp_chunk`, resolved: the number of tokens of a row in a chunk. None: all."""
+    """`memory.mlp_chunk`, resolved: the number of tokens of a sequence in a chunk. None: all."""
     if not isinstance(cfg.model, Decoder):
         return None
     return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), cfg.model.mlp)
@@ -82,8 +82,8 @@ def passes_per_update(cfg: Config) -> float:
 
 
 def passes_in_memory(cfg: Config) -> float:
-    """The number of passes whose saved activations are in memory at the same time. In a pipeline these are all ticks,
-    except for boundaries within a segment of layers: they are in memory only while the segment is differentiated."""
+    """The number of passes whose saved activations are in memory at the same time: in a pipeline, all ticks. Boundaries
+    within a segment of layers are the exception: they are in memory only while the segment is differentiated."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
     if (pipeline := pipeline_of(cfg)) is None:

@@ -17,7 +17,7 @@ from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 
-# The parts of the state and the role that each is sharded in.
+# The parts of the state, and the sharding role of each.
 STATE: Mapping[str, Role] = {
     "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
 }  # fmt: skip
@@ -40,7 +40,7 @@ class StateLeaf:
 class StateLeaves:
     weights: tuple[StateLeaf, ...]  # all weights, in the dtype of their gradients
     trainable: tuple[StateLeaf, ...]  # the trainable weights, in the dtype of their gradients
-    parts: Mapping[str, tuple[StateLeaf, ...]]  # by part of the state; parameters are values or integer codes
+    parts: Mapping[str, tuple[StateLeaf, ...]]  # the arrays of each part; parameters: values or integer codes
 
     @property
     def stored_bytes(self) -> float:

@@ -17,7 +17,7 @@ from jaxmem.planning.timeline import LAUNCH
 from jaxmem.step.attention_choice import context_traffic
 
 _EXPOSED = 0.3  # least share of the communication that is exposed
-_WAITED = 0.8  # exposed share of copies between a device and its host, in compiled decoders with remat dots
+_WAITED = 0.8  # exposed share of the copies between a device and its host, from compiled decoders with remat=dots
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class WeightTraffic:
     scattered: float  # gradients are reduce-scattered (from zero 2)
     reduced: float  # gradients are all-reduced
     replicated: float  # replicated over `tensor`, over which tokens are sharded: gradients all-reduced over it
-    renewed: float  # updated in shards and then all-gathered in the stored dtype (zero 1 and 2)
+    renewed: float  # updated in shards, and then all-gathered in the stored dtype (zero 1 and 2)
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class StepTime:
         compute = self._compute() * passes_per_update(self.cfg) / micro
         communication = self._weights() + self._tensor() + self._context()
         exposed = max(_EXPOSED * communication, communication - compute)
-        # Offloaded frozen weights are copied in both passes, a layer ahead.
+        # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
         exposed += max(_EXPOSED * copies, copies - compute)
         each = compute + exposed + self._offloaded_activations(compute) + 3 * parts["gradients"] / gpu.memory_rate
-        # An update after the backward pass overlaps with nothing; state is copied in both directions at the same time.
+        # Copies for an update after the backward pass are not overlapped; both directions are used at the same time.
         moved = self.offloaded_optimizer / gpu.host_rate
         exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
         state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
@@ -72,7 +72,7 @@ class StepTime:
 
     @property
     def _width(self) -> int:
-        """Bytes of a number in the compute dtype."""
+        """Bytes per element in the compute dtype."""
         return 4 if self.cfg.precision.compute == "float32" else 2
 
     def _compute(self) -> float:
@@ -88,16 +88,16 @@ class StepTime:
         return seconds
 
     def _weights(self) -> float:
-        """Seconds of the communication of weights for one micro-batch: weights twice, gradients once, in the compute
-        dtype."""
+        """Seconds of the communication of weights for one micro-batch: weights are gathered twice and gradients reduced
+        once, in the compute dtype."""
         mesh, weights = self.cfg.mesh, self.weights
         within = self._ring(2 * weights.gathered + weights.scattered, self._split, mesh.tensor)
         shared = self._ring(weights.reduced, mesh.context, mesh.tensor)
         return within + 2 * (shared + self._ring(weights.replicated, mesh.tensor, 1))
 
     def _per_update(self) -> float:
-        """Seconds of the communication of weights for one update: all-reduced sums of replicated gradients, shards of
-        the other gradients, and updated weights."""
+        """Seconds of the communication of weights for one update: replicated gradients (all-reduced), shards of the
+        other gradients, and updated weights."""
         mesh, weights, sides = self.cfg.mesh, self.weights, 1 if self.cfg.zero else 2
         within = self._ring(sides * weights.reduced, mesh.fsdp, mesh.tensor * mesh.context)
         between = weights.scattered / self._split + weights.reduced / (mesh.fsdp if self.cfg.zero else 1)
@@ -105,8 +105,8 @@ class StepTime:
         return within + replicas + self._ring(weights.renewed, self._split, mesh.tensor)
 
     def _tensor(self) -> float:
-        """Seconds of the sums of the residual stream per layer and pass, one for attention and one for the MLP, if
-        `tensor` shards them. Attention that is not sharded over `tensor` still gathers all positions."""
+        """Seconds of the reductions of the residual stream per layer and pass: one for attention and one for the MLP,
+        if `tensor` shards them. Attention that is not sharded over `tensor` still gathers all positions."""
         model, tensor = self.cfg.model, self.cfg.mesh.tensor
         if not isinstance(model, Decoder) or tensor == 1:
             return 0.0
@@ -123,18 +123,18 @@ class StepTime:
         forward, backward = context_traffic(self.cfg, mesh.context_method)
         passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
         sent = rows_of(self.cfg) * mesh.context * (passes * forward + backward) * self._width
-        # `_ring` counts the bytes of an array of which each device receives all but its own share.
+        # The argument of `_ring` is the size of an array of which each device receives all but its own share.
         return self.cfg.model.layers * self._ring(sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor)
 
     def _offloaded_activations(self, compute: float) -> float:
-        """Seconds of exposed copies of offloaded activations. Only boundaries are fetched a layer ahead; XLA schedules
-        most other copies right before their use."""
+        """Seconds of exposed copies of offloaded activations. Only boundaries are fetched one layer ahead; XLA
+        schedules most other copies right before their use."""
         each_way = rows_of(self.cfg) * self.passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
 
     def _ring(self, size: float, group: int, stride: int) -> float:
-        """Seconds in which a ring of `group` devices, whose ids differ by `stride`, gathers `size` bytes."""
+        """Seconds in which a ring of `group` devices with ids `stride` apart gathers `size` bytes."""
         if group == 1:
             return 0.0
         neighbours = min(group, max(1, self.per_host // stride))

@@ -16,7 +16,7 @@ from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 NARROW = 66  # characters per line; below, tables have fewer columns
 SAVINGS, ROOMY = ("logits", "float32 adapters"), 0.2  # advice that saves memory; not shown if more of it is free
-NOTABLE = 0.02  # kinds with at least this share of the total have their own row
+NOTABLE = 0.02  # a kind with at least this share of the total has its own row
 
 
 class TargetList:

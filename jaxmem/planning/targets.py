@@ -1,6 +1,6 @@
 """The devices that a plan is for: GPUs by name, count and hosts; simulated devices of a CPU; or local devices.
 
-    rtx4090-24gb   a100-40gb:8   h100-80gb:16x8   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
+    rtx4090-24gb   a100-40gb:8   h100-80gb:16x8 (16 hosts)   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
 
 A GPU that is not in the table is a YAML file with the fields of `machine.gpus.Gpu`, in the same units.
 """
@@ -34,7 +34,7 @@ class Target:
     host_memory: int  # bytes of host memory per device
     here: tuple[Any, ...] | None = None  # jax's devices of this machine; None: another machine
     withheld: int | None = None  # bytes of a device that jax may not use; None: the device reports no limit
-    beyond: int = 0  # bytes of host memory that programs on a local device may use when the device is full
+    beyond: int = 0  # bytes of host memory that programs may use when a local device is full
 
     @property
     def is_cpu(self) -> bool:
@@ -101,7 +101,7 @@ def local_target(seen: Sequence[Any]) -> Target:
     spills = devices.is_spilling()
     total = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
     gpu = gpus.find(first.device_kind, total)
-    # jax reports the share that it may use; the table has the total.
+    # jax reports the bytes that it may use; the table of GPUs has the total.
     memory = max(gpu.memory, total) if gpu else total
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported and not spills else None
@@ -168,9 +168,9 @@ device_description_str: "NVIDIA {gpu.kind} like {like}"
 """
 
 
-# By compute capability: bytes of shared memory per multiprocessor, and at most per block; threads and float32 lanes
-# per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of that capability in jax's own table,
-# where Pallas looks it up. CUDA 13 does not support older capabilities.
+# For each compute capability: bytes of shared memory per multiprocessor, and the limit per block; threads and float32
+# lanes per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of this capability in jax's own
+# table, which Pallas uses. CUDA 13 does not support older capabilities.
 _CORES = {
     "8.0": (167936, 166912, 2048, 64, "NVIDIA A100"),
     "8.6": (102400, 101376, 1536, 128, "NVIDIA A10"),
@@ -188,7 +188,7 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
     if target.gpu is None:
         try:
             devices.simulate(target.count)  # before jax is imported
-        except UserError:  # jax has started: if it has enough devices, use the first ones
+        except UserError:  # jax has started: if it has enough devices, the first of them are used
             import jax
 
             if jax.devices()[0].platform != "cpu" or len(jax.devices()) < target.count:
@@ -202,7 +202,7 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
 
     config: Any = jax.config
     if not devices.has_nvidia_gpu() and not config.jax_platforms:
-        config.update("jax_platforms", "cpu")  # otherwise the plugin looks for a driver, and jax prints a traceback
+        config.update("jax_platforms", "cpu")  # otherwise the plugin searches a driver, and jax prints a traceback
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",

@@ -3,8 +3,8 @@
 The time of a kernel is the time of its arithmetic or of its memory traffic, whichever is longer (roofline model;
 Williams et al., 2009), at rates that large kernels attain. An asynchronous collective is overlapped with kernels. The
 seconds for which the program waits for it are exposed: max(0, seconds of the collective - seconds of the kernels
-between its start and its done). Collectives share one link and run one after the other. Copies to host memory have a
-link of their own, and so do copies from host memory.
+between its start and its done). Collectives share one link and run one after the other. Copies to host memory have
+another link, and copies from host memory a third.
 """
 
 from collections import defaultdict
@@ -48,8 +48,8 @@ class Transmission:
     executed: float  # number of executions; a mean if it differs between runs
     begins: float = 0.0
     ends: float = 0.0
-    kernels: int = 0  # number of kernels and loops between its start and its done
-    exposed: float = 0.0  # seconds of one execution for which the program waits
+    kernels: int = 0  # number of kernels and loops between the transfer's start and its done
+    exposed: float = 0.0  # seconds for which the program waits for one execution
 
     @property
     def traffic(self) -> Traffic:
@@ -99,12 +99,12 @@ class Timeline:
 
     @property
     def roofline(self) -> float:
-        """Seconds if collectives and kernels overlapped perfectly: no schedule is faster."""
+        """Seconds with perfect overlap of collectives and kernels; no schedule is faster."""
         return max(self.arithmetic + self.memory, self.network.seconds)
 
     @property
     def bound(self) -> str:
-        """The resource that limits the speed for the most seconds: "arithmetic", "memory" or "network"."""
+        """The resource that is the bottleneck for the most seconds: "arithmetic", "memory" or "network"."""
         exposed = self.network.exposed_seconds
         seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
         return max(seconds, key=lambda bound: (seconds[bound], bound))
@@ -142,7 +142,7 @@ class _Clock:
             self.wait_for(one.instruction)
 
     def wait_for(self, instruction: Instruction) -> None:
-        """Waits until a transfer ends. All transfers that use their link during the wait are exposed."""
+        """Waits until a transfer ends. All transfers that run during the wait are exposed."""
         until = max(self.now, self.pending[instruction].ends)
         for one in self.pending.values():
             one.exposed += max(0.0, min(one.ends, until) - max(one.begins, self.now))
@@ -157,7 +157,7 @@ class _Simulation:
     devices: int
     per_host: int
     timeline: Timeline = field(default_factory=Timeline)
-    known: dict[Computation, float] = field(default_factory=dict)  # seconds of one run
+    known: dict[Computation, float] = field(default_factory=dict)  # seconds of one run of each computation
 
     def run(self, computation: Computation) -> float:
         """Seconds of one run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
@@ -170,14 +170,14 @@ class _Simulation:
             if one.opcode in ("while", "call", "conditional"):
                 counts = runs_of_called(one)
                 each = [float(count) * self.run(called) for count, called in zip(counts, one.called, strict=True)]
-                # If the mean counts of the branches are unknown, the conditional takes as long as its slowest branch.
+                # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
                 most = one.opcode == "conditional" and sum(counts) > 1
                 clock.work(max(each) if most else sum(each, 0.0))
             elif message := collective(one, self.devices, self.per_host) or host_copy(one):
                 sent = Transmission(one, message, executed)
                 self.timeline.transmissions.append(sent)
                 clock.start(sent, message.seconds(self.gpu) if self.gpu else 0.0)
-            elif one.opcode == "async-start":  # a kernel on its own stream
+            elif one.opcode == "async-start":  # a kernel on another stream
                 clock.work(self.run(one.called[0]))
             elif one.opcode.endswith("-done") and one.operands[0] in clock.pending:
                 clock.wait_for(one.operands[0])
@@ -207,7 +207,7 @@ class _Simulation:
 
 
 def moved_bytes(one: Instruction) -> int:
-    """Bytes that a kernel reads and writes. If it reads a slice of an array, or writes one in place, only the slice
+    """Bytes that a kernel reads and writes. If it reads or writes (in place) a slice of an array, only the slice
     counts."""
     if not one.is_fusion:
         if one.opcode in ("dynamic-slice", "slice", "gather"):
@@ -216,7 +216,7 @@ def moved_bytes(one: Instruction) -> int:
             return 2 * one.operands[-1 if one.opcode == "scatter" else 1].shape.bytes
         written = one.shape.bytes
         if one.opcode == "custom-call" and one.shape.parts and one.shape.parts[-1].dtype == "uint8":
-            written -= one.shape.parts[-1].bytes  # a workspace, most of which a library does not touch
+            written -= one.shape.parts[-1].bytes  # the workspace, most of which the library does not use
         return written + sum(operand.shape.bytes for operand in one.operands)
     body = one.called[0]
     roots = body.root.operands if body.root.opcode == "tuple" else [body.root]

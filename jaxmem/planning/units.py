@@ -12,7 +12,8 @@ def byte_unit(size: float) -> tuple[int, str]:
 
 
 def format_bytes(size: float) -> str:
-    """
+    """A number of bytes as text.
+
     >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(0)
     ('1.5 KiB', '3.0 GiB', '0 B')
     """
@@ -21,7 +22,8 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """
+    """A duration as text.
+
     >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(43e-6)
     ('12 ms', '2.5 s', '43 us')
     """
@@ -47,7 +49,8 @@ def format_command(words: Iterable[object], width: int | None = None) -> str:
 
 
 def format_count(number: float) -> str:
-    """
+    """A number as text, with the prefix of a power of 1000.
+
     >>> format_count(1.19e14), format_count(850)
     ('119 T', '850')
     """
