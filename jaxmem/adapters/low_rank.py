@@ -56,31 +56,34 @@ class Lora(nnx.Module):
     ):
         """`layers`: the adapter of each layer of a stack, or of a single layer. `order`: the number of the layer at
         each position of a stack, where numbers beyond `layers` are identity layers; None: layers are in order."""
-        *stack, inputs, outputs = base.weight.get_value().shape
+        *stack, inputs, outputs = base.weight.get_value().shape  # layers, and experts
         axes: Axes = base.weight.get_metadata()["axes"]
         stacked, (first, last) = axes[: len(stack)], axes[len(stack) :]
+        is_shared = cfg.shared_a and "expert" in stacked  # by all experts of a layer
+        stack_of_a, stacked_of_a = (stack[:-1], stacked[:-1]) if is_shared else (stack, stacked)
         rank = max(own.rank for own in layers if own is not None)
         if isinstance(base, Embedding):  # rows of A are looked up, so A instead of B is zero
             a = jnp.zeros((*stack, inputs, rank))
             b = jax.random.normal(rngs.params(), (*stack, rank, outputs))
         else:
             bound = 1 / math.sqrt(inputs)
-            a = jax.random.uniform(rngs.params(), (*stack, inputs, rank), minval=-bound, maxval=bound)
+            a = jax.random.uniform(rngs.params(), (*stack_of_a, inputs, rank), minval=-bound, maxval=bound)
             b = jnp.zeros((*stack, rank, outputs))
         if stack and order is not None:
             a, b = a[np.asarray(order)], b[np.asarray(order)]
-        own = [layers[i] if i < len(layers) else None for i in (order or range(*stack))] if stack else layers
+        own = [layers[i] if i < len(layers) else None for i in (order or range(stack[0]))] if stack else layers
         shared = layers[0] if len(set(layers)) == 1 else None  # the settings, if all layers have the same
         is_uniform = shared is not None
         if not is_uniform:
             ranks = np.array([one.rank if one else 0 for one in own])
-            a = jnp.where((np.arange(rank) < ranks[:, None])[:, None], a, jnp.zeros((), a.dtype))
+            kept = np.arange(rank) < ranks.reshape(-1, *[1] * (a.ndim - 1))
+            a = jnp.where(kept, a, jnp.zeros((), a.dtype))
         self.scale = 1.0 if shared is None else shared.scale
         scales = jnp.array([one.scale if one else 0.0 for one in own], jnp.float32)
-        self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked)
+        self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked[:1])
         self.dropout = cfg.dropout
         inputs_axis, outputs_axis = (axis and Axis(axis_name(axis), like_storage=True) for axis in (first, last))
-        self.a = _param(a, (*stacked, inputs_axis, "rank"))
+        self.a = _param(a, (*stacked_of_a, inputs_axis, "rank"))
         self.b = _param(b, (*stacked, "rank", outputs_axis))
         self.magnitude = _param(_column_norms(base), (*stacked, outputs_axis)) if cfg.kind == "dora" else None
         has_bias = cfg.lora_bias and isinstance(base, Linear)
@@ -95,7 +98,7 @@ class Lora(nnx.Module):
     ) -> Float[Array, "*batch outputs"]:
         """The output of a layer with its adapter, from the output `y` of its weight `w`. DoRA needs the norms of
         `w`."""
-        a, b, scale = fetch(self.a, x.dtype), fetch(self.b, x.dtype), self._scale(x.dtype)
+        a, b, scale = fetch(self.a, x.dtype), fetch(self.b, x.dtype), self.scale_in(x.dtype)
         y = y + matmul(scale * matmul(dropout(x, self.dropout, keys), a), b)
         if self.bias is not None:
             y = y + scale * fetch(self.bias, x.dtype)
@@ -105,18 +108,18 @@ class Lora(nnx.Module):
         self, x: Float[Array, "batch time embed"], ids: Int[Array, "batch time"], w: Callable[[], jax.Array]
     ) -> Float[Array, "batch time embed"]:
         """The output of an embedding with its adapter, from the rows `x` of its weight `w`."""
-        b, scale = fetch(self.b, x.dtype), self._scale(x.dtype)
+        b, scale = fetch(self.b, x.dtype), self.scale_in(x.dtype)
         x = x + matmul(scale * lookup_param(self.a, ids, x.dtype), b)
         return x if self.magnitude is None else self._with_magnitude(x, w(), fetch(self.a, x.dtype), b)
 
-    def _scale(self, dtype: DTypeLike) -> Any:
+    def scale_in(self, dtype: DTypeLike) -> Any:
         return self.scale if self.layer_scale is None else fetch(self.layer_scale, dtype)
 
     def _with_magnitude(self, y: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         assert self.magnitude is not None
         ratio = fetch(self.magnitude, jnp.float32) / jax.lax.stop_gradient(self._sum_norms(w, a, b))
         if self.layer_scale is not None:
-            ratio = jnp.where(self._scale(jnp.float32) == 0, jnp.float32(1), ratio)  # a layer without an adapter
+            ratio = jnp.where(self.scale_in(jnp.float32) == 0, jnp.float32(1), ratio)  # a layer without an adapter
         return (y * ratio).astype(y.dtype)
 
     def _sum_norms(self, w: jax.Array, a: jax.Array, b: jax.Array) -> Float[Array, "outputs"]:
@@ -124,7 +127,7 @@ class Lora(nnx.Module):
         w, a, b = (jax.lax.stop_gradient(x) for x in (w, a, b))
         cross = jnp.einsum("ro,ro->o", (w.T @ a).T, b, preferred_element_type=jnp.float32)
         square = jnp.einsum("ro,ro->o", (a.T @ a) @ b, b, preferred_element_type=jnp.float32)
-        scale = self._scale(jnp.float32)
+        scale = self.scale_in(jnp.float32)
         squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=0) + 2 * scale * cross + scale**2 * square
         return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
 

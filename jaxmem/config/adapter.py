@@ -39,6 +39,7 @@ class Adapter(Section):
     )
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     lora_bias: bool = setting(False, "a trainable bias after B")
+    shared_a: bool = setting(False, "the experts of a layer share A; each has its own B")
     targets: Texts | Ranks = setting(
         ("blocks.*",),
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"

@@ -94,6 +94,12 @@ def _decoder(cfg: Config) -> Iterator[str]:
         return
     if model.heads % model.kv_heads:
         yield _indivisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
+    if (experts := model.experts) is not None:
+        if experts.top_k > experts.count:
+            given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
+            yield f"{given}; use top_k={experts.count} or less"
+        if model.mlp_bias:
+            yield unsupported("model.experts", "model.mlp_bias=true", "model.mlp_bias=false")
     if model.head_dim % 2:
         yield f"model.head_dim={model.head_dim} must be even for rotary positions; use {model.head_dim + 1}"
     if model.hf is not None and model.preset is not None:

@@ -21,7 +21,7 @@ from jaxmem.config.networks import Convnet, Decoder, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
-ON_REQUEST = ("context", "stage")  # axes that errors name only if the config uses them
+ON_REQUEST = ("expert", "context", "stage")  # axes that errors name only if the config uses them
 
 SEQUENCE = ("context", "tensor")  # axes over which the sequence of the residual stream is sharded
 
@@ -74,17 +74,17 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
         yield f"{given} has {rows} rows per micro-batch, not divisible by {over}; use batch.global_size={near}"
     for axis, counts in divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
-        # Arrays that are sharded over `fsdp` are sharded over `context` too.
-        own, context = getattr(mesh, axis), mesh.context if axis == "fsdp" else 1
-        wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (own * context)]
+        # Arrays that are sharded over `fsdp` are sharded over `expert` and `context` too.
+        along = [name for name in ("expert", "context") if axis == "fsdp" and getattr(mesh, name) > 1]
+        own, others = getattr(mesh, axis), math.prod(getattr(mesh, name) for name in along)
+        wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (own * others)]
         if wrong:
-            shown = f"mesh.{axis}={own}" + (f" x mesh.context={context}" if context > 1 else "")
-            near = nearest_numbers(
-                own, (d // context for d in divisors(math.gcd(*counts.values())) if d % context == 0)
-            )
+            shown = " x ".join(f"mesh.{name}={getattr(mesh, name)}" for name in (axis, *along))
+            near = nearest_numbers(own, (d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0))
             other = ", or zero=0" if axis == "fsdp" else ""
             verb = "is" if len(wrong) == 1 else "are"
             yield f"{', '.join(wrong)} {verb} not divisible by {shown}; use mesh.{axis}={near}{other}"
+    yield from _experts(cfg)
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
     parts, more = time_parts(mesh), cfg.prompt_length
@@ -95,6 +95,15 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             key = "data.sequence_length" if length == cfg.data.sequence_length else "data.buckets"
             prompt = f" plus adapter.virtual_tokens={more}" if more else ""
             yield f"{key}={length}{prompt} is not divisible by {parts}, as {over} requires; use {key}={near}"
+
+
+def _experts(cfg: Config) -> Iterator[str]:
+    own, experts = cfg.mesh.expert, cfg.model.experts if isinstance(cfg.model, Decoder) else None
+    if own > 1 and experts is None:
+        yield f"mesh.expert={own} requires a mixture of experts (model.experts); use mesh.expert=1"
+    elif experts is not None and experts.count % own:
+        near = nearest_numbers(own, divisors(experts.count))
+        yield f"model.experts.count={experts.count} is not divisible by mesh.expert={own}; use mesh.expert={near}"
 
 
 def _head_groups(cfg: Config) -> Iterator[str]:

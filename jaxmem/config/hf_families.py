@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxmem.config.hf_values import Size, UnsupportedError, read
+from jaxmem.config.networks import Decoder
+
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # names of `model.activation` in files
+MAX_EXPERTS = 10_000  # a limit above all models, checked before any array is created
+# Keys of mixtures of experts; `router_aux_loss_coef` has an effect only with `output_router_logits`.
+EXPERTS = (
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "router_aux_loss_coef", "output_router_logits",
+)  # fmt: skip
 WINDOWS = Literal["sliding_attention", "full_attention"]
 
 
@@ -24,12 +33,37 @@ class HfFamily:
     activation: str = "hidden_act"  # the key of the activation function
     sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if they have their own
     is_fused: bool = False  # whether files have one matrix for queries, keys and values, and one for gate and up
+    experts: tuple[str, str] | None = None  # the keys of the number of experts, and of their hidden width
+    renormalize: bool | None = None  # the weights of the chosen experts; None: `norm_topk_prob` decides
 
     @property
     def understood(self) -> set[str]:
         """Keys of config.json that only this architecture has."""
         of_windows = set() if self.sliding_theta is None else {"rope_local_base_freq", "sliding_window_pattern"}
-        return {*self.keys.values(), *of_windows}
+        return {*self.keys.values(), *of_windows, *(EXPERTS if self.experts else ())}
+
+    def expert_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a mixture of experts: `experts`, and the hidden width of an expert as `mlp`."""
+        if self.experts is None:
+            return {}
+        key, width = self.experts
+        # transformers 5 has a second name for the number of experts.
+        count = read({"num_local_experts": settings[key], **settings}, "num_local_experts", Size)
+        if count > MAX_EXPERTS:
+            raise UnsupportedError(f"{key}: must be at most {MAX_EXPERTS}, not {count}")
+        renormalize = self.renormalize
+        if renormalize is None:
+            renormalize = read(settings, "norm_topk_prob", bool, False)
+        experts = {"count": count, "top_k": read(settings, "num_experts_per_tok", Size), "renormalize": renormalize}
+        return {"mlp": read(settings, width, Size), "experts": experts}
+
+    def expert_settings(self, model: Decoder) -> dict[str, Any]:
+        """The inverse."""
+        if self.experts is None or model.experts is None:
+            return {}
+        count, width = self.experts
+        found = {count: model.experts.count, width: model.mlp, "num_experts_per_tok": model.experts.top_k}
+        return found if self.renormalize else found | {"norm_topk_prob": model.experts.renormalize}
 
     @property
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -48,6 +82,13 @@ _GEMMA_KEYS = {
 _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
+}  # fmt: skip
+_MIXTRAL_DEFAULTS = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_QWEN_MOE_DEFAULTS = {
+    "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 0, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768,
 }  # fmt: skip
 
 FAMILIES = {
@@ -75,5 +116,20 @@ FAMILIES = {
         sliding_theta=10_000.0,
     ),
     "Phi3ForCausalLM": HfFamily("phi3", {"rms_norm_eps": 1e-5}, biased=False, windows="all", is_fused=True),
+    "MixtralForCausalLM": HfFamily(
+        "mixtral",
+        _MIXTRAL_DEFAULTS,
+        biased=False,
+        windows="all",
+        experts=("num_local_experts", "intermediate_size"),
+        renormalize=True,
+    ),
+    "Qwen3MoeForCausalLM": HfFamily(
+        "qwen3_moe",
+        _QWEN_MOE_DEFAULTS,
+        {"qk_norm": True},
+        windows="asked",
+        experts=("num_experts", "moe_intermediate_size"),
+    ),
     "Olmo2ForCausalLM": HfFamily("olmo2", {"rms_norm_eps": 1e-5}, {"norms": "post", "qk_norm": "all_heads"}),
 }

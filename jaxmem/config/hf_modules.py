@@ -25,10 +25,25 @@ MODULES = {
     "blocks.mlp.gate": "model.layers.{}.mlp.gate_proj",
     "blocks.mlp.up": "model.layers.{}.mlp.up_proj",
     "blocks.mlp.down": "model.layers.{}.mlp.down_proj",
+    "blocks.mlp.router": "model.layers.{}.mlp.gate",
     "norm": "model.norm",
     "head": "lm_head",
 }
 WITH_POST_NORMS = {**MODULES, "blocks.mlp_norm": "model.layers.{}.pre_feedforward_layernorm"}
+# Each expert has a tensor of its own in files, with its number after that of the layer.
+EXPERTS = {
+    **MODULES,
+    "blocks.mlp.gate": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "blocks.mlp.up": "model.layers.{}.mlp.experts.{}.up_proj",
+    "blocks.mlp.down": "model.layers.{}.mlp.experts.{}.down_proj",
+}
+MIXTRAL = {
+    **MODULES,
+    "blocks.mlp.router": "model.layers.{}.block_sparse_moe.gate",
+    "blocks.mlp.gate": "model.layers.{}.block_sparse_moe.experts.{}.w1",
+    "blocks.mlp.up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
+    "blocks.mlp.down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
+}
 # Modules of Phi-3 that have the rows of several of these one after the other.
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -62,6 +77,8 @@ def modules_of(model: Decoder) -> list[HfModule]:
     absent |= {"pre": {"attention_post_norm", "mlp_post_norm"}, "post": {"attention_norm", "mlp_norm"}}.get(
         model.norms, set()
     )
+    # PEFT adapts no experts and no routers, which are not linear layers in transformers.
+    absent |= {"router", *(("gate", "up", "down") if model.experts else ())}
     found = []
     for path, name in (MODULES if model.norms == "pre" else WITH_POST_NORMS).items():
         last = path.rpartition(".")[2]

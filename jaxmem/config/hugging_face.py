@@ -43,6 +43,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0, None),
     "dtype": (*DTYPES, None),
     "torch_dtype": (*DTYPES, None),
+    "decoder_sparse_step": (1, None),  # every layer is a mixture of experts
+    "mlp_only_layers": ([], None),
+    "router_jitter_noise": (0.0, None),
 }
 FIXED_ROPE: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
@@ -137,6 +140,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{name: read(settings, key, Decoder.model_fields[name].annotation) for name, key in family.keys.items()},
         **(windows := _windows(settings, family, shape["layers"])),
         **_ropes(settings, family, windows),
+        **family.expert_fields(settings),
     }
 
 
@@ -238,9 +242,10 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
 
 def _comparable(model: Decoder) -> dict[str, Any]:
     """The fields that change the outputs of a model."""
-    unequal = {"family", "preset", "hf", "dropout", "rope", "sliding_rope", "window", "layer_types"}
+    unequal = {"family", "preset", "hf", "dropout", "experts", "rope", "sliding_rope", "window", "layer_types"}
     ropes = [(rope.theta, _rope_scaling(rope)) for rope in model.ropes]
-    return {**model.model_dump(exclude=unequal), "windows": model.windows, "ropes": ropes}
+    experts = model.experts and model.experts.model_dump(include={"count", "top_k", "renormalize"})
+    return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
 
 
 def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -266,6 +271,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(model.rope),
         "sliding_window": model.window,
         **{key: getattr(model, name) for name, key in family.keys.items()},
+        **family.expert_settings(model),
     }
     if family.sliding_theta is not None:
         found["rope_local_base_freq"] = (model.sliding_rope or model.rope).theta

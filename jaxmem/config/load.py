@@ -20,7 +20,6 @@ from jaxmem.config.hub import local_directory
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Config
@@ -257,6 +256,8 @@ def _expand_adapter(raw: dict[str, Any], directory: str) -> None:
         model = Decoder.model_validate(raw["model"])
     except ValidationError:  # reported with the other errors of the config
         return
+    from jaxmem.config.peft import adapter_fields
+
     fields, trainable = adapter_fields(directory, model)
     raw["adapter"] = {**fields, **raw["adapter"]}
     if trainable and isinstance(optimizer := raw.setdefault("optimizer", {}), dict):

@@ -14,6 +14,7 @@ class Mesh(Section):
     stage: int = setting(1, "pipeline stages: groups of layers")
     replica: int = setting(1, "copies of the model; the batch is sharded over them")
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
+    expert: int = setting(1, "shards of the experts of each layer; of everything else like fsdp")
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
     context_method: Literal["auto", "ring", "ulysses", "all_gather"] = setting(
@@ -27,15 +28,15 @@ class Mesh(Section):
 
 
 MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method")
-BATCH_AXES = ("replica", "fsdp")  # axes over which the rows of a batch are sharded
+BATCH_AXES = ("replica", "fsdp", "expert")  # axes over which the rows of a batch are sharded
 
 _Over = ListOf[Literal["fsdp", "context", "tensor"]]
 
 
 class Rules(Section):
     """The mesh axes that each dimension of weights is sharded over: the table of `sharding/table.py`. `fsdp` and
-    `context` shard the stored weights as far as `zero` says; `tensor` also shards the computation. If two dimensions of
-    a weight name one axis, only the first is sharded over it."""
+    `context` shard the stored weights as far as `zero` says, and `expert` wherever `fsdp` does; `tensor` also shards
+    the computation. If two dimensions of a weight name one axis, only the first is sharded over it."""
 
     embed: ListOf[Literal["fsdp", "context"]] = setting(
         ("fsdp", "context"), "mesh axes of the width of the residual stream"

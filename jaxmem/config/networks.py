@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, setting
+from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, setting
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
@@ -41,6 +41,19 @@ class Rope(Section):
     attention_factor: Positive | None = setting(None, "yarn: factor on cosine and sine; null: 0.1 ln(factor) + 1")
 
 
+class Experts(Section):
+    """A mixture of experts instead of one MLP in each layer; `model.mlp` is the hidden width of an expert."""
+
+    count: Count = setting(..., "experts of a layer")
+    top_k: Count = setting(..., "experts of a token")
+    renormalize: bool = setting(True, "divide the weights of the chosen experts by their sum")
+    capacity_factor: Positive | None = setting(
+        None, "an expert drops tokens above this multiple of the mean number of tokens; null: none"
+    )
+    balance_loss: NotNegative = setting(0.0, "weight of the load-balance loss; 0.001 to 0.02 in published models")
+    z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer of the router")
+
+
 class Decoder(Family):
     """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4: attention and a gated MLP."""
 
@@ -53,7 +66,7 @@ class Decoder(Family):
     vocab: Count = setting(..., "entries of the vocabulary")
     layers: Count = setting(..., "number of layers")
     embed: Count = setting(..., "width of the residual stream")
-    mlp: Count = setting(..., "hidden width of the MLP")
+    mlp: Count = setting(..., "hidden width of the MLP, or of each expert")
     heads: Count = setting(..., "query heads")
     kv_heads: Count = setting(..., "key and value heads, each shared by heads / kv_heads query heads")
     head_dim: Count = setting(..., "width of a head")
@@ -82,6 +95,7 @@ class Decoder(Family):
         (), "whether each layer has `window` (sliding_attention); a shorter list is repeated; []: every layer has it"
     )
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
+    experts: Experts | None = None
     dropout: Fraction = setting(0.0, _DROPOUT)
 
     @property

@@ -21,6 +21,10 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     return {"theta": 500_000.0, "scaling": "llama3", "factor": factor, "original_length": 8192}
 
 
+def _experts(count: int, top_k: int) -> dict[str, Any]:
+    return {"count": count, "top_k": top_k}
+
+
 GALORE = {"norm_epsilon": 1e-6}
 LLAMA3 = {"rope": {"theta": 500_000.0}}
 GEMMA2 = {
@@ -65,11 +69,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _decoder(152_064, 28, 3584, 18_944, 28, 4, 128, attention_bias=True, **QWEN),
     "qwen3-8b": _decoder(151_936, 36, 4096, 12_288, 32, 8, 128, qk_norm=True, **QWEN),
     "qwen3-32b": _decoder(151_936, 64, 5120, 25_600, 64, 8, 128, qk_norm=True, **QWEN),
+    # For mixtures, mlp is the hidden width of an expert.
+    "mixtral-8x7b": _decoder(32_000, 32, 4096, 14_336, 32, 8, 128, experts=_experts(8, 2), rope={"theta": 1e6}),
+    "qwen3-30b-a3b": _decoder(151_936, 48, 2048, 768, 32, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
+    "qwen3-235b-a22b": _decoder(151_936, 94, 4096, 1536, 64, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
 }
 
 
-def parameter_count(model: Decoder) -> int:
-    """The number of parameters of a decoder."""
+def parameter_count(model: Decoder, *, active: bool = False) -> int:
+    """The number of parameters of a decoder; `active`: that a token uses, of mixtures of experts."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
     if model.attention_bias:
@@ -78,8 +86,12 @@ def parameter_count(model: Decoder) -> int:
         attention += model.embed
     if model.qk_norm:
         attention += queries + keys if model.qk_norm == "all_heads" else 2 * model.head_dim
+    experts = 1
+    if model.experts is not None:
+        experts = model.experts.top_k if active else model.experts.count
+        attention += model.embed * model.experts.count  # the router
     norms = 4 if model.norms == "both" else 2
-    layer = attention + 3 * model.embed * model.mlp + norms * model.embed
+    layer = attention + experts * 3 * model.embed * model.mlp + norms * model.embed
     if model.mlp_bias:
         layer += 2 * model.mlp + model.embed
     tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)

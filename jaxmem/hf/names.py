@@ -1,15 +1,17 @@
 """The weights of a decoder and their tensors in a Hugging Face file, for every family; used in both directions.
 
-In jaxmem the weights of all layers are one array [layer, in, out]; in a file each layer has its own tensor [out, in].
+In jaxmem the weights of all layers are one array [layer, in, out], of experts [layer, expert, in, out]; in a file each
+layer and each expert has its own tensor [out, in].
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
-from jaxmem.config.hf_modules import MODULES, WITH_POST_NORMS
+from jaxmem.config.hf_modules import EXPERTS, MIXTRAL, MODULES, WITH_POST_NORMS
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
@@ -22,11 +24,12 @@ COMPUTED = ("rotary_emb.inv_freq",)
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file. `position`: the position of its layer in a stack; None: the weight is not a stack."""
+    """A tensor in a file. `position`: the position of its layer in a stack, and the number of its expert; (): the
+    weight is not a stack."""
 
     name: str
     shape: tuple[int, ...]
-    position: int | None
+    position: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,31 @@ class FileWeight:
     def of(
         cls, path: WeightPath, array: Any, name: str, is_transposed: bool, indices: Sequence[int] | None = None
     ) -> Self:
-        """`name`: the name of the tensor, with {} for the layer. `indices`: the position of each layer in the stack, by
-        default all positions in order."""
-        is_stacked = "{}" in name
-        shape = array.shape[1:] if is_stacked else array.shape
+        """`name`: the name of the tensor, with {} for the layer and for the expert. `indices`: the position of each
+        layer in the stack, by default all positions in order."""
+        depth = name.count("{}")
+        shape = array.shape[depth:]
         shape = shape[::-1] if is_transposed else shape
-        all_layers = range(array.shape[0]) if indices is None else indices
-        layers = enumerate(all_layers if is_stacked else (None,))
-        tensors = tuple(FileTensor(name.format(layer), shape, position) for layer, position in layers)
+        positions: list[Sequence[int]] = [range(size) for size in array.shape[:depth]]
+        if depth and indices is not None:
+            positions[0] = indices
+        numbers = product(*map(range, map(len, positions)))
+        places = zip(numbers, product(*positions), strict=True)
+        tensors = tuple(FileTensor(name.format(*number), shape, position) for number, position in places)
         return cls(path, array, shape, is_transposed, tensors)
 
     @property
-    def is_stacked(self) -> bool:
-        return self.tensors[0].position is not None
+    def depth(self) -> int:
+        """The number of dimensions of the array before those of a tensor."""
+        return len(self.tensors[0].position)
 
 
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
     """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
-    names = WITH_POST_NORMS if "mlp_post_norm" in params["blocks"] else MODULES
+    blocks = params["blocks"]
+    names = WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
+    if "router" in blocks["mlp"]:
+        names = EXPERTS if "q_norm" in blocks["attention"] else MIXTRAL
     for path, array in flatten_dict(params).items():
         *module, kind = path
         is_transposed = kind == "weight" and module != ["embedding"]

@@ -59,10 +59,12 @@ LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the lay
 
 def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
     """The low-rank adapters among the parameters of a decoder."""
-    found = {}
-    for path, array in flatten_dict(params).items():
+    found, flat = {}, flatten_dict(params)
+    for path, array in flat.items():
         if path[-2:] == ("lora", "a"):
             name = ".".join(path[:-2])
+            if flat[(*path[:-1], "b")].ndim > 3:
+                raise UserError(f"{name}: PEFT has no format for the adapters of experts; use --merge")
             layers = array.shape[0] if indices is None else len(indices)
             found[name] = low_rank_layers(adapter, name, layers if "{}" in MODULES[name] else None)
     return found

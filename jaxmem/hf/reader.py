@@ -100,7 +100,7 @@ def read_arrays(
 
 def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | None) -> Any:
     shape, spec = weight.shape, weight.array
-    axes = axes[1:] if weight.is_stacked else axes
+    axes = axes[weight.depth :]
     axes = axes[::-1] if weight.is_transposed else axes
     sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
 
@@ -110,7 +110,7 @@ def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | Non
             raise UserError(f"{tensors.entries[name].file}: {name} contains NaN or infinite values; copy it again")
         return x
 
-    if not weight.is_stacked:
+    if not weight.depth:
         return jax.block_until_ready(_converted(weight.is_transposed, spec)(read(weight.tensors[0].name)))
     stack = _zeros(spec)()
     write = _write_layer(weight.is_transposed, spec)
@@ -146,7 +146,13 @@ def _converted(is_transposed: bool, spec: Spec) -> Any:
 def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     def write(stack: Any, x: jax.Array, index: jax.Array) -> Any:
         new = send_like(_as_spec(x, is_transposed, spec), stack)
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), stack, new)
+
+        def put(stack: jax.Array, one: jax.Array) -> jax.Array:
+            one = one.reshape(*[1] * (stack.ndim - one.ndim), *one.shape)
+            place = [index[dim] if dim < index.size else jnp.int32(0) for dim in range(stack.ndim)]
+            return jax.lax.dynamic_update_slice(stack, one, place)
+
+        return jax.tree.map(put, stack, new)
 
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
 

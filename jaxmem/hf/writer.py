@@ -31,6 +31,8 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized
 
+# Dimensions of the arrays of an adapter of one matrix.
+DIMS = {"a": 2, "b": 2, "bias": 1, "magnitude": 1, "layer_scale": 0, "trained": 2, "tokens": 1}
 Adapter = tuple[dict[str, jax.Array], float]  # the weights of an adapter, and its scale
 
 
@@ -101,21 +103,27 @@ def output_tensors(
     found = []
     for weight in weights:
         own, scale = adapters.get(weight.path, (None, 0.0))
-        convert = partial(_converter(weight.is_stacked, weight.is_transposed, dtype, scale), weight.array, own)
+        convert = partial(_converter(weight.depth, weight.is_transposed, dtype, scale), weight.array, own)
         found += [OutputTensor(one.name, numpy, one.shape, partial(_values, convert, one)) for one in weight.tensors]
     return found
 
 
-def _values(convert: Callable[[np.int32], jax.Array], tensor: FileTensor) -> np.ndarray:
+def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> np.ndarray:
     """The values of a tensor, without the zeros that pad lower ranks of adapters."""
-    return np.asarray(convert(np.int32(tensor.position or 0)))[tuple(map(slice, tensor.shape))]
+    return np.asarray(convert(np.asarray(tensor.position, np.int32)))[tuple(map(slice, tensor.shape))]
 
 
 @cache
-def _converter(is_stacked: bool, is_transposed: bool, dtype: str, scale: float) -> Any:
+def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Any:
     def convert(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
-        if is_stacked:
-            x, own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), (x, own))
+        def take(x: jax.Array, dims: int) -> jax.Array:
+            for dim in range(dims):
+                x = jax.lax.dynamic_index_in_dim(x, place[dim], keepdims=False)
+            return x
+
+        x = jax.tree.map(lambda x: take(x, depth), x)
+        if own is not None and depth:  # an A that experts share has a dimension less
+            own = {name: take(array, array.ndim - DIMS[name]) for name, array in own.items()}
         x = fetch_from_host(x)
         full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
         full = full if own is None else merged_weight(full, own, scale)

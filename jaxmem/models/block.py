@@ -72,7 +72,7 @@ class Block(nnx.Module):
     def __init__(
         self,
         attention: Attention,
-        mlp: GatedMlp | DenseMlp,
+        mlp: Any,  # GatedMlp, DenseMlp or Experts
         norms: tuple[Any, Any],
         dropout: float,
         post_norms: tuple[Any, Any] = (None, None),
@@ -83,17 +83,20 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: Features, tokens: Tokens = Tokens(), keys: RowKeys | None = None, slot: CacheSlot | None = None
-    ) -> tuple[Features, KVCache | None]:
-        """With a `slot` of a KV cache, also returns the updated cache (see `Attention`)."""
+    ) -> tuple[Features, KVCache | None, jax.Array | None]:
+        """Also returns the updated cache if there is a `slot` of a KV cache (see `Attention`), and the statistics of
+        the router if the MLP is a mixture of experts."""
         x = row_major_in_stages(x, "batch", "stream", "embed")
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
-        size = self.attention.execution.chunking.chunk_size(x, self.mlp.hidden)
+        size = self.attention.execution.chunking.chunk_size(x, self.mlp.hidden or 0)
         mixed, cache = self._attend(x, tokens, third, slot, size)
         mixed = _normal(self.attention_post_norm, checkpoint_name(mixed, "attention_out"))
         x = x + dropout(mixed, self.dropout, first)
         mlp = {"mlp": self.mlp} if self.mlp_norm is None else {"norm": self.mlp_norm, "mlp": self.mlp}
-        y = checkpoint_name(map_token_chunks(_normed_mlp, mlp, x, key_data(fourth), size=size), "mlp_out")
-        return scatter_time(x + dropout(_normal(self.mlp_post_norm, y), self.dropout, second)), cache
+        size = size if self.mlp.hidden else None
+        y, router = map_token_chunks(_normed_mlp, mlp, x, key_data(fourth), size=size)
+        y = _normal(self.mlp_post_norm, checkpoint_name(y, "mlp_out"))
+        return scatter_time(x + dropout(y, self.dropout, second)), cache, router
 
     def _attend(
         self, x: Features, tokens: Tokens, keys: Keys | None, slot: CacheSlot | None, size: int | None
@@ -122,6 +125,8 @@ def _normal(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
     return norm(x) if name is None else checkpoint_name(norm(x), name)
 
 
-def _normed_mlp(own: dict[str, Any], x: Features, data: Any) -> Features:
+def _normed_mlp(own: dict[str, Any], x: Features, data: Any) -> tuple[Features, jax.Array | None]:
     normal = _normal(own.get("norm"), x, "mlp_norm")
-    return scatter_time(own["mlp"](gather_time(normal, "mlp_time"), as_keys(data)))
+    y = own["mlp"](gather_time(normal, "mlp_time"), as_keys(data))
+    y, router = y if isinstance(y, tuple) else (y, None)
+    return scatter_time(y), router

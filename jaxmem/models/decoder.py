@@ -15,7 +15,7 @@ from jaxmem.models.embedding import Embedding
 from jaxmem.models.kv_cache import CacheSlot, KVCache, empty_cache
 from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys, soft_cap, split_keys
 from jaxmem.models.linear import Linear
-from jaxmem.models.network import Execution, Network
+from jaxmem.models.network import STATISTICS, Execution, Network
 from jaxmem.models.rope import Angles, angles, select
 from jaxmem.sharding import constrain, current
 from jaxmem.stack import apply_stack, stacked
@@ -66,7 +66,13 @@ class Decoder(Network):
             joint_qk_norm=cfg.qk_norm == "all_heads",
             norm_offset=float(cfg.norm_offset),
         )
-        mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
+        mlp: Any
+        if cfg.experts is not None:
+            from jaxmem.models.experts import Experts
+
+            mlp = Experts(rngs, cfg.embed, cfg.mlp, cfg.experts)
+        else:
+            mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
         before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")
         pairs = [(self._norm(), self._norm()) if has_norms else (None, None) for has_norms in (before, after)]
         return Block(Attention(rngs, spec, self.execution), mlp, pairs[0], cfg.dropout, pairs[1])
@@ -84,17 +90,28 @@ class Decoder(Network):
         self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
     ) -> Features:
         """The input of the output projection, for losses in slices of the vocabulary."""
+        return self.features_and_router(tokens, positions, segment_ids, keys)[0]
+
+    def features_and_router(
+        self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
+    ) -> tuple[Features, Float[Array, "batch time statistics"] | None]:
         if self.prompt is not None:
             tokens, positions, segment_ids = self._after_prompt(tokens, positions, segment_ids)
 
-        def layer(block: Block, x: jax.Array, one: Any, tokens: _SharedInputs) -> tuple[jax.Array, None]:
+        def layer(block: Block, carry: tuple[Features, Any], one: Any, tokens: _SharedInputs) -> tuple[Any, None]:
             keys, has_window = one
-            return block(x, tokens.of_layer(has_window), keys)[0], None
+            x, _, router = block(carry[0], tokens.of_layer(has_window), keys)
+            return (x, None if router is None else carry[1] + router / self.cfg.layers), None
 
         inputs = None if keys is None else split_keys(keys, self.cfg.layers), self._has_window
         shared = self._shared(tokens, positions, segment_ids)
-        x, _ = apply_stack(self.blocks, layer, self._embed(tokens), inputs, shared, options=self.execution.stack)
-        return self.norm(x if self.prompt is None else x[:, self.prompt.length :])
+        x = self._embed(tokens)
+        # Statistics are summed per token, next to x, so that every way to apply a stack treats them like x.
+        carry = x, None if self.cfg.experts is None else _no_statistics(x)
+        carry, _ = apply_stack(self.blocks, layer, carry, inputs, shared, options=self.execution.stack)
+        if self.prompt is not None:
+            carry = jax.tree.map(lambda x: x[:, self.prompt.length :], carry)
+        return self.norm(carry[0]), carry[1]
 
     def _after_prompt(
         self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
@@ -149,7 +166,7 @@ class Decoder(Network):
 
         def layer(block: Block, carry: tuple[jax.Array, KVCache], one: Any, _: None) -> tuple[Any, None]:
             (x, cache), (i, has_window) = carry, one
-            return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first)), None
+            return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first))[:2], None
 
         layers = jnp.arange(self.cfg.layers, dtype=jnp.int32), self._has_window
         # Without a backward pass nothing is recomputed.
@@ -186,3 +203,10 @@ class Decoder(Network):
             positions = jnp.broadcast_to(row, tokens.shape)
         first, *others = (angles(positions, rope, cfg.head_dim) for rope in cfg.ropes)
         return _SharedInputs(first, others[0] if others else None, segment_ids)
+
+
+def _no_statistics(x: Features) -> Float[Array, "batch time statistics"]:
+    """Zeros for each token of x, sharded like x."""
+    # Computed from x, so that a vmap over micro-batches maps them too.
+    zeros = jnp.where(False, x[..., :1].astype(jnp.float32), jnp.zeros(len(STATISTICS)))
+    return constrain(zeros, "batch", "stream", None)

@@ -13,6 +13,9 @@ from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RowKeys, split_keys
 from jaxmem.stack import StackOptions, apply_stack
 
+# Statistics of the routers of mixtures of experts for each token; only the first has a gradient.
+STATISTICS = ("router_loss", "router_load", "router_entropy")
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -38,6 +41,10 @@ class Network(nnx.Module):
     def features(self, *inputs: Any, **options: Any) -> jax.Array:
         raise NotImplementedError
 
+    def features_and_router(self, *inputs: Any, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Also returns the statistics of the routers of mixtures of experts, the mean over layers for each token."""
+        return self.features(*inputs, **options), None
+
     def logits(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError
 
@@ -57,13 +64,13 @@ class ImageNetwork(Network):
 
 def apply_blocks(
     blocks: Any,
-    x: jax.Array,
+    x: Any,
     keys: RowKeys | None,
     layers: int,
     options: StackOptions,
-    apply: Callable[..., jax.Array] = lambda block, x, keys, _: block(x, keys),
+    apply: Callable[..., Any] = lambda block, x, keys, _: block(x, keys),
     others: Any = None,
-) -> jax.Array:
+) -> Any:
     """Applies a stack of layers to `x`, each as `apply(block, x, dropout keys of the layer, others)`."""
     layer_keys = None if keys is None else split_keys(keys, layers)
     return apply_stack(blocks, lambda *inputs: (apply(*inputs), None), x, layer_keys, others, options=options)[0]

@@ -36,8 +36,9 @@ def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) 
     return jax.lax.fori_loop(0, count, step, (arrays, first))[0]
 
 
-def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any) -> Any:
-    """Applies `one(layer, layer of read_only, index)` to every layer of a stack, in place."""
+def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
+    """Applies `one(layer, layer of read_only, index)` to every layer of a stack, in place. `axis`: the logical axis of
+    the first dimension: `layer`, or `expert` for the matrices of a layer."""
 
     def loop(stack: Any, read_only: Any, first: jax.Array) -> Any:
         def step(own: Any, i: jax.Array) -> Any:
@@ -46,14 +47,14 @@ def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, read_on
         grid = {0: jax.tree.leaves(stack)[0].shape[0]}
         return update_parts(grid, step, stack)
 
-    return _per_stage(loop, stack, read_only)
+    return _per_shard(loop, stack, read_only, axis)
 
 
-def _per_stage(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any) -> Any:
+def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
     one loop per stage, with its own conditionals: under `jax.vmap` all stages would execute the branches that any of
     them needs."""
-    over, parts = shard_axes("optimizer", "layer"), shard_count("optimizer", "layer")
+    over, parts = shard_axes("optimizer", axis), shard_count("optimizer", axis)
     if parts == 1:
         return loop(stack, read_only, jnp.zeros((), jnp.int32))
     layers = jax.tree.leaves(stack)[0].shape[0]
@@ -76,7 +77,7 @@ def update_rows(one: Each, matrix: Any, read_only: Any, axes: Axes) -> Any:
     parts = _parts(math.prod(shape), units, _devices(axes[rows:]))
     if parts > 1 and not any(x.shape[rows] % units for x in jax.tree.leaves((matrix, read_only))):
         loop = partial(_update_strided_rows, one, rows, units, parts)
-        return _per_stage(loop, matrix, read_only) if is_stack else loop(matrix, read_only, zero)
+        return _per_shard(loop, matrix, read_only) if is_stack else loop(matrix, read_only, zero)
     each = lambda part, read_only, layer: one(part, read_only, layer, zero)  # noqa: E731
     return update_layers(each, matrix, read_only) if is_stack else each(matrix, read_only, zero)
 

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,7 +25,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key
 from jaxmem.optim.in_place import update_layers, update_rows
-from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.sharding import Axes, constrain, current, is_axes
 from jaxmem.sharding.leaves import Derived
 
 
@@ -104,6 +105,33 @@ class MatrixRule:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class OfExperts(MatrixRule):
+    """A rule applied to the matrix of each expert of a layer."""
+
+    rule: MatrixRule
+    expert: ParameterSpec
+
+    def init(self, spec: ParameterSpec) -> State:
+        def repeat(one: Derived) -> Derived:
+            values = jax.tree.map(lambda x: jnp.broadcast_to(x, (spec.shape[0], *x.shape)), one.value)
+            return Derived(values, (0, *one.dims))
+
+        return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=_is_derived)
+
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+        def one(own: tuple[jax.Array, State], w: Any, i: jax.Array) -> tuple[jax.Array, State]:
+            g, state = own
+            key = jax.random.fold_in(at.key, i)
+            at_expert = dataclasses.replace(at, weight=w, spec=self.expert, key=key)
+            layout = current()
+            with nullcontext() if layout is None else layout.without("expert"):
+                u, new = self.rule.update(g, state, at_expert)
+            return u.astype(g.dtype), new
+
+        return update_layers(one, (g, state), at.weight, "expert")
+
+
 class ByLayerState(NamedTuple):
     step: jax.Array  # updates so far
     leaves: Any  # the state of the rule of each parameter
@@ -124,7 +152,8 @@ def by_layer(
             spec, layers = _one_layer(names, w)
             if spec.size == 0:
                 return {}
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), rule_for(spec).init(spec))
+            state = _rule(rule_for, spec).init(spec)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), state)
 
         made = jax.tree.map(make, axes_or_unnamed(axes, params), params, is_leaf=is_axes)
         return ByLayerState(jnp.zeros((), jnp.int32), made)
@@ -149,7 +178,7 @@ def by_layer(
                 return g, state
             if vocab_slice is not None:
                 spec = dataclasses.replace(spec, shape=vocab_slice.shape)
-            rule = rule_for(spec)
+            rule = _rule(rule_for, spec)
             if vocab_slice is not None and not rule.is_separable(vocab_slice.dim):
                 raise NotSeparableError
             # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
@@ -204,6 +233,15 @@ def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
     stacked = int(names[:1] == ("layer",))
     shape = w.shape[stacked:]
     return ParameterSpec(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
+
+
+def _rule(rule_for: Callable[[ParameterSpec], MatrixRule], spec: ParameterSpec) -> MatrixRule:
+    """The rule of one layer of a weight."""
+    if spec.axes[:1] != ("expert",):
+        return rule_for(spec)
+    expert = ParameterSpec(spec.shape[1:], spec.dtype, spec.axes[1:], spec.dims[1:])
+    rule = rule_for(expert)
+    return rule_for(spec) if rule.elementwise or rule.updates_stacks else OfExperts(rule, expert)
 
 
 def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
-from jaxmem.step.objective import objective
+from jaxmem.step.objective import objective, trained_sum
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
@@ -122,7 +122,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
         return terms.features(nnx.merge(built.model.graphdef, params), batch, None)
 
     def loss(params: Any, batch: Any, features: Any) -> jax.Array:
-        return terms.sums(nnx.merge(built.model.graphdef, params), features, batch)["loss"]
+        return trained_sum(terms.sums(nnx.merge(built.model.graphdef, params), features, batch))
 
     run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 

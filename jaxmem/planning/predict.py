@@ -100,7 +100,7 @@ def ideal_flops(built: Program) -> float:
     backward pass, plus the two matmuls of causal attention, half of which is masked. For images this is a lower bound:
     a convolution uses its weights once per pixel, which is not counted."""
     cfg, model = built.cfg, built.cfg.model
-    parameters = built.model.parameters
+    parameters = built.model.active
     if model.family != "decoder":
         return 6.0 * parameters * cfg.batch.global_size
     length = cfg.row_length
@@ -108,7 +108,7 @@ def ideal_flops(built: Program) -> float:
     seen = [min(window or length, length) for window in model.windows]
     pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
     attention = 4 * model.heads * model.head_dim * pairs
-    frozen = parameters - built.model.trainable if cfg.trainable_patterns else 0  # they have no gradient
+    frozen = parameters - built.model.active_trainable if cfg.trainable_patterns else 0  # they have no gradient
     forward = 2.0 * (parameters - looked_up) * length + attention
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
 
@@ -172,8 +172,13 @@ class _Activations:
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-            self.layer = model.embed * (attention / heads + 3 * model.mlp / mlp) * width
-            largest = max(model.heads * model.head_dim / heads, model.mlp / mlp)
+            units = model.mlp / mlp  # hidden units whose weights a device multiplies with
+            if model.experts is not None:
+                # Inputs, and gradients of the results and of the inputs in float32, of the devices along `expert`.
+                self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
+                units *= 1 if cfg.trainable_patterns else model.experts.count / mesh.expert
+            self.layer = model.embed * (attention / heads + 3 * units) * width
+            largest = max(model.heads * model.head_dim / heads, units)
             self.matrix = model.embed * largest * width  # the largest matrix of a layer
 
     def _head_waits(self, model: Decoder, scattered: bool) -> bool:

@@ -198,7 +198,12 @@ class Plan:
         """The part of the JSON that describes the step; no other program is compiled for it."""
         built, target, timeline = self.program, self.target, self.timeline
         return {
-            "model": {"name": built.cfg.name, "parameters": built.model.parameters, "trainable": built.model.trainable},
+            "model": {
+                "name": built.cfg.name,
+                "parameters": built.model.parameters,
+                "active": built.model.active,
+                "trainable": built.model.trainable,
+            },
             "target": {
                 "name": target.name,
                 "devices": target.count,

@@ -52,7 +52,7 @@ def mlp_chunk(cfg: Config, platform: str) -> int | None:
     """`memory.mlp_chunk`, resolved: the number of tokens of a sequence in a chunk. None: all."""
     if not isinstance(cfg.model, Decoder):
         return None
-    return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), cfg.model.mlp)
+    return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), 0 if cfg.model.experts else cfg.model.mlp)
 
 
 def head_groups(cfg: Config, platform: str) -> int:

@@ -52,7 +52,8 @@ class PlanTable:
         plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW
         count = plan.program.model
         trainable = "" if count.trainable == count.parameters else f", {count.trainable:,} trainable,"
-        model = f"{plan.program.cfg.name}: {count.parameters:,} parameters{trainable}"
+        active = "" if count.active == count.parameters else f" ({count.active:,} active)"
+        model = f"{plan.program.cfg.name}: {count.parameters:,} parameters{active}{trainable}"
         device = target.gpu.name if target.gpu else target.name.partition(":")[0]
         hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
         yield Text(f"{model} on {target.count} x {device}{hosts}", style="bold")

@@ -26,7 +26,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.search.surrogate import PRIOR_STD
 from jaxmem.search.worker import StepCost
-from jaxmem.sharding import STORAGE_AXES
+from jaxmem.sharding import RULE_AXES
 from jaxmem.step.kernel_choice import resolved
 
 MAX_SIZE = 4000
@@ -238,13 +238,14 @@ def _canonical(cfg: Config, target: Target) -> Config:
 def _plain_rules(cfg: Config) -> Rules:
     """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing can be anywhere in the rules:
     those of size 1, and without ZeRO those that shard only stored arrays."""
-    sharding = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
+    sizes = {"tensor": cfg.mesh.tensor, "fsdp": cfg.mesh.fsdp * cfg.mesh.expert, "context": cfg.mesh.context}
+    sharding = [axis for axis in ("tensor", *(RULE_AXES if cfg.zero else ())) if sizes[axis] > 1]
     usual = Rules().table
     plain: dict[str, Any] = {}
     for dim, over in cfg.rules.table.items():
         forms = [usual[dim], ()]
         if dim not in ("embed", "vocab"):
-            forms[1:1] = [("tensor", *STORAGE_AXES), STORAGE_AXES]
+            forms[1:1] = [("tensor", *RULE_AXES), RULE_AXES]
         effective = [axis for axis in over if axis in sharding]
         same = (form for form in forms if [axis for axis in form if axis in sharding] == effective)
         plain[dim] = next(same, over)

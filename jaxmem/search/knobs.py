@@ -16,7 +16,7 @@ from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimiz
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import STORAGE_AXES
+from jaxmem.sharding import RULE_AXES
 
 Change = Mapping[str, Any]  # {dotted key: value}
 
@@ -58,10 +58,11 @@ def _names(annotation: Any) -> Iterable[Any]:
             yield from _names(part)
 
 
-def _meshes(_: Config, target: Target) -> Iterable[Change]:
+def _meshes(cfg: Config, target: Target) -> Iterable[Change]:
     """Every factorization of the device count over the mesh axes."""
-    for sizes in _factors(target.count, len(MESH_AXES)):
-        yield {f"mesh.{axis}": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
+    axes = [axis for axis in MESH_AXES if axis != "expert" or getattr(cfg.model, "experts", None) is not None]
+    for sizes in _factors(target.count, len(axes)):
+        yield {f"mesh.{axis}": size for axis, size in zip(axes, sizes, strict=True)}
 
 
 def _factors(n: int, count: int) -> Iterable[tuple[int, ...]]:
@@ -141,8 +142,8 @@ def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
     """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. If rules
     shard `embed` and the other dimension, the first of the two is sharded."""
     kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in cfg.model.dims()]
-    forms = (((), ("tensor",), STORAGE_AXES, ("tensor", *STORAGE_AXES)), ((), ("tensor",)))
-    for embed in (STORAGE_AXES, ()):
+    forms = (((), ("tensor",), RULE_AXES, ("tensor", *RULE_AXES)), ((), ("tensor",)))
+    for embed in (RULE_AXES, ()):
         for own in itertools.product(*(forms[dim == "vocab"] for dim in kinds)):
             table: dict[str, tuple[str, ...]] = {"embed": embed}
             table.update(zip(kinds, own, strict=True))

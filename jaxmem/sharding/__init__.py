@@ -25,5 +25,8 @@ __getattr__, __all__ = lazy_names(
     arrays="constrain map_shards per_device rotate row_major_in_stages shard_first_dim vmap_groups",
     gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for shard_axes shard_count",
-    table="Axes Axis Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules path_name rules_for",
+    table=(
+        "Axes Axis RULE_AXES Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules path_name "
+        "rules_for"
+    ),
 )

@@ -106,6 +106,14 @@ class Layout:
         activations = {**self.rules.activations, "batch": batch}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations), vmapped)
 
+    def without(self, axis: str) -> Layout:
+        """The layout for code in which the shards along a mesh axis are separate arrays."""
+        tables = {
+            role: {name: tuple(a for a in over if a != axis) for name, over in table.items()}
+            for role, table in vars(self.rules).items()
+        }
+        return dataclasses.replace(self, rules=Rules(**tables))
+
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 

@@ -50,7 +50,8 @@ def if_even(axis: str | Axis | None) -> Axis | None:
 
 
 DEFAULT_TABLE: Table = RulesSection().table
-STORAGE_AXES = ("fsdp", "context")  # shard stored weights, which are gathered over them for computation
+RULE_AXES = ("fsdp", "context")  # the axes of STORAGE_AXES as rules name them
+STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,26 @@ class Rules:
 def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT_TABLE) -> Rules:
     """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights.
 
-    Devices along `context` compute with the same weights as those along `fsdp`, so arrays are sharded over both.
+    Devices along `context` and `expert` compute with the same weights as those along `fsdp`, except for experts, so
+    arrays are sharded over all of them.
     `undivided` names logical axes that are not divisible by `tensor`: key and value heads are then replicated over it,
     and a vocabulary is stored replicated and padded in the computation. `dims` is the table in the section `rules` of
     the config. Layers that `tensor` does not shard use replicated weights, and each device processes its part of the
     sequence.
     """
-    replicated = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
-    split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **dims}
+    replicated = (
+        "norm", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes",
+    )  # fmt: skip
+    of_weights = {dim: _with_expert(over) for dim, over in dims.items()}
+    split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **of_weights}
+    experts = {"expert": ("expert",)}
     if "kv_heads" in undivided:
         split = {**split, "kv_heads": _without(split["kv_heads"], "tensor")}
-    padded = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()}
+    padded = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
     if "vocab" in undivided:
         split = {**split, "vocab": _without(split["vocab"], "tensor")}
-    tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()}
+    tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
+    split = {**split, **experts}
     # The projected dimension inherits the sharding of the dimension that it replaces.
     state: Table = {**split, "projected": split["embed"]}
     activations: Table = {
@@ -100,6 +107,11 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
         optimizer=state if zero >= 1 else tensor,
         activations=activations,
     )
+
+
+def _with_expert(over: tuple[str, ...]) -> tuple[str, ...]:
+    """Rules name `fsdp` for both axes."""
+    return tuple(one for axis in over for one in ((axis, "expert") if axis == "fsdp" else (axis,)))
 
 
 def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:

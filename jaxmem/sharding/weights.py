@@ -177,8 +177,8 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array 
     """Returns a new weight, or one layer of it, in the form in which it is stored between steps.
 
     Matrices are quantized in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
-    dimension of [vocab, embed]. Vectors, and matrices with fewer than 16 values per column, stay in float32. Optimizers
-    treat a quantized weight as bfloat16.
+    dimension of [vocab, embed]. Vectors, routers, and matrices with fewer than 16 values per column, stay in float32.
+    Optimizers treat a quantized weight as bfloat16.
     """
     stored = _convert(w, axes, storage)
     return to_host(stored) if storage.on_host and w.ndim > 1 else stored
@@ -189,7 +189,7 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
     if not precision.is_quantized:
         return w.astype(getattr(jnp, precision.parameters))
     axis = -1 if axes[:1] == ("vocab",) else -2
-    if w.ndim < 2 or w.shape[axis] < MIN_BLOCK:
+    if w.ndim < 2 or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w
     limit = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
     size = w.shape[axis]

@@ -86,6 +86,23 @@ class ModelSpec:
         return _count(self.select(self.shapes))
 
     @cached_property
+    def active(self) -> int:
+        """The number of parameters that a token uses, where it uses some experts only."""
+        return self._active(self.shapes)
+
+    @cached_property
+    def active_trainable(self) -> int:
+        return self._active(self.select(self.shapes))
+
+    def _active(self, shapes: Any) -> int:
+        experts = getattr(self.cfg.model, "experts", None)
+        if experts is None:
+            return _count(shapes)
+        each = jax.tree.map(lambda axes, x: _count(x) if "expert" in axes else 0, self.axes, shapes, is_leaf=is_axes)
+        in_experts = sum(jax.tree.leaves(each))
+        return _count(shapes) - in_experts + in_experts * experts.top_k // experts.count
+
+    @cached_property
     def selection(self) -> Selection | None:
         """Which parameters are trainable; None: all."""
         patterns = self.cfg.trainable_patterns

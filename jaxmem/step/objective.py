@@ -17,11 +17,11 @@ from jaxmem import config
 from jaxmem.models import losses
 from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
-from jaxmem.models.network import Network
+from jaxmem.models.network import STATISTICS, Network
 from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs
+Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs; STATISTICS of routers
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,19 @@ def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """The mean `loss`, and `accuracy` and `margin` if the objective has them."""
+    """The mean `loss`, and `accuracy`, `margin` and statistics of routers if the objective has them."""
     count = jnp.maximum(sums["count"], 1.0)
-    named = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
+    named = {"loss": "loss", "correct": "accuracy", "margin": "margin", **{name: name for name in STATISTICS}}
     return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
 
 
-def _tokens(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
-    return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
+def trained_sum(sums: Sums) -> jax.Array:
+    """The sum that is differentiated: the loss, and the losses of routers."""
+    return sums["loss"] + sums.get(STATISTICS[0], jnp.float32(0))
+
+
+def _tokens(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    return network.features_and_router(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
 
 
 def _images(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
@@ -100,21 +105,32 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
 
 def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Array:
     """For each row, the log-probability of its tokens whose mask is 1."""
-    return _likelihoods(network, _tokens(network, batch, None), batch, memory)
+    return _likelihoods(network, _tokens(network, batch, None)[0], batch, memory)
 
 
-def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, x: jax.Array, batch: Batch) -> Sums:
-    more = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
-    return _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
+def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, found: Any, batch: Batch) -> Sums:
+    more, (x, router) = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}, found
+    sums = _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
+    return _with_router(sums, router, batch["mask"])
 
 
-def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, x: jax.Array, batch: Batch) -> Sums:
+def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, found: Any, batch: Batch) -> Sums:
     """DPO: rows 2 i and 2 i + 1 are a pair of answers, the preferred one first; padding pairs have no weight."""
+    x, router = found
     gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
     real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
     margins = cfg.beta * (gained[:, 0] - gained[:, 1])
-    found = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
-    return found | {"margin": jnp.sum(margins * real)}
+    sums = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
+    return _with_router(sums | {"margin": jnp.sum(margins * real)}, router, batch["mask"])
+
+
+def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
+    """Adds the statistics of routers: their means over tokens, times the count."""
+    if router is None:
+        return sums
+    weight = mask * (sums["count"] / jnp.maximum(jnp.sum(mask), 1.0))
+    totals = jnp.einsum("btn,bt->n", router, weight)
+    return sums | dict(zip(STATISTICS, totals, strict=True))
 
 
 def _likelihoods(network: Network, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:

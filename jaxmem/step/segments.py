@@ -27,7 +27,7 @@ from jaxmem.optim.groups import merge, select
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack import ForwardPass, StackCall, cut_by, forward
-from jaxmem.step.objective import Batch, Sums, objective
+from jaxmem.step.objective import Batch, Sums, objective, trained_sum
 from jaxmem.step.state import StateSpec
 
 Tree = Any
@@ -174,7 +174,7 @@ class Segments:
             if number < len(inputs):
                 return inputs[number]
             sums = self._objective.sums(network, x, self._batch)
-        return (sums["loss"], sums) if number == len(inputs) else inputs[number]
+        return (trained_sum(sums), sums) if number == len(inputs) else inputs[number]
 
 
 def _at(tree: Tree, path: Path) -> Tree:

@@ -21,7 +21,7 @@ from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, differentiate, differentiate_all
-from jaxmem.step.objective import Batch, Sums, means, objective
+from jaxmem.step.objective import Batch, Sums, means, objective, trained_sum
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 
 Metrics = dict[str, jax.Array]
@@ -77,7 +77,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         network = nnx.merge(model.graphdef, with_gradients(state.params, at, model.partial_stacks))
         sums = sums_of(network, batch, keys)
-        return sums["loss"] * scale, sums
+        return trained_sum(sums) * scale, sums
 
     at = differentiable(model.select(state.params), spec.gradient_dtype)
     if model.pipeline is not None:

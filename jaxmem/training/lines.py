@@ -36,8 +36,9 @@ def model_line(built: Program) -> str:
     devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform.upper()} device{'s'[: mesh.devices.size > 1]}"
     extra = pipeline.stored - pipeline.layers if (pipeline := model.pipeline) else 0
     padding = f", {extra} identity layers pad the pipeline stages" if extra else ""
+    active = "" if model.active == model.parameters else f" ({model.active:,} active)"
     name, mesh_axes = built.cfg.name, f" ({axes})" if axes else ""
-    return f"{name}: {model.parameters:,} parameters, {trainable} trainable, on {devices}{mesh_axes}{padding}"
+    return f"{name}: {model.parameters:,} parameters{active}, {trainable} trainable, on {devices}{mesh_axes}{padding}"
 
 
 def plan_line(plan: Plan, step: int) -> str:

@@ -34,7 +34,7 @@ def test_logits_are_those_of_transformers(name, directories, compare):
     np.testing.assert_allclose(np.asarray(found) * shown, PEERS[f"{name}.logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama3.2", "mistral", "gemma2-types", "gemma3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama3.2", "mistral", "gemma2-types", "gemma3", "olmo2", "mixtral", "qwen3-moe"])
 def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
     assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()

@@ -47,6 +47,11 @@ GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": {"rope_theta": 500.0},
 }  # fmt: skip
 QWEN = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "max_window_layers": 2}
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MODEL_TYPES = {"Qwen3Moe": "qwen3_moe", "Gemma3": "gemma3_text"}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -75,13 +80,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4": ("Phi3", {"pad_token_id": 0, "sliding_window": None, "rope_theta": 250000.0, "rope_scaling": None}),
     "olmo2": ("Olmo2", {"rope_theta": 500000.0, "rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", {**QWEN, "head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "mixtral-all": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 20}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN, "head_dim": 16, **EXPERTS}),
+    "qwen3-moe-one": (
+        "Qwen3Moe",
+        {
+            **QWEN,
+            **EXPERTS,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "hidden_size": 36,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3-biases": ("Qwen3", {**QWEN, "head_dim": 16, "attention_bias": True, "rope_scaling": YARN}),
 }
 
 
 def config(name: str) -> dict[str, Any]:
     family, own = CASES[name]
-    model_type = "gemma3_text" if family == "Gemma3" else family.lower()
+    model_type = MODEL_TYPES.get(family, family.lower())
     given = {"architectures": [f"{family}ForCausalLM"], "model_type": model_type, **BASE, **own}
     return {key: value for key, value in given.items() if key != "hidden_act" or "hidden_activation" not in own}
 
@@ -114,7 +135,9 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = shape
         if name.split(".")[1] in biased:
             layer[f"{name}.bias"] = shape[:1]
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("mixtral", "qwen3_moe"):
+        layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | experts(given)
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     if family == "olmo2":
         del layer["input_layernorm.weight"]
@@ -128,6 +151,18 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(given["num_hidden_layers"]):
         found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return found if given["tie_word_embeddings"] else found | {"lm_head.weight": (given["vocab_size"], embed)}
+
+
+def experts(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer's router and experts."""
+    embed, is_mixtral = given["hidden_size"], given["model_type"] == "mixtral"
+    mlp = given["intermediate_size" if is_mixtral else "moe_intermediate_size"]
+    count = given["num_local_experts" if is_mixtral else "num_experts"]
+    place = "block_sparse_moe" if is_mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    one = {gate: (mlp, embed), up: (mlp, embed), down: (embed, mlp)}
+    found = {f"{place}.experts.{i}.{name}.weight": shape for i in range(count) for name, shape in one.items()}
+    return found | {f"{place}.gate.weight": (count, embed)}
 
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:

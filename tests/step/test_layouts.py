@@ -39,7 +39,8 @@ SLICED = ("data x context", "zero-2", "hybrid x tensor", "context x tensor", "st
 
 def test_every_two_axes_meet():
     met = {pair for mesh, _ in LAYOUTS.values() for pair in itertools.combinations(sorted(mesh), 2)}
-    assert met == set(itertools.combinations(sorted(MESH_AXES), 2))
+    # tests/step/test_experts.py has `expert`, which dense models do not support.
+    assert met == set(itertools.combinations(sorted({*MESH_AXES} - {"expert"}), 2))
 
 
 # The communication of attention, where it is not ulysses.

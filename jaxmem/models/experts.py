@@ -1,0 +1,224 @@
+"""Mixtures of experts: a router sends each token to the MLPs of `top_k` of `count` experts (Shazeer et al.,
+arXiv:1701.06538), so a token uses top_k / count of the parameters.
+
+The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped
+unless `capacity_factor` is set. Two losses can be added: the load-balance loss (Fedus et al., arXiv:2101.03961), count
+times the sum over experts of (choices per token) x (mean probability), which is top_k if both are uniform, as in
+transformers; and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer.
+
+The tokens of each expert are computed in blocks (`kernels.grouped_matmul`): no result of a matmul exists for all
+choices of tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass computes
+each block again, whatever the recompute policy saves.
+
+Each device computes the experts that it stores. Along the mesh axis `expert`, the tokens of the other devices are
+all-gathered first, and the results are reduce-scattered. An all-to-all would send each token to at most top_k devices
+instead of to all others. Along `tensor`, the hidden units of each expert are sharded.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxmem.config import networks
+from jaxmem.config.recompute import MATMUL
+from jaxmem.errors import UserError
+from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
+from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_weight
+from jaxmem.models.linear import Linear
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized
+from jaxmem.sharding.weights import StoredWeight
+
+Tree = Any
+Choices = Int[Array, "batch time top_k"]  # the experts of each token
+Shares = Float[Array, "batch time top_k"]  # the weights of their results
+
+
+class Router(nnx.Module):
+    """Its weight is never quantized."""
+
+    def __init__(self, rngs: nnx.Rngs, embed: int, count: int):
+        self.weight = new_weight(rngs, (embed, count), ("embed", "router"))
+
+    def __call__(self, x: Features) -> Float[Array, "batch time experts"]:
+        return x.astype(jnp.float32) @ fetch(self.weight, jnp.float32)
+
+
+class ExpertLinear(Linear):
+    """A matrix for each expert, [experts, inputs, outputs], with an optional adapter for each. `Experts` reads their
+    arrays, since it multiplies the matrix of one expert at a time."""
+
+    def __init__(self, rngs: nnx.Rngs, count: int, inputs: int, outputs: int, axes: tuple[str, str]):
+        self.weight = new_weight(rngs, (count, inputs, outputs), ("expert", *axes), scale=inputs**-0.5)
+        self.bias, self.lora, self.dequant_matmul = None, nnx.data(None), None
+
+    def frozen(self, dtype: DTypeLike) -> Tree:
+        """The weight, if it has no gradient; quantized weights are not dequantized."""
+        value = self.weight.get_value()
+        if isinstance(value, StoredWeight) and value.at is None:
+            value = value.stored
+        elif not isinstance(value, QTensor):
+            return {}
+        if not isinstance(value, QTensor):
+            return {"weight": fetch(self.weight, dtype)}
+        return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
+
+    def trainable(self, dtype: DTypeLike) -> Tree:
+        """The weight, if it has a gradient, and the weights of the adapter: A [experts, inputs, rank], B, scaled, and
+        the bias. An A that all experts share is repeated."""
+        own = {} if self.frozen(dtype) else {"weight": fetch(self.weight, dtype)}
+        if self.lora is None:
+            return own
+        scale, count = self.lora.scale_in(dtype), self.weight.get_value().shape[0]
+        factors = {"a": 1, "b": scale, "bias": scale}
+        params = {name: getattr(self.lora, name) for name in factors}
+        for name, param in params.items():
+            if param is not None:
+                array = fetch(param, dtype) * factors[name]
+                is_shared = "expert" not in param.get_metadata()["axes"]
+                own[name] = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
+        return own
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """The logical axes of the arrays of `frozen` and `trainable`."""
+        expert, first, last = axes_of(self.weight, 3)
+        low_rank: dict[str, Axes] = {"a": (expert, first, None), "b": (expert, None, last), "bias": (expert, last)}
+        return {"weight": (expert, first, last), **low_rank}
+
+
+class Experts(nnx.Module):
+    """SwiGLU experts (Shazeer, arXiv:2002.05202) with a router."""
+
+    hidden = None  # no intermediate is stored for all tokens, so chunks of tokens would save nothing
+
+    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, cfg: networks.Experts):
+        self.cfg = cfg
+        self.router = Router(rngs, embed, cfg.count)
+        self.gate = ExpertLinear(rngs, cfg.count, embed, mlp, ("embed", "mlp"))
+        self.up = ExpertLinear(rngs, cfg.count, embed, mlp, ("embed", "mlp"))
+        self.down = ExpertLinear(rngs, cfg.count, mlp, embed, ("mlp", "embed"))
+
+    def __call__(self, x: Features, keys: Keys | None = None) -> tuple[Features, Float[Array, "batch time statistics"]]:
+        """Also returns the statistics of the router for each token (STATISTICS)."""
+        del keys  # adapters of experts have no dropout
+        choices, shares, statistics = self._route(x)
+        modules = {"gate": self.gate, "up": self.up, "down": self.down}
+        trainable = {name: module.trainable(x.dtype) for name, module in modules.items()}
+        frozen = {name: module.frozen(x.dtype) for name, module in modules.items()}
+        layout = current()
+        arrays = trainable, frozen, x, choices, shares
+        if layout is None or layout.mesh.size == 1:
+            y = _Mixture(self.cfg)(*arrays)
+        else:
+            axes = {name: module.axes for name, module in modules.items()}
+            y = _Mixture.over(self.cfg, layout).sharded(layout, axes, *arrays)
+        return checkpoint_name(y, MATMUL), constrain(statistics, "batch", "stream", None)
+
+    def _route(self, x: Features) -> tuple[Choices, Shares, jax.Array]:
+        cfg, logits = self.cfg, self.router(x)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        shares, choices = jax.lax.top_k(probabilities, cfg.top_k)
+        if cfg.renormalize:
+            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+        loads = jnp.mean(jnp.sum(jax.nn.one_hot(choices, cfg.count), axis=-2), axis=(0, 1))  # choices per token
+        loads = jax.lax.stop_gradient(loads)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        entropy = normalizer - jnp.sum(probabilities * logits, axis=-1)
+        loss = cfg.balance_loss * cfg.count * (probabilities @ loads) + cfg.z_loss * normalizer**2
+        largest = jnp.broadcast_to(jnp.max(loads) * (cfg.count / cfg.top_k), loss.shape)
+        statistics = jnp.stack([loss, largest, jax.lax.stop_gradient(entropy)], axis=-1)
+        return choices, shares, statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixture:
+    """The weighted sum of the results of the experts of each token, on one device."""
+
+    cfg: networks.Experts
+    experts: int = 1  # devices along `expert`
+    gathers: bool = False  # whether these have different tokens
+    tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
+    parts: int = 1  # devices along these
+    scatters: bool = False  # whether these store different tokens of the result
+
+    @classmethod
+    def over(cls, cfg: networks.Experts, layout: Layout) -> "_Mixture":
+        tensor, stream = layout.over("compute", "mlp"), layout.over("activations", "stream")
+        experts, gathers = layout.parts("compute", "expert"), "expert" in layout.over("activations", "batch")
+        return cls(cfg, experts, gathers, tensor, layout.size(tensor), bool(tensor) and set(tensor) <= set(stream))
+
+    def __call__(self, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array) -> jax.Array:
+        if self.gathers:
+            x, choices, shares = jax.lax.all_gather((x, choices, shares), "expert", axis=0, tiled=True)
+        count, top_k = self.cfg.count // self.experts, self.cfg.top_k
+        if self.experts > 1:
+            choices = choices - jax.lax.axis_index("expert").astype(choices.dtype) * count
+        groups, order = sort_rows(choices.reshape(-1, top_k), count)
+        if self.cfg.capacity_factor is not None:
+            capacity = math.ceil(self.cfg.capacity_factor * order.size / self.cfg.count)
+            groups = groups._replace(stops=jnp.minimum(groups.stops, groups.starts + capacity))
+        inputs = x.reshape(-1, x.shape[-1]), shares.reshape(-1)[order], groups
+        y = map_groups(partial(_swiglu, self.parts), trainable, frozen, *inputs, counts_blocks=self.experts > 1)
+        y = y.astype(x.dtype).reshape(x.shape)
+        if self.scatters:
+            y = jax.lax.psum_scatter(y, self.tensor, scatter_dimension=1, tiled=True)
+        elif self.tensor:
+            y = jax.lax.psum(y, self.tensor)
+        if self.gathers:
+            return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(y, "expert") if self.experts > 1 else y
+
+    def sharded(self, layout: Layout, axes: Tree, trainable: Tree, frozen: Tree, *tokens: jax.Array) -> jax.Array:
+        """The same for arrays sharded over a mesh."""
+
+        def local(axes: Axes, w: jax.Array | QTensor) -> jax.Array | QTensor:
+            """The weight, with the static size of the shard of a device."""
+            parts = layout.parts("compute", axes[1])
+            if not isinstance(w, QTensor):
+                return w
+            if (aligned := w.with_aligned_blocks(parts)) is None:
+                raise UserError(
+                    f"mesh.tensor={parts} would split a byte of codes of the {w.size} hidden units of an expert; use a "
+                    "smaller mesh.tensor"
+                )
+            return dataclasses.replace(aligned, size=w.size // parts)
+
+        def specs(tree: Tree) -> Tree:
+            return {
+                name: {
+                    key: jax.tree.map(lambda _, own=axes[name][key]: layout.spec("compute", own), w)
+                    for key, w in own.items()
+                }
+                for name, own in tree.items()
+            }
+
+        frozen = {name: {key: local(axes[name][key], w) for key, w in own.items()} for name, own in frozen.items()}
+        into = layout.spec("activations", ("batch", "mlp_time", None))
+        out = layout.spec("activations", ("batch", "stream" if self.scatters else "mlp_time", None))
+        in_specs = specs(trainable), specs(frozen), *[into] * len(tokens)
+        run = jax.shard_map(self, mesh=layout.mesh, in_specs=in_specs, out_specs=out, check_vma=False)
+        return run(trainable, frozen, *tokens)
+
+
+def _swiglu(parts: int, trainable: Tree, frozen: Tree, x: jax.Array, shares: jax.Array) -> Float[Array, "rows embed"]:
+    """The MLP of one expert, or of one of `parts` shards of its hidden units."""
+    own = {name: trainable[name] | frozen[name] for name in trainable}
+    hidden = jax.nn.silu(_linear(own["gate"], x)) * _linear(own["up"], x)
+    return _linear(own["down"], hidden, parts).astype(jnp.float32) * shares[:, None]
+
+
+def _linear(own: Tree, x: jax.Array, parts: int = 1) -> jax.Array:
+    w = own["weight"]
+    y = x @ (w.dequantize(x.dtype) if isinstance(w, QTensor) else w)
+    if "a" in own:
+        y = y + x @ own["a"] @ own["b"]
+    return y + own["bias"] / parts if "bias" in own else y

@@ -1,0 +1,185 @@
+"""Blocks of rows of one group, one block at a time, in plain JAX.
+
+The rows of each group are cut into blocks of a fixed size; only the last block of a group is padded. A block reads its
+rows, slices the weights of its group, applies the function, and adds the result to the rows of the output. So the
+memory of a call is the output in float32 and the intermediates of one block. For R rows in G groups there are at most
+R / block + G blocks. Backward, a block is computed again. The weight gradient of a group is summed in float32 while its
+blocks, which follow each other, are computed, and then written to the gradient of all groups.
+
+`jax.lax.ragged_dot` on GPUs writes arrays of [groups, rows, width] instead (jax 0.10).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Tree = Any
+# (trainable and frozen weights of a group, rows [block, inputs], values of these rows) -> [block, outputs]
+GroupFunction = Callable[[Tree, Tree, jax.Array, Tree], jax.Array]
+MIN_BLOCK, MAX_BLOCK = 16, 512  # rows
+
+
+class Groups(NamedTuple):
+    """Rows sorted by group: `rows[starts[g]:stops[g]]` are the rows of x that belong to group g, without
+    repetitions."""
+
+    rows: Int[Array, " sorted"]
+    starts: Int[Array, " groups"]
+    stops: Int[Array, " groups"]
+
+
+def sort_rows(groups: Int[Array, "rows choices"], count: int) -> tuple[Groups, Int[Array, " sorted"]]:
+    """The rows of each of `count` groups, and the order of the choices [rows x choices] that sorts them. Each row
+    belongs to several different groups (`choices`); numbers outside of the range belong to none."""
+    flat = groups.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    edges = jnp.searchsorted(flat[order], jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
+    return Groups(order // groups.shape[-1], edges[:-1], edges[1:]), order
+
+
+def map_groups(
+    function: GroupFunction,
+    weights: Tree,
+    frozen: Tree,
+    x: Float[Array, "rows inputs"],
+    values: Tree,
+    groups: Groups,
+    *,
+    counts_blocks: bool = False,
+) -> Float[Array, "rows outputs"]:
+    """For each row of x, the sum over its groups of `function(weights, frozen, rows, values)`, in float32.
+
+    Leaves of `weights` and `frozen` are [groups, ...]; leaves of `values` are [sorted, ...], in the order of
+    `groups.rows`. Gradients exist for `weights`, `x` and `values`. `counts_blocks`: the number of blocks is computed at
+    run time, for groups with far fewer rows than `groups.rows` has; `jax.vmap` of it copies the result in each block.
+    """
+    return _map(function, counts_blocks, weights, frozen, x, values, groups)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _map(
+    function: GroupFunction,
+    counts_blocks: bool,
+    weights: Tree,
+    frozen: Tree,
+    x: jax.Array,
+    values: Tree,
+    groups: Groups,
+) -> jax.Array:
+    blocks = _Blocks.of(groups, x.shape[0])
+
+    def step(i: jax.Array, y: jax.Array) -> jax.Array:
+        rows, places, group = blocks.read(i)
+        own = function(_take(weights, group), _take(frozen, group), _rows(x, rows), _rows(values, places))
+        return y.at[rows].add(own.astype(jnp.float32), mode="drop")
+
+    zeros = jnp.zeros((x.shape[0], _outputs(function, weights, frozen, x, values)), jnp.float32)
+    return blocks.loop(step, zeros, counts_blocks)
+
+
+def _backward(function: GroupFunction, counts_blocks: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    weights, frozen, x, values, groups = saved
+    blocks = _Blocks.of(groups, x.shape[0])
+
+    def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_weights, sums, of_x, of_values = carry
+        rows, places, group = blocks.read(i)
+        own = _take(frozen, group)
+        y, derivative = jax.vjp(
+            lambda weights, x, values: function(weights, own, x, values),
+            _take(weights, group),
+            _rows(x, rows),
+            _rows(values, places),
+        )
+        more, dx, dvalues = derivative(_rows(g, rows).astype(y.dtype))
+        first = blocks.is_first[i]
+        sums = jax.tree.map(lambda s, w: jnp.where(first, 0, s) + w.astype(jnp.float32), sums, more)
+        put = lambda dw, s: jax.lax.dynamic_update_index_in_dim(dw, s.astype(dw.dtype), group, 0)  # noqa: E731
+        of_x = of_x.at[rows].add(dx.astype(jnp.float32), mode="drop")
+        of_values = jax.tree.map(lambda v, d: v.at[places].set(d, mode="drop"), of_values, dvalues)
+        return jax.tree.map(put, of_weights, sums), sums, of_x, of_values
+
+    begin = (
+        jax.tree.map(jnp.zeros_like, weights),
+        jax.tree.map(lambda w: jnp.zeros(w.shape[1:], jnp.float32), weights),
+        jnp.zeros(x.shape, jnp.float32),
+        jax.tree.map(jnp.zeros_like, values),
+    )
+    of_weights, _, of_x, of_values = blocks.loop(step, begin, counts_blocks)
+    return of_weights, None, of_x.astype(x.dtype), of_values, None
+
+
+_map.defvjp(lambda function, counts_blocks, *saved: (_map(function, counts_blocks, *saved), saved), _backward)
+
+
+class _Blocks(NamedTuple):
+    """The blocks of all groups, in order; those beyond `used` are empty and belong to the last group with rows."""
+
+    size: int  # rows of a block
+    used: Int[Array, ""]
+    start: Int[Array, " blocks"]  # the first place of each block among the sorted rows
+    stop: Int[Array, " blocks"]  # the place after its last row
+    group: Int[Array, " blocks"]
+    is_first: Any  # of its group
+    rows: Int[Array, " sorted"]
+    limit: int  # the number of rows of x: the index that padding has
+
+    @classmethod
+    def of(cls, groups: Groups, limit: int) -> "_Blocks":
+        length, number = groups.rows.shape[0], groups.starts.shape[0]
+        size = block_size(length, number)
+        counts = -(-(groups.stops - groups.starts) // size)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        most = length // size + min(number, length)
+        i = jnp.arange(most, dtype=jnp.int32)
+        used = jnp.minimum(i, jnp.maximum(ends[-1] - 1, 0))
+        group = jnp.minimum(jnp.searchsorted(ends, used, side="right").astype(jnp.int32), number - 1)
+        within = used - (ends - counts)[group]
+        start, stop = groups.starts[group] + within * size, groups.stops[group]
+        stop = jnp.where(i < ends[-1], stop, start)
+        is_first = (within == 0) & (i == used)
+        return cls(size, ends[-1], start, stop, group, is_first, groups.rows, limit)
+
+    def read(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The rows of x, their places among the sorted rows, and the group of a block. Padding is out of bounds."""
+        places = self.start[i] + jnp.arange(self.size, dtype=jnp.int32)
+        places = jnp.where(places < self.stop[i], places, self.rows.shape[0])
+        rows = self.rows.at[places].get(mode="fill", fill_value=self.limit)
+        return rows, places, self.group[i]
+
+    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Any, counts_blocks: bool) -> Any:
+        most = self.start.shape[0]
+        # The plan reads the largest number of runs from the name.
+        with jax.named_scope(f"runs_{most}_in_1"):
+            return jax.lax.fori_loop(0, self.used if counts_blocks else most, step, begin)
+
+
+def block_size(rows: int, groups: int) -> int:
+    """A power of two near the number of rows of a group: smaller blocks slice and decode weights more often, larger
+    ones have more padding.
+
+    >>> block_size(16384, 128), block_size(16, 128), block_size(1 << 20, 8)
+    (128, 16, 512)
+    """
+    return min(max(1 << (max(rows // groups, 1).bit_length() - 1), MIN_BLOCK), MAX_BLOCK)
+
+
+def _take(tree: Tree, group: jax.Array) -> Tree:
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, keepdims=False), tree)
+
+
+def _rows(tree: Tree, rows: jax.Array) -> Tree:
+    return jax.tree.map(lambda x: x.at[rows].get(mode="fill", fill_value=0), tree)
+
+
+def _outputs(function: GroupFunction, *arrays: Tree) -> int:
+    weights, frozen, x, values = (
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tree) for tree in arrays
+    )
+    one = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), tree)  # noqa: E731
+    return jax.eval_shape(function, weights, frozen, one(x), one(values)).shape[-1]

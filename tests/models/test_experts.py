@@ -1,0 +1,81 @@
+"""Mixtures of experts: equal to their definition, statistics and losses of the router, and capacity."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.config.networks import Experts as Settings
+from jaxmem.models.experts import Experts
+from jaxmem.models.network import STATISTICS
+
+EMBED, MLP = 16, 24
+
+
+def made(**settings):
+    cfg = Settings(**{"count": 4, "top_k": 2, **settings})
+    return Experts(nnx.Rngs(0), EMBED, MLP, cfg), jax.random.normal(jax.random.key(1), (2, 9, EMBED))
+
+
+def defined(model, x, keep=None):
+    """All experts for all tokens, weighted."""
+    cfg = model.cfg
+    probabilities = jax.nn.softmax(x @ model.router.weight.get_value())
+    shares, chosen = jax.lax.top_k(probabilities, cfg.top_k)
+    shares = shares / shares.sum(-1, keepdims=True) if cfg.renormalize else shares
+    gate, up, down = (m.weight.get_value() for m in (model.gate, model.up, model.down))
+    hidden = jax.nn.silu(jnp.einsum("bti,eih->bteh", x, gate)) * jnp.einsum("bti,eih->bteh", x, up)
+    every = jnp.einsum("bteh,ehi->btei", hidden, down)
+    weights = jnp.einsum("btk,btke->bte", shares, jax.nn.one_hot(chosen, cfg.count))
+    return jnp.einsum("btei,bte->bti", every, weights if keep is None else weights * keep)
+
+
+@pytest.mark.parametrize("settings", [{}, {"renormalize": False}, {"top_k": 4}, {"count": 1, "top_k": 1}])
+def test_results_and_gradients_are_those_of_the_definition(settings):
+    model, x = made(**settings)
+    graphdef, state = nnx.split(model)
+
+    def loss(state, x, run):
+        return jnp.sum(jnp.sin(run(nnx.merge(graphdef, state), x)))
+
+    ours = jax.value_and_grad(loss, (0, 1))(state, x, lambda model, x: model(x)[0])
+    wanted = jax.value_and_grad(loss, (0, 1))(state, x, defined)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, wanted)
+
+
+def test_uniform_routing_has_the_least_losses():
+    model, x = made(balance_loss=1.0, count=4, top_k=4, z_loss=1.0)
+    model.router.weight.set_value(jnp.zeros((EMBED, 4)))
+    statistics = dict(zip(STATISTICS, jnp.moveaxis(model(x)[1], -1, 0), strict=True))
+    np.testing.assert_allclose(statistics["router_loss"], 4 + np.log(4) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(statistics["router_load"], 1, rtol=1e-5)
+    np.testing.assert_allclose(statistics["router_entropy"], np.log(4), rtol=1e-5)
+
+
+def test_the_balance_loss_spreads_tokens():
+    """Its gradient alone makes a skewed router more uniform."""
+    model, x = made(balance_loss=1.0)
+    model.router.weight.set_value(model.router.weight.get_value().at[:, 0].add(0.3))
+    graphdef, state = nnx.split(model)
+    x = jnp.abs(x)
+
+    def loss(state):
+        _, statistics = nnx.merge(graphdef, state)(x)
+        return jnp.mean(statistics[..., 0]), jnp.mean(statistics[..., 1])
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, load), _ = step(state)
+    for _ in range(50):
+        (_, after), grads = step(state)
+        state = jax.tree.map(lambda w, g: w - 0.05 * g, state, grads)
+    assert load > 1.5
+    assert after < 1.3
+
+
+def test_capacity_drops_the_last_tokens_of_an_expert():
+    model, x = made(count=2, top_k=1, capacity_factor=1.0)
+    model.router.weight.set_value(jnp.zeros((EMBED, 2)).at[:, 0].set(1.0))
+    x = jnp.abs(x)  # every token chooses expert 0, which has room for half of them
+    keep = (jnp.arange(18).reshape(2, 9, 1) < 9).astype(jnp.float32)
+    np.testing.assert_allclose(model(x)[0], defined(model, x, keep), atol=1e-5)

@@ -1,0 +1,107 @@
+"""Mixtures of experts under every mesh, recompute policy and kind of weights: what one device computes."""
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from jaxmem import optim
+from jaxmem.config import for_devices
+from jaxmem.errors import UserError
+from tests.step.conftest import SMALL, Trained, config
+
+MODEL = {"preset": "tiny", **SMALL, "vocab": 264, "mlp": 32}
+EXPERTS = {"count": 4, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
+LAYOUTS = {
+    "expert x fsdp x tensor": ({"expert": 2, "fsdp": 2, "tensor": 2}, 3),
+    "expert x context": ({"expert": 4, "context": 2}, 2),
+    "stage x expert": ({"stage": 2, "expert": 2}, 3),
+}
+ADAPTER = {
+    "kind": "qlora", "rank": 2, "double_quant": True, "targets": {"blocks.attention.*": 4, "blocks.mlp.*": 2}
+}  # fmt: skip
+
+
+def mixture(experts=EXPERTS, **sections):
+    batch = {"global_size": 16, "accumulate": 2}
+    return config(model={**MODEL, "experts": experts}, **{"batch": batch, **sections})
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Trained(mixture(), updates=2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_device(name, alone):
+    mesh, zero = LAYOUTS[name]
+    trained = Trained(mixture(mesh=mesh, zero=zero), int(np.prod(list(mesh.values()))), updates=2, begin=alone)
+    trained.agrees_with(alone)
+    weight = trained.state.params["blocks"]["mlp"]["up"]["weight"]
+    assert weight.addressable_shards[0].data.shape[1] == EXPERTS["count"] // mesh["expert"]
+
+
+WAYS = {
+    "update during": {
+        "memory": {"remat": "full", "update": "during"},
+        "optimizer": {"clip_by": "previous", "epsilon": 1e-3},
+    },
+    "schedule, chunks": {"memory": {"remat": "sqrt", "mlp_chunk": 8}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_has_the_same_losses(way, alone):
+    trained = Trained(mixture(**WAYS[way]), updates=1)
+    assert trained.metrics[0] == pytest.approx(alone.metrics[0], rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shared_a", "mesh"), [(False, {"expert": 2, "fsdp": 2, "tensor": 2}), (True, {})], ids=["mesh", "shared"]
+)
+def test_quantized_experts_with_adapters(mesh, shared_a):
+    cfg = mixture(adapter={**ADAPTER, "shared_a": shared_a}, mesh=mesh, optimizer={"learning_rate": 1e-2})
+    trained = Trained(cfg, 8 if mesh else 1, updates=2)
+    before, after = (flatten_dict(jax.tree.map(np.array, tree), sep=".") for tree in (trained.first, trained.params))
+    for name, value in before.items():
+        changed = not all(map(np.array_equal, jax.tree.leaves(value), jax.tree.leaves(after[name])))
+        assert changed == ("lora" in name), name
+
+
+def test_a_low_rank_optimizer_of_sharded_experts():
+    settings = {"name": "galore_adamw8bit", "rank": 2}
+    trained = Trained(mixture(optimizer=settings, mesh={"expert": 2, "fsdp": 2}, zero=1), 4, updates=2)
+    assert trained.metrics[1]["loss"] < trained.metrics[0]["loss"] + 0.1
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adam_mini"])
+def test_optimizers_treat_each_expert_as_a_matrix(name):
+    """As a stack of layers with the same matrices."""
+    scale, g = getattr(optim, f"scale_by_{name}"), jax.random.normal(jax.random.key(0), (2, 3, 64, 48))
+
+    def update(g, axes):
+        tx = scale(axes={"w": axes})
+        return tx.update({"w": g}, tx.init({"w": g}), {"w": g})[0]["w"]
+
+    wanted = update(g.reshape(6, 64, 48), ("layer", None, None)).reshape(g.shape)
+    np.testing.assert_allclose(update(g, ("layer", "expert", None, None)), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "sections", "named"),
+    [
+        ({"count": 2, "top_k": 3}, {}, "top_k=3 exceeds model.experts.count=2"),
+        ({"count": 8, "top_k": 2}, {"mesh": {"expert": 3}}, "use mesh.expert=2 or 4"),
+        (None, {"mesh": {"expert": 2}}, "use mesh.expert=1"),
+        (EXPERTS, {"adapter": {"kind": "dora"}}, "adapter.kind=dora does not support model.experts"),
+        (EXPERTS, {"adapter": {"kind": "lora", "dropout": 0.1}}, "use adapter.dropout=0"),
+        (None, {"adapter": {"kind": "lora", "shared_a": True}}, "adapter.shared_a=true requires"),
+    ],
+)
+def test_what_is_not_possible_is_named(experts, sections, named):
+    def resolve():
+        cfg = mixture(experts, batch={"global_size": 24}, **sections)
+        for_devices(cfg, cfg.mesh.expert)
+
+    with pytest.raises(UserError, match=named):
+        resolve()
