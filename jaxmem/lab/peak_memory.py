@@ -3,26 +3,27 @@
 The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
 """
 
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from typing import Any
+
+import jax
+import numpy as np
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import initial_state
+from jaxmem.lab.bench.contest import Say
+from jaxmem.lab.bench.isolated import rows
+from jaxmem.machine import devices
+from jaxmem.planning import plan_program
+from jaxmem.step import program
 
 STEPS = 3
+LONGEST = 86_400.0  # seconds of a process
 
 
 def measure(cfg: Config) -> dict[str, Any]:
     """Planned and measured bytes of one device; `measured` is None if the device does not report them (a CPU)."""
-    import jax
-    import numpy as np
-
-    from jaxmem.planning import plan_program
-    from jaxmem.step import program
-
     built = program(cfg)
     plan = plan_program(built)
     if not plan.fits:
@@ -45,27 +46,15 @@ def measure(cfg: Config) -> dict[str, Any]:
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
     """`measure` in a process of its own, for at most `seconds`. The result of a failure has `error`."""
-    command = [sys.executable, "-m", "jaxmem.lab.peak_memory", json.dumps(raw), str(simulate or "")]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        return {"name": raw["name"], "error": f"took more than {seconds:.0f} seconds"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"name": raw["name"], "error": lines[-1] if lines else f"ended with code {done.returncode}"}
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+    found = next(rows(_measured, (raw, simulate), without=[], limit=seconds or LONGEST))
+    return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
 
 
-def _main(raw: str, simulate: str) -> None:
-    from jaxmem.machine import devices
-
-    if simulate:
-        devices.simulate(int(simulate))
+def _measured(job: tuple[dict[str, Any], int | None], *, say: Say, **_: Any) -> Iterator[dict[str, Any]]:
+    raw, simulated = job
+    say(raw["name"])
+    if simulated:
+        devices.simulate(simulated)
     else:
         devices.use_cpu_without_gpu()
-    print(json.dumps(measure(load_config(json.loads(raw)))))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    yield measure(load_config(raw))

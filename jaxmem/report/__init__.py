@@ -32,8 +32,9 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
     if png is not None:
         draw(plan, memory, png)
-    config = run / "config.yaml"
-    rows = [row for line in _lines(run / "metrics.jsonl") if (row := parse_row(line)) is not None]
+    config, metrics = run / "config.yaml", run / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
     target = run / "report.html" if path is None else Path(path)
     record = RunRecord(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
     target.write_text(page(plan, memory, record), encoding="utf-8")
@@ -46,14 +47,6 @@ def _read(run: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         what = "no such run directory" if not run.is_dir() else f"{name} is missing, which `jaxmem train` writes"
         raise UserError(f"{run}: {what}; for a config use jaxmem plan CONFIG --html FILE") from error
-
-
-def _lines(file: Path) -> list[str]:
-    """Complete lines: a run that was killed may have left part of one."""
-    if not file.is_file():
-        return []
-    text = file.read_text(encoding="utf-8", errors="replace")
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 __all__ = ["draw", "page", "report_run", "write_figure", "write_page"]
