@@ -3,9 +3,9 @@
 import re
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,7 +25,7 @@ STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 ROTATED = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run, saved while the training loop continues.
 
     with Checkpoints("runs/x/checkpoints", every=100, keep=3) as checkpoints:
@@ -175,9 +175,6 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

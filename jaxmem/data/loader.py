@@ -14,6 +14,7 @@ Batches are built ahead in a thread of grain; `state` is the position after the 
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import numpy as np
@@ -29,7 +30,7 @@ BUILT_AHEAD = 2  # batches, in addition to the one being built
 State = dict[str, Any]
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """Iterates over the batches of a split, from the beginning or from a restored state.
 
     `corpus`: the corpus of another loader, to share its index of the files. `agree`: a function of whether this process
@@ -109,9 +110,6 @@ class Loader:
         self._stop()
         if self._owns_corpus:
             self.corpus.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -21,7 +22,7 @@ from jaxmem.step.objective import Sums, means
 Means = dict[str, float]
 
 
-class Evaluator:
+class Evaluator(AbstractContextManager["Evaluator"]):
     """Evaluates weights on the held-out part of a corpus, or on the complete corpus, in the same order at each call."""
 
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
@@ -48,9 +49,6 @@ class Evaluator:
     def set_reference(self, reference: Reference) -> None:
         """Sets the reference log-probabilities of preference pairs."""
         self._loader.corpus.references = reference.values
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._loader.close()

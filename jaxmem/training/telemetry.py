@@ -6,9 +6,10 @@ The metrics of a step are read after the next step has been dispatched, so that 
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -102,7 +103,7 @@ class Telemetry:
         self._trackers.log(step, {f"held_out_{name}": value for name, value in shown.items()})
 
 
-class Profile:
+class Profile(AbstractContextManager["Profile"]):
     """A JAX profile for TensorBoard or Perfetto: `train.profile: [first, last]` records these steps."""
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
@@ -119,9 +120,6 @@ class Profile:
         if self._running and step == self._last:
             jax.block_until_ready(results)
             self.__exit__()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._running:

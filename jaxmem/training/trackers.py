@@ -11,8 +11,9 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -43,7 +44,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
     return Trackers([file, *others], file.last)
 
 
-class Trackers:
+class Trackers(AbstractContextManager["Trackers"]):
     """All trackers of a run as one. `last` is the last row that was logged before a resume, or empty."""
 
     def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: dict[str, Any]) -> None:
@@ -58,9 +59,6 @@ class Trackers:
         """Drops the metrics of the steps after this one, if possible."""
         for tracker in self._trackers:
             tracker.back_to(step)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for tracker in self._trackers:
