@@ -8,18 +8,24 @@ from flax import nnx
 
 from jaxmem import models
 from jaxmem.config import Decoder
+from jaxmem.config.hf_modules import FUSED
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, fields_of
 from jaxmem.hf.names import decoder_weights, tensor_shapes
+from jaxmem.hf.tensors import OutputTensor, fuse_tensors
 from jaxmem.models.rope import frequencies
 from tests.hf.config_fuzz import digest
 
 CASES = json.loads((Path(__file__).parent / "data" / "config_fuzz.json").read_text())
 
 
-def shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: Decoder, fused: bool) -> dict[str, tuple[int, ...]]:
     network = nnx.eval_shape(lambda: models.build(model, nnx.Rngs(0)))
-    return tensor_shapes(decoder_weights(nnx.to_pure_dict(nnx.state(network))))
+    shapes = tensor_shapes(decoder_weights(nnx.to_pure_dict(nnx.state(network))))
+    if not fused:
+        return shapes
+    tensors = [OutputTensor(name, np.dtype(np.float32), shape, np.array) for name, shape in shapes.items()]
+    return {one.name: one.shape for one in fuse_tensors(tensors, FUSED)}
 
 
 def test_a_random_config_is_refused_or_computes_what_transformers_does():
@@ -34,18 +40,22 @@ def test_a_random_config_is_refused_or_computes_what_transformers_does():
             continue
         accepted += 1
         model = Decoder.model_validate(fields)
-        key = model.model_copy(
-            update={"rope": Decoder.model_fields["rope"].default, "norm_epsilon": 1.0, "window": None}
-        )
+        usual = {name: Decoder.model_fields[name].default for name in ("rope", "norm_epsilon", "window", "layer_types")}
+        fused = settings["architectures"][0].startswith("Phi3")
+        key = model.model_copy(update=usual | {"sliding_rope": None}), fused
         if key not in shapes:
-            shapes[key] = digest(shapes_of(model))
+            shapes[key] = digest(shapes_of(model, fused))
         assert shapes[key] == facts["weights"], settings
-        radians, factor = frequencies(model.rope, model.head_dim)
-        np.testing.assert_allclose(radians, facts["frequencies"], rtol=1e-5, err_msg=str(settings))
-        assert factor == np.float64(facts["factor"]).round(12) or abs(factor - facts["factor"]) < 1e-6, settings
+        for (kind, wanted), scale in zip(facts["frequencies"].items(), facts["factor"], strict=True):
+            rope = model.ropes[-1 if kind.startswith("sliding") else 0]
+            radians, factor = frequencies(rope, model.head_dim)
+            np.testing.assert_allclose(radians, wanted, rtol=1e-5, err_msg=str(settings))
+            assert abs(factor - scale) < 1e-6, settings
         assert model.norm_epsilon == facts["epsilon"], settings
-        assert facts["windows"] == [model.window] * model.layers, settings
-        assert facts["activation"].startswith("SiLU"), settings
+        assert facts["windows"] == list(model.windows), settings
+        assert facts["activation"].startswith({"silu": "SiLU", "gelu_tanh": "GELUTanh"}[model.activation]), settings
+        assert facts["soft_caps"] == [model.attention_soft_cap, model.logit_soft_cap], settings
+        assert abs(facts["scale"] - (model.query_pre_attn_scalar or model.head_dim) ** -0.5) < 1e-6, settings
         assert facts["heads"] == model.heads // model.kv_heads, settings
         assert fields_of(config_json(model, length=32)) == fields, settings
     assert accepted > len(CASES) // 4

@@ -138,3 +138,21 @@ def test_attentions_products_count_whatever_computes_them() -> None:
     seen = pairs(model.data.sequence_length, model.data.sequence_length, causal=True, window=None)
     saved = 2 * 2 * model.model.layers * model.model.heads * seen * model.model.head_dim
     assert total(two) - total(products("mosaic", deterministic=False)) == pytest.approx(saved, rel=1e-6)
+
+
+def test_layers_with_a_window_count_as_often_as_they_run() -> None:
+    """Three of four layers have it, in one program with two branches."""
+    pattern = ["sliding_attention"] * 3 + ["full_attention"]
+
+    def flops(**fields: object) -> float:
+        model = {"preset": "gemma3-1b", **WIDE, "layers": 4, "embed": 64, "mlp": 64, "window": 16, **fields}
+        cfg = config(model=model, data={"sequence_length": 256}, memory={"remat": "full"})
+        return float(sum(one.times * one.flops for one in passes_of(cfg, "cpu").matmuls))
+
+    sliding, full, mixed = (
+        flops(layer_types=[]),
+        flops(layer_types=[], window=None, sliding_rope=None),
+        flops(layer_types=pattern),
+    )
+    assert full > 1.1 * sliding
+    assert mixed == pytest.approx((3 * sliding + full) / 4)
