@@ -1,4 +1,4 @@
-"""Train large models in JAX in the least memory that the hardware allows, and know the number first.
+"""Train large models in JAX in little memory, and know the memory of a run before it starts.
 
     cfg = jaxmem.load_config("configs/demo.yaml", ["mesh.fsdp=-1"])
     plan = jaxmem.plan(cfg)      # bytes per device, without running
@@ -16,7 +16,7 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# The names at hand, and where they live; every submodule is at hand too (jaxmem.optim, jaxmem.kernels, ...).
+# The public names and their modules; every submodule is an attribute too (jaxmem.optim, jaxmem.kernels, ...).
 _NAMES = {
     "Config": "jaxmem.config:Config",
     "UserError": "jaxmem.errors:UserError",
@@ -29,7 +29,7 @@ _NAMES = {
     "train": "jaxmem.training.run:run",
 }
 
-# Where its CUDA plugin is installed to compile for GPUs (the extra `plan`) and there is no driver, jax would print a
+# If jax's CUDA plugin is installed to compile for GPUs (the extra `plan`) and there is no driver, jax would print a
 # traceback when it starts.
 _plugins = importlib.util.find_spec("jax_plugins")
 _has_cuda = _plugins and any("cuda" in one.name for one in pkgutil.iter_modules(_plugins.submodule_search_locations))

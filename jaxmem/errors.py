@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and how they are written."""
+"""Errors that a user can correct, and the parts of their messages."""
 
 import difflib
 import errno
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 
-MOST = 800  # characters of a line that is shown completely
+MOST = 800  # largest number of characters of a line that is shown completely
 
 
 class UserError(Exception):
@@ -24,7 +24,7 @@ def _readable(line: str) -> str:
 
 
 class TemporaryError(UserError):
-    """The input is valid: the same command continues as soon as the missing resource is available again."""
+    """The input is valid, but a resource is missing: the same command works as soon as it is available again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h, for schedulers that requeue
 
@@ -53,7 +53,8 @@ def as_user_error(error: BaseException) -> BaseException:
 
 
 def one_of(choices: Iterable[object]) -> str:
-    """
+    """Alternatives as text.
+
     >>> one_of(["adam", "adamw", "lion"]), one_of(["adam"])
     ('adam, adamw or lion', 'adam')
     """
@@ -138,7 +139,8 @@ def _needs_quotes(text: str) -> bool:
 
 
 def unsupported(setting: str, other: str, use: str) -> str:
-    """
+    """The message for two settings that exclude each other.
+
     >>> unsupported("mesh.context=2", "memory.attention=triton", "auto")
     'mesh.context=2 does not support memory.attention=triton; use auto'
     """
@@ -146,7 +148,8 @@ def unsupported(setting: str, other: str, use: str) -> str:
 
 
 def required(setting: str, key: str, allowed: Iterable[str], actual: object) -> str:
-    """
+    """The message for a setting that requires a value of another setting.
+
     >>> required("objective.beta=1", "objective.name", ("dpo",), "classify")
     'objective.beta=1 requires objective.name=dpo, not classify'
     """

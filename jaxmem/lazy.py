@@ -1,4 +1,4 @@
-"""Names that a package imports from its modules when they are first used, so that importing it loads nothing else."""
+"""Names that a package imports from its modules when they are first used, so that `import` loads only the package."""
 
 from collections.abc import Callable
 from importlib import import_module

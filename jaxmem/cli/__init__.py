@@ -25,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         print(__version__)
         raise typer.Exit
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _message(error: UserError | typer.TyperException) -> str:
-    """The error; of a wrong command line also the help command that explains it."""
+    """The text of an error; for a wrong command line, with the help command that explains it."""
     if isinstance(error, UserError):
         return str(error)
     context = getattr(error, "ctx", None)

@@ -116,7 +116,7 @@ def _selection(
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
-    """The rows, each printed when it is known, except for JSON."""
+    """The rows. Each is printed when it is known, except with `--json`."""
     collected = []
     for row in rows:
         collected.append(row)
@@ -127,7 +127,7 @@ def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, An
 
 def _print_row(row: dict[str, Any]) -> None:
     if "operation" not in row:
-        dry = ": a dry run on small shapes, its speeds mean nothing" if row["dry_run"] else ""
+        dry = ": a dry run on small shapes; its speeds have no meaning" if row["dry_run"] else ""
         driver = "" if row["driver"] is None else f", driver {row['driver']}"
         print(f"{row['device']}{driver}, {row['time']}{dry}", flush=True)
         return

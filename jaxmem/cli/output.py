@@ -8,22 +8,22 @@ from typing import Any
 
 
 def is_first_process() -> bool:
-    """Of several processes only this one prints."""
+    """Whether this process is the only one or the first of several; only the first prints."""
     import jax
 
     return jax.process_index() == 0
 
 
 def print_text(text: str) -> None:
-    """A part of a text, without a new line, at once."""
+    """Prints a part of a text at once, without a line break."""
     if is_first_process():
         print(text, end="", flush=True)
 
 
 @contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[None]:
-    """With --json, sends what the library prints meanwhile to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+def only_json(as_json: bool) -> Iterator[None]:
+    """A context for a command with --json: everything that the library prints goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
 
 

@@ -180,7 +180,7 @@ def _check_files(files: dict[str, Path | None]) -> None:
 def _config(
     source: str | None, overrides: list[str] | None, target: str | None, simulate: int | None, **options: Any
 ) -> Config:
-    """The config, checked before jax is imported; also chooses its devices."""
+    """The config, which is checked before jax is imported. Also chooses its devices."""
     from jaxmem.config.methods import run_config
 
     if source is None:
@@ -190,7 +190,7 @@ def _config(
         )
     if target is None:
         count = simulate or len(devices.nvidia_gpus()) or 1
-    else:  # its form is checked when it is used
+    else:  # the target is checked when it is used
         count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
     cfg = run_config(source, overrides or (), devices=count, **options)
     take_devices(simulate, only_compile=True, spill=cfg.memory.spill != "none")
@@ -198,8 +198,8 @@ def _config(
 
 
 def _advise(planned: Any, command: list[str], method: str | None) -> None:
-    """On standard error: settings that are slow; for a plan that does not fit, commands for configs that do, and exit
-    code 3. `command`: the command of the plan; `method`: its --method."""
+    """Prints slow settings to standard error; for a plan that does not fit, commands for configs that fit, and exits
+    with code 3. `command`: the command of the plan; `method`: its --method."""
     from jaxmem.search import nearest
 
     for line in nearest.slower_settings(planned):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
-    """The config of a file or of a run's directory, checked before jax is imported; also chooses its devices."""
+    """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
+    devices."""
     from jaxmem.config import load_config
     from jaxmem.config.presets import PRESETS
 
@@ -37,7 +38,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
 
 
 def take_devices(simulate: int | None, *, only_compile: bool = False, spill: bool = False) -> None:
-    """Chooses this machine's devices, or `simulate` CPU devices, before jax starts. `spill`: with CUDA's unified
+    """Chooses this machine's devices, or `simulate` CPU devices, before jax starts. `spill`: turns on CUDA's unified
     memory."""
     if simulate is None:
         if spill:
@@ -50,7 +51,7 @@ def take_devices(simulate: int | None, *, only_compile: bool = False, spill: boo
 
 @contextlib.contextmanager
 def joined(cfg: Config | None) -> Iterator[None]:
-    """Joins the processes that were started together with this one, if any. jax must not have started."""
+    """A context that joins the processes that were started together with this one, if any, before jax starts."""
     from jaxmem.config import Cluster
     from jaxmem.distributed import join
 
@@ -60,7 +61,7 @@ def joined(cfg: Config | None) -> Iterator[None]:
 
 
 def run_config(run: Path) -> Config | None:
-    """The config of a run. None if there is no run: the code that opens it reports that."""
+    """The config of a run; None if there is no run, which the code that opens it reports."""
     from jaxmem.config import load_config
 
     file = run / "config.yaml"

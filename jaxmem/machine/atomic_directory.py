@@ -1,4 +1,4 @@
-"""Write a directory atomically: it appears complete or not at all. No dependency of jaxmem does that for
+"""Writes a directory atomically: it appears complete or not at all. No dependency of jaxmem has this for
 directories."""
 
 import os
@@ -13,7 +13,7 @@ from jaxmem.errors import UserError
 
 @contextmanager
 def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary directory next to `directory`, renamed to it at the end; an error leaves nothing."""
+    """A temporary directory next to `directory`. It is renamed to `directory` at the end, or removed after an error."""
     target = Path(directory).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; remove it, or use another directory")
@@ -28,7 +28,7 @@ def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
-        unfinished.chmod(0o777 & ~_umask())  # mkdtemp allows only the owner
+        unfinished.chmod(0o777 & ~_umask())  # mkdtemp gives permissions only to the owner
         unfinished.rename(target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from error

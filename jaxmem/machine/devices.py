@@ -24,7 +24,8 @@ from jaxmem.machine import gpus
 if TYPE_CHECKING:
     import jax
 
-# Simulated devices share a few cores, so one may reach a collective long after the others: XLA's 40 s are too short.
+# Simulated devices share a few cores, so one may reach a collective long after the others: XLA's limit of 40 s is
+# short.
 _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
@@ -50,7 +51,7 @@ def simulate(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # jax has started: the count below tells whether that matters
+    except RuntimeError:  # jax has started; below, the number of its devices is checked
         os.environ["JAX_NUM_CPU_DEVICES"] = str(len(jax.devices()))
     seen = jax.devices()
     if len(seen) != count or seen[0].platform != "cpu":
@@ -62,8 +63,8 @@ def simulate(count: int) -> None:
 
 @contextlib.contextmanager
 def lowering_for(device: jax.Device) -> Iterator[None]:
-    """A context for lowering a program for a device that need not be present. Since jax 0.11 Pallas needs to know the
-    GPU; within `jax.shard_map` the mesh provides it, elsewhere this context does."""
+    """A context for lowering a program for a device that may be absent. Since jax 0.11 Pallas must know the GPU; within
+    `jax.shard_map` the mesh provides it, elsewhere this context."""
     import jax
 
     if device.platform != "gpu" or jax.__version_info__ < (0, 11):
@@ -92,8 +93,8 @@ def simulation_environment(count: int) -> dict[str, str]:
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory, in one pool for all threads; call it before jax starts threads. On a CPU, XLA
-    allocates its temporary buffers at each step, and glibc would map and clear large blocks each time: a fifth of a
-    small step's time."""
+    allocates its temporary buffers at each step; glibc would map and clear large blocks each time, which takes a fifth
+    of the time of a small step."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
         for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
@@ -140,9 +141,9 @@ def cudnn_remedy() -> str | None:
 
 
 def gpu_compiler_remedy() -> str | None:
-    """The package that is missing for compiling for GPUs that are not installed, and the remedy; None: nothing is
-    missing. Compiling needs jax's CUDA plugin in the version of jax, and ptxas, from its wheel or a CUDA toolkit of the
-    system, but no driver."""
+    """The package that is missing to compile for GPUs that are not installed, and the remedy; None: nothing is missing.
+    Compiling needs jax's CUDA plugin in the version of jax, and ptxas from its wheel or from a CUDA toolkit, but no
+    driver."""
     cure = "pip install 'jaxmem[plan]'"
     wheels, version = cuda_wheels(), importlib.metadata.version("jax")
     if not any(wheel.endswith("plugin") for wheel in wheels):
@@ -160,8 +161,8 @@ def gpu_compiler_remedy() -> str | None:
 def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
     """Use the CPU if there is no GPU; with CUDA wheels installed jax would print a traceback about cuDNN.
 
-    `only_compile`: nothing will run. XLA's compiler allocates small blocks from many threads, which contend for the
-    single pool of `keep_freed_memory`: planning 8 B parameters for 8 GPUs took a third more CPU time with it.
+    `only_compile`: no program will run, so `keep_freed_memory` is not called: XLA's compiler allocates small blocks
+    from many threads, and with a single pool planning 8 B parameters for 8 GPUs took a third more CPU time.
     """
     if not has_nvidia_gpu():
         if not only_compile:
@@ -173,8 +174,8 @@ def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
 def cache_compiled_programs(output: str | Path) -> None:
     """Cache compiled programs for accelerators in `output/.compiled`, so that restarts, on hosts that share the
     directory, do not compile again. JAX_COMPILATION_CACHE_DIR sets another directory,
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off. Not for CPUs, where compiling is quick and specific to the CPU's
-    instructions."""
+    JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Programs for CPUs are not cached: compiling them is fast,
+    and they depend on the instructions of the CPU."""
     import jax
 
     config: Any = jax.config
@@ -183,8 +184,8 @@ def cache_compiled_programs(output: str | Path) -> None:
 
 
 def nvidia_gpus() -> list[dict[str, Any]]:
-    """The GPUs as the driver reports them, with the memory in use by all processes; jax is not started. nvidia-ml-py
-    would save ten lines at the price of a dependency."""
+    """The GPUs as the driver reports them, with the memory in use by all processes. Does not start jax. nvidia-ml-py is
+    not used, since it would save only ten lines."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -205,7 +206,7 @@ def main_memory() -> int:
 
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_UNIFIED = "TF_FORCE_UNIFIED_MEMORY"  # XLA's name for it, from when it was a part of TensorFlow
+_UNIFIED = "TF_FORCE_UNIFIED_MEMORY"  # read by XLA, which was a part of TensorFlow
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
@@ -215,16 +216,16 @@ def spill_to_host() -> None:
     allocator (`bfc`), whose limit is then a fraction above 1 of the memory of the GPU."""
     found = nvidia_gpus() if has_nvidia_gpu() else []
     if not found:
-        return  # a plan for GPUs elsewhere; a run without GPUs is refused later
+        return  # a plan for other GPUs; a run without GPUs is refused later
     if Path("/dev/dxg").exists():
         raise UserError(
             "memory.spill=unified does not support WSL, where CUDA cannot exceed the GPU's memory; use none"
         )
     if (allocator := os.environ.setdefault(_ALLOCATOR, "bfc").lower()) not in ("bfc", "default"):
-        raise UserError(f"{_ALLOCATOR}={allocator} does not support memory.spill=unified; leave it out, or use bfc")
+        raise UserError(f"{_ALLOCATOR}={allocator} does not support memory.spill=unified; unset it, or use bfc")
     for name in _FRACTIONS:
         if (share := os.environ.get(name)) is not None and float(share) <= 1:
-            raise UserError(f"{name}={share} leaves memory.spill=unified no room; leave it out")
+            raise UserError(f"{name}={share} leaves no memory for memory.spill=unified; unset it")
     count, least = _visible(found), min(gpu["memory"] for gpu in found)
     room = least - gpus.reserved(count) + gpus.spillable(main_memory() // count)
     if not any(name in os.environ for name in _FRACTIONS):
@@ -243,8 +244,8 @@ def _visible(found: list[dict[str, Any]]) -> int:
 
 
 def reserve_gpu_memory() -> None:
-    """Lets jax allocate all memory of each GPU except `gpus.reserved`, which plans subtract too, instead of three
-    quarters. If the user has set a fraction, it does not change, and plans subtract the rest."""
+    """Lets jax allocate all memory of each GPU except `gpus.reserved`, which plans subtract too; jax's default is three
+    quarters of the memory. A fraction that the user has set does not change, and plans subtract the rest."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
     if found := nvidia_gpus():

@@ -1,7 +1,7 @@
 """`jaxmem doctor`: this machine, the features that work on it, and the commands that install the others.
 
-jax runs in separate processes: a wheel that does not match the driver is then one line, not a traceback, and no GPU
-memory remains allocated. It takes about two seconds.
+jax runs in separate processes, so that a wheel that does not match the driver is one line instead of a traceback, and
+no GPU memory remains allocated. The command takes about two seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONAL = {
     "tensorboard": ("tensorboardX", "[tensorboard]", "train.trackers: [tensorboard]"),
     "wandb": ("wandb", "[wandb]", "train.trackers: [wandb]"),
 }
-DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the oldest driver series that supports it
+DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the oldest driver series for each CUDA version
 _PROBE = """
 import json, sys
 import jax
@@ -88,7 +88,7 @@ def examine() -> dict[str, Any]:
 
 
 def table(findings: dict[str, Any]) -> Group:
-    """The findings as a table: the machine, then the features, with a remedy for each missing one."""
+    """The findings as a table: the machine, then the features, with a remedy for each missing feature."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -144,7 +144,7 @@ def _gpu_remedy(findings: dict[str, Any]) -> str:
     if not any(supported[0] in wheel for wheel in wheels):
         return f"pip install 'jaxmem[{supported[0]}]'"
     for wheel, its in wheels.items():
-        if its != version:  # jax refuses it
+        if its != version:  # jax refuses another version
             return f"{wheel} is {its} and jax {version}: pip install 'jax[{supported[0]}-local]=={version}'"
     return findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
 
@@ -174,7 +174,7 @@ def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str
 
 
 def _host_memory() -> dict[str, int]:
-    """Bytes of main memory, total and available; a container's limit counts where it is lower (psutil ignores it)."""
+    """Bytes of main memory, total and available, or the lower limit of a container (which psutil ignores)."""
     if not Path("/proc/meminfo").exists():  # macOS, where available memory is not well defined
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"total": total, "available": total}

@@ -1,7 +1,7 @@
-"""The table of GPUs, for which plans compile and estimate times, and whose peak rates MFU is relative to.
+"""The table of GPUs: plans compile and estimate times for them, and MFU is relative to their peak rates.
 
-Figures are from NVIDIA's data sheets and architecture papers; memory is what CUDA reports, less than the product name
-states. Rates are peaks in one direction.
+Figures are from NVIDIA's data sheets and architecture papers; memory is the size that CUDA reports, which is less than
+the product name states. Rates are peaks in one direction.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ATTAINED_FLOPS = 0.7
 ATTAINED_ATTENTION = {8: 0.66, 9: 0.53, 10: 0.55}
 ATTAINED_BANDWIDTH = 0.85
 ATTAINED_LINK = 0.8
-# Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, narrow formats at twice the rate.
+# Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, and 8-bit formats at twice the rate.
 RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
 
 
@@ -30,10 +30,10 @@ class Gpu:
     memory_gib: float
     bandwidth_gb_s: float
     bf16_tflops: float  # dense, accumulated in float32
-    link_gb_s: float  # to the other GPUs of its host: NVLink, else PCIe
-    network_gb_s: float  # share of the network of its host
-    host_link_gb_s: float  # to host memory
-    host_memory_gib: float  # share of the memory of its host
+    link_gb_s: float  # rate of the link to the other GPUs of its host: NVLink, else PCIe
+    network_gb_s: float  # the GPU's share of the network rate of its host
+    host_link_gb_s: float  # rate of the link to host memory
+    host_memory_gib: float  # the GPU's share of the memory of its host
     compute_capability: str
     cores: int  # streaming multiprocessors
     clock_ghz: float
@@ -67,12 +67,12 @@ class Gpu:
 
     @property
     def host_rate(self) -> float:
-        """Attained bytes per second to host memory, and as many from there at the same time."""
+        """Attained bytes per second to host memory; the link has the same rate from host memory at the same time."""
         return self.host_link_gb_s * 1e9 * ATTAINED_LINK
 
     def link_rate(self, group: int, neighbours: int) -> float:
-        """Attained bytes per second of a collective of `group` devices, of which `neighbours` share a host: over the
-        links within a host; between hosts over the networks of all members on a host together."""
+        """Attained bytes per second of a collective of `group` devices, of which `neighbours` share a host: within a
+        host the rate of a link, between hosts the sum of the network rates of the members on a host."""
         between_hosts = neighbours < group
         rate = min(self.link_gb_s, self.network_gb_s * neighbours) if between_hosts else self.link_gb_s
         return rate * 1e9 * ATTAINED_LINK
@@ -105,12 +105,12 @@ GPUS = {
     )
 }
 
-# A simulated device's share of a few server cores: its times only compare programs with each other.
+# A simulated device has a share of a few server cores; its times only compare programs with each other.
 CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)
 
 
 def find(device_kind: str, memory: int | None = None) -> Gpu | None:
-    """The GPU with a device's name, the most specific one; of two sizes the one nearest to `memory`.
+    """The GPU in the table whose `kind` is the longest part of a device's name; of several, the nearest to `memory`.
 
     >>> find("NVIDIA H100 PCIe").name, find("NVIDIA A100-SXM4-80GB", 80 * GIB).name, find("cpu")
     ('h100-pcie-80gb', 'a100-80gb', None)
@@ -121,14 +121,14 @@ def find(device_kind: str, memory: int | None = None) -> Gpu | None:
 
 
 def spillable(host_memory: int) -> int:
-    """Half of the host memory per device, in bytes, which may be used for arrays that exceed the device. The rest is
-    for data, checkpoints that are being written and the system; on a full host, processes are killed."""
+    """Half of the host memory per device, in bytes: the limit for arrays that exceed the device. The rest is for data,
+    checkpoints that are being written and the system; on a full host, processes are killed."""
     return host_memory // 2
 
 
 def reserved(devices: int, gib: float | None = None) -> int:
     """Bytes of a GPU that the compiler does not count: CUDA's context and kernels, libraries' workspaces, and with
-    several devices NCCL's buffers. `gib` overrides it. Plans and runs both subtract this number, so they agree.
+    several devices NCCL's buffers. `gib` overrides this default. Plans and runs both subtract these bytes.
 
     >>> reserved(1) / GIB, reserved(8) / GIB, reserved(8, 2.5) / GIB
     (0.75, 1.5, 2.5)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def filtered(passed: Callable[[bytes], bytes]) -> Iterator[None]:
-    """A context that collects standard error, and at its end writes the bytes that `passed` returns for it."""
+    """A context that collects standard error. At its end, `passed(collected bytes)` is written to standard error."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as log:
         real = os.dup(2)

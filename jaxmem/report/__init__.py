@@ -27,7 +27,8 @@ def write_figure(plan: Plan, path: str | Path) -> None:
 
 
 def report_run(run: str | Path, path: str | Path | None = None, png: str | Path | None = None) -> Path:
-    """Write a run as a page, by default `RUN/report.html`, and return its path. `png`: also a figure."""
+    """Write a run as a page, by default `RUN/report.html`, and return its path. `png`: the path of a figure to write
+    too."""
     run = Path(run)
     plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
     if png is not None:

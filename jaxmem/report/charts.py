@@ -26,8 +26,8 @@ SHADES = dict(zip(PASSES, ("#64798c", "#3d5063", "#4f6477", "#7a8c9c"), strict=T
 class Readout:
     """The texts that a chart shows at the cursor."""
 
-    begin: float  # share of the width from which it is shown
-    at: float  # where the cursor is drawn
+    begin: float  # share of the width from which the readout is shown
+    at: float  # share of the width at which the cursor is drawn
     texts: Sequence[str]
 
 
@@ -88,7 +88,7 @@ def ticks(top: float, unit: float, suffix: str, count: int = 5) -> list[tuple[fl
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... that is at least as large.
+    """The smallest of ..., 0.5, 1, 2, 5, 10, ... that is at least `least`.
 
     >>> [round_step(x) for x in (0.3, 4, 6, 70)]
     [0.5, 5, 10, 100]
@@ -99,7 +99,7 @@ def round_step(least: float) -> float:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
-    """Fewer points that look the same: the first, the lowest, the highest and the last of each interval."""
+    """Fewer points with the same appearance: the first, the lowest, the highest and the last of each interval."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 4))

@@ -36,7 +36,7 @@ def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Fi
 
 
 def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -> None:
-    """Draws memory over a step, with its peak and the largest buffers there. `plan` and `memory`: the contents of
+    """Draws memory over a step, with the peak and the largest buffers at the peak. `plan` and `memory`: the contents of
     plan.json and memory.json."""
     with figure(path, 10, 7) as drawn:
         unit, name = byte_unit(sum(memory["peak"][1:]))
@@ -56,7 +56,7 @@ def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -
         peak = sum(memory["peak"][1:]) / unit
         at = scale * memory["peak"][0]
         axes.axvline(at, color="black", ls="--", lw=1)
-        is_late = at > scale / 2  # the text is on the side with more room
+        is_late = at > scale / 2  # the text is on the side with more space
         axes.annotate(
             f"peak {format_bytes(peak * unit)}",
             (at, peak),

@@ -29,9 +29,9 @@ Json = Mapping[str, Any]
 class RunRecord:
     """A run so far."""
 
-    steps: int  # in total
-    rows: Sequence[Json]  # of metrics.jsonl
-    config: str  # as YAML
+    steps: int  # number of updates of the complete run
+    rows: Sequence[Json]  # the rows of metrics.jsonl
+    config: str  # the config as YAML
 
 
 def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
@@ -118,7 +118,7 @@ def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, A
 
 
 def _kind(buffer: Json) -> str:
-    """The band of a buffer, and its kind if this adds something."""
+    """The band of a buffer, and its kind if it differs from the band."""
     band, kind = buffer["band"], buffer["kind"].removeprefix("weights: ")
     return band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
 

@@ -27,7 +27,7 @@ def directory() -> Path:
 
 
 def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
-    """The key of a question about a config: equal for all configs with the same answer."""
+    """The key of a question about a config; configs with the same answer have the same key."""
     config = cfg.model_dump(mode="json", exclude=_IRRELEVANT)
     return _key({"question": question, "config": config, "sources": _sources()}, target, reserve_gib)
 

@@ -1,7 +1,7 @@
 """All configs that a search considers: a config with every combination of the settings that may change.
 
-Each has an estimate, which takes a millisecond. If there are more than MAX_SIZE configs, the search begins with a fixed
-sample, and with all configs that differ from the given one in a single setting; then it adds neighbours of the best.
+Each is estimated, which takes a millisecond. If there are more than MAX_SIZE configs, the search begins with a fixed
+sample, and with all configs that differ from the given config in a single setting; then it adds neighbours of the best.
 """
 
 import functools
@@ -41,8 +41,8 @@ class Candidate:
     settings: Change  # dotted key -> value, for all settings that differ between candidates
     distance: int  # number of settings that differ from the given config
     estimate: Estimate
-    refused: str | None = None  # the reason if it cannot be traced or compiled
-    cost: StepCost | None = None  # cost of the compiled step
+    refused: str | None = None  # the reason if the config cannot be traced or compiled
+    cost: StepCost | None = None  # the cost of the compiled step
     phases: dict[str, int] | None = None  # bytes of the other compiled phases
     total: float = field(init=False)  # bytes per device in the largest phase
     seconds: float = field(init=False)  # seconds of a step
@@ -87,8 +87,8 @@ class Candidate:
 
 
 def difference(old: Config, new: Config) -> dict[str, Any]:
-    """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, its complete
-    section: the name, and the values that are not the defaults of this optimizer."""
+    """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, these include the name of
+    the optimizer of `new`, and its values that are not its defaults."""
     found: dict[str, Any] = {}
     for section, fields in new.model_dump(mode="json").items():
         before, after = getattr(old, section), getattr(new, section)
@@ -112,7 +112,8 @@ def overrides(changes: Change) -> list[str]:
 
 
 class Space:
-    """All configs that differ from one config in the settings of some knobs; other kernels only for the best config."""
+    """All configs that differ from one config in the settings of some knobs. Other kernels are tried for the best
+    only."""
 
     def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
         self._cfg, self._target = cfg, target
@@ -150,7 +151,7 @@ class Space:
             other = _changed(raw, changes, self._target)
             if other is None:
                 continue
-            if other.mesh.fsdp == 1:  # ZeRO shards nothing
+            if other.mesh.fsdp == 1:  # with one device ZeRO shards nothing
                 other = other.replace(zero=self._cfg.zero)
             other = other.replace(rules=_plain_rules(other))
             try:
@@ -176,14 +177,14 @@ def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candi
 
 
 def resolved_on(cfg: Config, target: Target) -> Config:
-    """The config with the kernels that `auto` means on a target."""
+    """The config with the kernels that `auto` selects on a target."""
     gpu = target.gpu
     capability = round(10 * float(gpu.compute_capability)) if gpu else None
     return resolved(cfg, target.platform, capability, gpu.kind if gpu else "")
 
 
 def estimated(cfg: Config, target: Target) -> Estimate:
-    """The estimate on a target. The seconds for a CPU can only be compared with each other."""
+    """The estimate on a target. Seconds for a CPU are only comparable with each other."""
     return estimate(resolved_on(cfg, target), target.platform, target.gpu or CPU, target.per_host)
 
 

@@ -1,7 +1,7 @@
-"""The methods of training a model on a target: the memory and time of each, which fit, and the command for each.
+"""The methods of training a model on a target: memory, time and command of each, and whether it fits.
 
-For each method, the search is for the fastest config that fits, among settings that change only memory and time. All
-methods are estimated first; then configs of each method that may fit are compiled until one fits, at most three.
+For each method, the fastest config that fits is searched among settings that change only memory and time. All methods
+are estimated first; then configs of each method that may fit are compiled until one fits, at most three.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxmem.search.knobs import MEMORY_KNOBS
 from jaxmem.search.trials import SLACK, Trials, save_best, target_json
 
 NARROW = 66  # characters per line; below, the table has no column for settings
-COMPILES = 3  # configs of one method to compile at most, until one fits
+COMPILES = 3  # largest number of compiled configs per method
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class MethodResult:
         return cls(name, shown, reason=trials.shortage(shown) + more)
 
     def __str__(self) -> str:
-        """
+        """One line with bytes and seconds, or with the reason why there are none.
+
         >>> str(MethodResult("lora", None, reason="no weights"))
         'lora: no weights'
         """
@@ -73,12 +74,12 @@ class Comparison:
     target: Target
     limit: int  # bytes per device
     results: tuple[MethodResult, ...]
-    command: tuple[str, ...]  # of `jaxmem plan`: names the model or config, and options that were set
+    command: tuple[str, ...]  # arguments of `jaxmem plan`: the model or config, and the options that were set
     seconds: float
 
     @property
     def fitting(self) -> list[MethodResult]:
-        """The methods that fit, beginning with the one nearest to training all parameters in float32."""
+        """The methods that fit, in the order of METHODS: training of all parameters in float32 is first."""
         return [one for one in self.results if one.fits]
 
     @property
@@ -177,7 +178,8 @@ def compare(
     *,
     current: Config | None = None,
 ) -> Comparison:
-    """`config(method=NAME)` makes the config of a method; a method whose config equals `current` is left out."""
+    """Compares the methods. `config(method=NAME)` returns the config of a method; a method whose config equals
+    `current` is left out."""
     start, target = time.perf_counter(), compilers.target
     searched: dict[str, Search | str] = {}
     for name in METHODS:

@@ -1,7 +1,7 @@
 """A pool of compiler processes, with a cache of their answers on disk.
 
-`concurrent.futures` is not used for two reasons: a killed process would break its entire pool, and its processes import
-the calling script, which fails without a `__main__` guard.
+`concurrent.futures` is not used for two reasons: a killed process would break the entire pool, and processes would
+import the calling script, which fails without a `__main__` guard.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from jaxmem.planning.targets import Target, check_compiler, local_target, parse_
 from jaxmem.search import cache, worker
 from jaxmem.search.worker import StepCost
 
-WORKER_BYTES = 3 << 29  # memory that a process may need
+WORKER_BYTES = 3 << 29  # bytes of memory that a process may need
 
 
 class RefusedError(Exception):
-    """The target does not support a valid config, or its program does not compile. The message is the reason."""
+    """The target does not support a valid config, or the config's program does not compile. The message is the
+    reason."""
 
 
 def compile_target(target: str | None) -> Target:
@@ -51,9 +52,9 @@ class CompilerPool:
         self.target, self.reserve_gib = target, reserve_gib
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        # One process per core, if the memory is sufficient; for local devices only this process.
+        # One process per core if the memory is sufficient; for local devices this process compiles.
         self.processes = 1 if target.here else processes or max(1, min(cores, memory // WORKER_BYTES))
-        self.compiled = 0  # compiled programs, without answers from the cache
+        self.compiled = 0  # number of compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
         self._lock = threading.Lock()
@@ -130,7 +131,7 @@ class _CompilerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # before it imports jax
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # must be set before it imports jax
             start_new_session=True,  # Ctrl-C reaches only the command, which then ends its processes
         )
 

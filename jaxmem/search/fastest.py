@@ -16,9 +16,9 @@ from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
 from jaxmem.search.trials import SLACK, Trials
 
-UNLIKELY = 0.01  # probability of fitting
-NEIGHBOURHOODS = 3  # neighbours are added of this many configs, the fastest of the estimated front
-WORTHWHILE = 0.01  # smallest expected gain for which a step is compiled
+UNLIKELY = 0.01  # a config with a smaller probability of fitting is unlikely to fit
+NEIGHBOURHOODS = 3  # the number of configs, the fastest of the estimated front, whose neighbours are added
+WORTHWHILE = 0.01  # least expected gain for which a step is compiled
 Progress = Callable[[str], None]
 
 
@@ -33,8 +33,8 @@ class Search:
             self._look_around()
 
     def compile(self, most: int) -> int:
-        """Compile the steps of configs that may be on the front, at most `most`, then all phases of the configs on it.
-        Returns the number of compiled steps."""
+        """Compile the steps of at most `most` configs that may be on the front, then all phases of the configs on the
+        front. Returns the number of compiled steps."""
         left = most
         while left > 0 and (chosen := self._next(min(left, self._compilers.processes))):
             left -= len(chosen)
@@ -55,7 +55,8 @@ class Search:
             self.trials.update_estimates()
 
     def _look_around(self) -> None:
-        """Add all configs that differ in a single setting from the best of a sample, until no added one is better."""
+        """Add all configs that differ in a single setting from the best of a sample, until no added config is
+        better."""
         seen, trials = set[Config](), self.trials
         while new := [one for one in trials.front(trials.all, slack=SLACK)[:NEIGHBOURHOODS] if one.cfg not in seen]:
             for one in new:
@@ -63,8 +64,8 @@ class Search:
                 trials.all += self._space.around(one)
 
     def _next(self, count: int) -> list[Candidate]:
-        """The candidates to compile next, by expected gain. While none is likely to fit: the smallest, if they are
-        smaller than all compiled ones."""
+        """The candidates to compile next, by expected gain. While no candidate is likely to fit: those with the least
+        memory, if they need less than all compiled candidates."""
         trials = self.trials
         open_ = [one for one in trials.all if one.is_open]
         any_fits = any(trials.fits(one) for one in trials.compiled)

@@ -17,7 +17,7 @@ from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.search.result import Fit
 
 COMPILES = 12  # steps to compile at most, by default
-KERNEL_SHARE = 4  # one of this many steps is reserved for other kernels
+KERNEL_SHARE = 4  # one in this number of compiled steps is reserved for other kernels
 
 
 def fit(
@@ -33,8 +33,8 @@ def fit(
 ) -> Fit | Comparison:
     """Search for the configs that fit a target such as `h100-80gb:8` (default: this machine's devices), fastest first.
 
-    `source`: a config, or the name of a preset or a Hugging Face directory, for which the methods of training are
-    compared unless `method` is set. `allow`: what may change (`knobs.KNOBS` lists the settings of each word).
+    `source`: a config, a preset or a Hugging Face directory; for the last two, the methods of training are compared
+    unless `method` is set. `allow`: words for the settings that may change (`knobs.KNOBS` lists the settings of each).
     `compiles`: steps to compile at most. `processes`: number of compiler processes, by default one per core, if the
     memory is sufficient. `progress` is called with lines of text.
     """

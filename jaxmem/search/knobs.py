@@ -2,7 +2,7 @@
 
 A knob returns the values to try for a config and a target, each as dotted overrides; invalid combinations are dropped
 later. If the type of a setting in the config lists its values, the knob needs only the key: a new recompute policy or
-optimizer is tried as soon as the config has its name.
+optimizer is tried without a change here.
 """
 
 import itertools
@@ -23,7 +23,7 @@ Change = Mapping[str, Any]  # {dotted key: value}
 
 @dataclass(frozen=True)
 class Knob:
-    allow: str  # the word of `--allow` that permits it
+    allow: str  # the word of `--allow` that permits the setting
     choices: Callable[[Config, Target], Iterable[Change]]
 
 
@@ -81,7 +81,7 @@ def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """All policies except `auto`, which is itself a search. Of the policies that save boundaries of only some layers,
+    """All policies except `auto`, which is itself a search. Of the policies that save the inputs of only some layers,
     `sqrt` is tried: the others need a number, or much more time for slightly less memory."""
     for name in values("memory.remat"):
         if name not in ("recursive", "constant", "auto"):
@@ -95,13 +95,13 @@ def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
-    """The automatic chunks of a sequence, or an eighth of it: less activation memory, more time."""
+    """The automatic chunks of a sequence, or eighths of a sequence: less activation memory, more time."""
     if isinstance(cfg.model, Decoder) and cfg.data.sequence_length >= 8:
         yield from ({"memory.mlp_chunk": chunk} for chunk in ("auto", cfg.data.sequence_length // 8))
 
 
 def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
-    """Each kind of array that can be offloaded, or two of them; none on CPUs, which have only one memory."""
+    """Each kind of array that can be offloaded, or two kinds; nothing on CPUs, which have only one memory."""
     both = ("activations", "frozen" if cfg.trainable_patterns else "optimizer")
     one = [name for name in values("memory.offload") if cfg.trainable_patterns or name != "frozen"]
     return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
@@ -148,7 +148,7 @@ def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
             table: dict[str, tuple[str, ...]] = {"embed": embed}
             table.update(zip(kinds, own, strict=True))
             if "heads" in table:
-                # Weights of keys are [embed, kv_heads]: if `embed` is sharded, only `tensor` shards `kv_heads`.
+                # Key projections are [embed, kv_heads]: if `embed` is sharded, only `tensor` shards `kv_heads`.
                 table["kv_heads"] = tuple(axis for axis in table["heads"] if axis not in embed)
             yield {f"rules.{dim}": over for dim, over in table.items()}
 

@@ -1,8 +1,9 @@
 """The largest model, sequence length or batch that fits.
 
-The estimate proposes a value; this value and the next one are compiled in parallel. If the first fits and the second
-does not, the search ends; otherwise their bytes correct the estimate, and the search continues between the largest
-value that is known to fit and the smallest one that is known not to fit. Both bounds of the answer are compiled.
+The estimate proposes a value; this value and the next larger value are compiled in parallel. If the first fits and the
+second does not, the search ends; otherwise their bytes correct the estimate, and the search continues between the
+largest value that is known to fit and the smallest value that is known not to fit. Both bounds of the answer are
+compiled.
 """
 
 import time
@@ -26,7 +27,7 @@ from jaxmem.search.trials import Trials, save_best, target_json
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
 BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too
 MAX_VALUE = 2**24
-BISECT_AFTER = 6  # bisect after this many compiled values, since the estimates do not converge
+BISECT_AFTER = 6  # after this number of compiled values the search bisects, since the estimates do not converge
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Largest:
-    """The result of `maximize`: the largest value that fits, and the next one, which does not."""
+    """The result of `maximize`: the largest value that fits, and the next value, which does not fit."""
 
     given: Config
     key: str
@@ -142,7 +143,7 @@ def maximize(
     """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value, the config
     that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
     aim = compile_target(target)
-    if cfg.memory.remat == "auto":  # the longest sequence leaves no room for saved activations
+    if cfg.memory.remat == "auto":  # the largest value leaves no memory for saved activations
         cfg = cfg.replace(memory={"remat": "full"})
     with CompilerPool(aim, reserve_gib, processes) as compilers:
         return search_largest(cfg, key, allow, compilers)
@@ -169,7 +170,7 @@ class _Search:
         self._knobs, target = allowed(allow), compilers.target
         self.trials = Trials(target, usable_memory(target, cfg, compilers.reserve_gib))
         self._unit = UNITS[key]
-        if key == BATCH:  # one row per micro-batch, and per device that the batch is sharded over
+        if key == BATCH:  # one sequence per micro-batch on each device that shards the batch
             self._unit = cfg.batch.accumulate * for_devices(cfg, target.count).mesh.row_shards
         self._candidates: dict[int, Candidate | None] = {}
         self._ratio = 1.0  # compiled bytes / estimated bytes
@@ -222,9 +223,9 @@ class _Search:
             self._candidates[units] = min(found, key=lambda one: one.estimate.total, default=None)
         return self._candidates[units]
 
-    def _compile(self, wanted: Sequence[int]) -> list[Point]:
+    def _compile(self, values: Sequence[int]) -> list[Point]:
         chosen = {}
-        for units in wanted:
+        for units in values:
             one = self._candidate(units)
             if one is None:
                 raise UserError(f"{self._key}={units * self._unit} is not valid with the other settings of this config")

@@ -1,8 +1,7 @@
-"""For a run that does not fit, the nearest configs that fit; for one that fits, settings that make it much slower.
+"""For a run that does not fit, the nearest configs that fit; for a run that fits, settings that make it much slower.
 
-Candidates and estimates are made as in a search, but only a few configs are compiled: for each set of settings that
-could change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of
-training.
+Candidates are estimated as in a search, but only a few configs are compiled: for each set of settings that could
+change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of training.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
 COUNT = 3  # configs to suggest
 COMPILES = 6  # configs to compile at most
 SECONDS = 60.0  # no config is compiled after this time
-SLOW = 1.5  # a setting is reported if a step takes more than this multiple of the time with another value
+SLOW = 1.5  # a setting is reported if a step takes more than this multiple of its time with another value
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
     each set, and so on; at the end the fastest config of each other method, with the name of the method."""
     cfg, knobs = plan.program.cfg, [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
     given, *others = candidates(cfg, plan.target, knobs)
-    ratio = plan.compiled_step.total / given.estimate.total  # similar configs have similar errors of the estimate
+    ratio = plan.compiled_step.total / given.estimate.total  # estimates of similar configs have similar errors
     ranks: dict[frozenset[str], int] = {}
     ranked: list[tuple[int, int, float, Candidate]] = []
     for one in sorted(others, key=_seconds):

@@ -14,9 +14,9 @@ from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison
 from jaxmem.search.trials import SLOWEST, Trials, save_best, target_json
 
-ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that count as one setting
-KINDS = 2  # number of kinds of bytes that a reason names
-OTHERS = 8  # rows of the table for configs that are not on the front
+ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
+KINDS = 2  # number of kinds of bytes in a reason
+OTHERS = 8  # number of rows for configs that are not on the front
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Fit:
 
     @cached_property
     def front(self) -> list[Candidate]:
-        """The Pareto front: fastest first, each with less memory than the one before. Every phase of a run is compiled
-        for them."""
+        """The Pareto front, fastest first; each config needs less memory than the one before. All phases of a run are
+        compiled for these configs."""
         return self.trials.front()
 
     @property
@@ -52,7 +52,8 @@ class Fit:
 
     @cached_property
     def ranked(self) -> list[Candidate]:
-        """Candidates that fit, fastest first; then the others, smallest first. Of each, compiled ones are first."""
+        """Candidates that fit, fastest first; then the others, by memory. In both groups, compiled candidates are
+        first."""
 
         def order(one: Candidate) -> tuple[bool, bool, float]:
             fits = self.trials.fits(one)
@@ -79,7 +80,7 @@ class Fit:
         return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
 
     def _fitting_change(self, one: Candidate) -> str | None:
-        """The change of a single setting with which the candidate fits, at the least increase in time."""
+        """The change of a single setting with which the candidate fits and that increases the time least."""
 
         def differ(other: Candidate) -> set[str]:
             changed = (key for key, value in other.settings.items() if value != one.settings[key])

@@ -1,4 +1,4 @@
-"""A surrogate of the compiler: a Gaussian process that corrects the estimates of configs not compiled yet.
+"""A surrogate of the compiler: a Gaussian process that corrects the estimates of configs that are not compiled.
 
 It models log(compiled / estimated) as a function of the settings of a config (Rasmussen and Williams, 2006), with a
 covariance that is the sum of a constant (all estimates share an error), a term for each setting in common (a recompute
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Variances of the terms: common to all configs; proportional to the share of equal settings; of nearly identical
+# Variances of the terms: of the error of all configs; in proportion to the share of equal settings; of nearly identical
 # configs.
 COMMON, SHARED, ALIKE = 0.02, 0.06, 0.005
 DECAY = 0.6  # factor of ALIKE for each setting that differs
@@ -28,8 +28,8 @@ def encode(settings: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def posterior(encoded: np.ndarray, log_errors: Mapping[int, float]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of log(compiled / estimated) for every config, conditioned on known values by
-    index. `encoded`: the result of `encode`."""
+    """Mean and standard deviation of log(compiled / estimated) for every config. `encoded`: the result of `encode`.
+    `log_errors`: the known values, by index."""
     observed = list(log_errors)
     same = encoded[:, None, :] == encoded[None, observed, :]
     differ = same.shape[2] - same.sum(axis=2)

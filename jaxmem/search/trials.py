@@ -1,4 +1,4 @@
-"""The candidates of a search: which fit, which are on the front, which to compile next."""
+"""The candidates of a search: which fit, which are on the Pareto front, and which to compile next."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from jaxmem.planning import Target, format_bytes
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.surrogate import encode, expected_improvement, posterior, probability_below
 
-MATERIAL = 0.01  # a config on the front needs this share less memory than each faster one
+MATERIAL = 0.01  # a config on the front needs at least this share less memory than each faster config
 SLOWEST = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 SLACK = 0.05  # relative error that an estimate may have
 PER_CHANGE = 0.99  # factor of the expected gain for each setting that changes
-MEMORY_WEIGHT = 0.3  # weight of a relative saving of memory; that of time is 1
+MEMORY_WEIGHT = 0.3  # weight of a relative saving of memory; the weight of a saving of time is 1
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Trials:
         return f"needs {'' if one.cost else 'about '}{' and '.join(found)}" if found else ""
 
     def update_estimates(self) -> None:
-        """Correct the estimates of open candidates by the compiled ones. A step in which XLA recomputes values to stay
-        within memory says nothing about bytes."""
+        """Correct the estimates of open candidates by the compiled candidates. The bytes of a step in which XLA
+        recomputes values to stay within memory are not used."""
         encoded = encode([one.settings for one in self.all])
         costs = {index: one.cost for index, one in enumerate(self.all) if one.cost}
         guesses = [one.estimate for one in self.all]

@@ -31,9 +31,9 @@ class StepCost:
 
     total: int  # bytes
     host: int  # bytes of host memory
-    seconds: float  # estimated from the compiled program; seconds for CPUs can only be compared with each other
-    kinds: Mapping[str, int]  # bytes by part, activations by kind
-    recomputed: int  # values that XLA recomputes by itself to stay within memory
+    seconds: float  # estimated from the compiled program; seconds for CPUs are only comparable with each other
+    kinds: Mapping[str, int]  # bytes by part, and of activations by kind
+    recomputed: int  # number of values that XLA recomputes by itself to stay within memory
 
 
 def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def step_plan(cfg: Config, target: Target, _: float | None) -> dict[str, Any]:
 
 
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> dict[str, Any]:
-    """Bytes per device of the phases other than the step. Many configs share one of these programs, so each is cached
+    """Bytes per device of the phases other than the step. Many configs share these programs, so each program is cached
     by its text."""
     built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
     sizes = {}
@@ -80,9 +80,9 @@ QUESTIONS = {"step": step_cost, "plan": step_plan, "phases": other_phases}
 
 
 def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, Any]:
-    """The answer to a question. If the config has no program, or its program does not compile: the reason."""
+    """The answer to a question; if the config has no program, or its program does not compile, the reason."""
     try:
-        with replicated_arrays():  # which filters XLA's log
+        with replicated_arrays():  # filters XLA's log
             return QUESTIONS[question](cfg, target, reserve_gib)
     except Exception as error:  # noqa: BLE001 - a config that fails must not end a search
         return {"refused": one_line(error)}
