@@ -20,6 +20,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "Config": "jaxmem.config:Config",
     "UserError": "jaxmem.errors:UserError",
+    "evaluate": "jaxmem.inference.evaluate:evaluate",
     "fit": "jaxmem.search.fit:fit",
     "load_config": "jaxmem.config:load_config",
     "plan": "jaxmem.planning:plan",

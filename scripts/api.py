@@ -20,7 +20,17 @@ from jaxmem.config.recompute import NUMBERED
 
 DOCS = Path(__file__).parents[1] / "docs"
 MODULES = {  # the public names of each; None: its `__all__`
-    "jaxmem": ("load_config", "plan", "fit", "train", "simulate", "register_model", "register_optimizer", "UserError"),
+    "jaxmem": (
+        "load_config",
+        "plan",
+        "fit",
+        "train",
+        "evaluate",
+        "simulate",
+        "register_model",
+        "register_optimizer",
+        "UserError",
+    ),
     "jaxmem.optim": None,
     "jaxmem.quant": None,
     "jaxmem.adapters": None,

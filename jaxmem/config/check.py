@@ -14,7 +14,8 @@ from jaxmem.config.check_memory import check_memory
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import MESH_AXES, Rules, divisors
-from jaxmem.config.networks import Convnet, Decoder, Mlp, Vit
+from jaxmem.config.names import offloaded_activations
+from jaxmem.config.networks import Convnet, Decoder, Mlp, OwnModel, Vit
 from jaxmem.config.recompute import policy_of
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, one_of, unsupported
@@ -146,9 +147,14 @@ def _image_model(cfg: Config) -> Iterator[str]:
 
 def _objective(cfg: Config) -> Iterator[str]:
     objective, model, batch = cfg.objective, cfg.model, cfg.batch
-    name = f"objective.name={objective.name}"
-    if isinstance(model, Decoder) != objective.reads_text:
-        use = "classify, binary, regress_l1, regress_l2 or contrastive" if objective.reads_text else "next_token or dpo"
+    name, is_text = f"objective.name={objective.name}", objective.name in ("next_token", "dpo")
+    if objective.name == "own":
+        return
+    if isinstance(model, OwnModel):
+        yield unsupported(name, "model.family=own", "the argument loss: train(cfg, model=..., loss=...)")
+        return
+    if isinstance(model, Decoder) != is_text:
+        use = "classify, binary, regress_l1, regress_l2 or contrastive" if is_text else "next_token or dpo"
         yield unsupported(name, f"model.family={model.family}", f"objective.name={use}")
     if objective.name == "contrastive":  # negatives are the other rows of a micro-batch
         if batch.global_size < 2:
@@ -157,6 +163,24 @@ def _objective(cfg: Config) -> Iterator[str]:
         outputs = DIGIT_CLASSES if objective.name == "classify" else 1
         if model.outputs != outputs:
             yield f"model.outputs={model.outputs} does not match {name} on digits; use model.outputs={outputs}"
+
+
+def _own(cfg: Config) -> Iterator[str]:
+    """Errors for a model without jaxmem's layers: settings that change how its layers are computed."""
+    if cfg.own.model is None or cfg.own.passes_execution:
+        return
+    memory, adapter = cfg.memory, cfg.adapter.kind
+    wrong = {
+        f"memory.remat={as_yaml(memory.remat)}": memory.remat not in ("none", "auto"),
+        f"memory.update={memory.update}": memory.update == "during",
+        f"memory.offload={as_yaml(memory.offload)}": bool(offloaded_activations(memory.offload)),
+        f"adapter.kind={adapter}": adapter not in ("none", "patterns"),
+    }
+    for setting in (setting for setting, is_set in wrong.items() if is_set):
+        yield (
+            f"{setting} requires a model of jaxmem's layers: model(rngs, execution), which applies its stack of layers "
+            "by jaxmem.models.network.apply_blocks; see docs/how-to/from-a-script.md"
+        )
 
 
 def _indivisible(key: str, value: int, other: str, divisor: int) -> str:
@@ -215,6 +239,8 @@ def _context(cfg: Config, model: Decoder) -> Iterator[str]:
 
 def _rules(cfg: Config) -> Iterator[str]:
     usual, known = Rules().table, cfg.model.dims()
+    if isinstance(cfg.model, OwnModel):  # its weights may name any of these dimensions
+        known = {dim: {} for dim in usual}
     for dim, over in cfg.rules.table.items():
         if len(set(over)) < len(over):
             yield f"rules.{dim}={as_yaml(over)} repeats an axis; use {as_yaml(tuple(dict.fromkeys(over)))}"
@@ -249,6 +275,7 @@ RULES = (
     _decoder,
     _image_model,
     _objective,
+    _own,
     check_data,
     _batch,
     _precision,

@@ -30,7 +30,7 @@ def check_adapter(cfg: Config) -> Iterator[str]:
     if adapter.kind == "prompt" and isinstance(cfg.model, Decoder) and cfg.data.packing:
         # Only the first document of a row would attend to the prompt.
         yield unsupported(kind, "data.packing=true", "data.packing=false")
-    layers = cfg.model.blocks if isinstance(cfg.model, Convnet) else cfg.model.layers
+    layers = cfg.model.blocks if isinstance(cfg.model, Convnet) else getattr(cfg.model, "layers", adapter.layers)
     if adapter.kind == "last_layers" and adapter.layers > layers:
         of = "blocks of the last stage" if isinstance(cfg.model, Convnet) else "layers of the model"
         yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use {layers} or fewer"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxmem.config.combinations import OF_SOURCES
-from jaxmem.config.networks import Decoder
+from jaxmem.config.networks import Decoder, ImageInput
 from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
 from jaxmem.errors import as_yaml, one_of, required, unsupported
@@ -14,6 +14,8 @@ DIGIT_SHAPE = (8, 1)  # height and width in pixels, channels
 
 def check_data(cfg: Config) -> Iterator[str]:
     data, model = cfg.data, cfg.model
+    if cfg.own.data is not None:
+        return
     sources = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)} or {"data": data}
     for key, source in sources.items():
         yield from _source(cfg, key, source)
@@ -28,11 +30,11 @@ def check_data(cfg: Config) -> Iterator[str]:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
         yield f"objective.name=dpo requires an even number of rows per micro-batch, but {given} has {rows}"
-    if not isinstance(model, Decoder):
+    if isinstance(model, ImageInput):
         if (model.image_size, model.channels) != DIGIT_SHAPE:
             given = f"model.image_size={model.image_size} with model.channels={model.channels}"
             yield f"{given} does not match digits; use model.image_size=8 model.channels=1"
-    else:
+    elif isinstance(model, Decoder):
         yield from _text(data, model, {source.source for source in sources.values()})
 
 
@@ -51,7 +53,7 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
 def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
     """Errors in one source. `key`: `data`, or `data.mixture[0]`."""
     kind, given = source.source, f"{key}.source={source.source}"
-    is_dpo, is_text = cfg.objective.name == "dpo", isinstance(cfg.model, Decoder)
+    is_dpo, is_text = cfg.objective.name == "dpo", cfg.reads_text
     if (kind == "preference") != is_dpo and is_text:
         use = f"{key}.source=preference" if is_dpo else f"objective.name=dpo or {key}.source=chat"
         yield unsupported(given, f"objective.name={cfg.objective.name}", use)

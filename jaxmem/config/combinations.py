@@ -75,6 +75,8 @@ CONFLICTS = (
     ("memory.update=during", "mesh.stage!=1", "mesh.stage=1 or memory.update=after"),
     # A contrastive loss runs the network twice.
     ("memory.update=during", "objective.name=contrastive", "another objective or memory.update=after"),
+    # A function of a script is not divided into layers and loss.
+    ("objective.name=own", "mesh.stage!=1", "mesh.stage=1"),
     # Negatives are the other rows of a micro-batch.
     ("objective.name=contrastive", "batch.accumulate!=1", "batch.accumulate=1"),
     # The log-probabilities of the reference model are stored next to a single source.
@@ -84,12 +86,13 @@ CONFLICTS = (
     ("data.buckets!=[]", "data.packing=true", "data.packing=false"),
     # The number of tokens of an update depends on its bucket.
     ("data.buckets!=[]", "train.tokens!=null", "train.steps"),
-    ("model.family!=decoder", "data.mixture!=[]", "data.source=digits"),
+    ("model.family=vit|convnet|mlp", "data.mixture!=[]", "data.source=digits"),
     *(
         ("adapter.kind=none", f"adapter.{key}", "adapter.kind=lora, qlora or another kind")
         for key in ("base!=null", "double_quant=false", "matmul!=auto", "base_run!=null")
     ),
     ("adapter.kind=dora", "adapter.lora_bias=true", "adapter.lora_bias=false"),
+    ("adapter.kind=last_layers", "model.family=own", "adapter.kind=patterns"),
     ("adapter.kind=prompt", "model.family!=decoder", "adapter.kind=head"),
     ("adapter.kind=prompt", "mesh.context!=1", "mesh.context=1"),
     ("adapter.kind=head", "model.tie_embeddings=true", "adapter.kind=patterns with adapter.targets=[embedding.weight]"),

@@ -20,6 +20,7 @@ from jaxmem.config.hub import local_directory
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.own import Own
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Config
@@ -106,14 +107,14 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
     return raw
 
 
-def config_of(raw: dict[str, Any]) -> Config:
-    """The checked config of these settings. Their short forms are expanded in place."""
+def config_of(raw: dict[str, Any], own: Own | None = None) -> Config:
+    """The checked config of these settings and objects of a script. Short forms are expanded in place."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)
     except ValidationError as error:
         raise UserError(explain(error, raw)) from None
-    return check(cfg)
+    return check(cfg if own is None else cfg.with_own(own))
 
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:

@@ -66,7 +66,7 @@ def divisible_dims(model: Model, rules: Rules, zero: int) -> dict[str, dict[str,
     found = model.dims()
     wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(rules, name)]
     return {
-        "fsdp": found["embed"] if zero > 0 and rules.embed == Rules().embed else {},
+        "fsdp": found.get("embed", {}) if zero > 0 and rules.embed == Rules().embed else {},
         "tensor": {key: size for name in wide for key, size in found[name].items()},
     }
 

@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Unpack
 
 from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.hub import is_id
-from jaxmem.config.load import config_of, read_config
+from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.own import Parts, own_of
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
@@ -78,8 +79,9 @@ _ADAPTER = ("kind", "base", "double_quant", "matmul")
 _REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
 
 
-class RunOptions(TypedDict, total=False):
-    """Options of `plan` and `fit` besides a config: `key=value` overrides, the name of a method, and sizes."""
+class RunOptions(Parts, total=False):
+    """Options of `plan` and `fit` besides a config: the parts of a script, `key=value` overrides, the name of a method,
+    and sizes."""
 
     overrides: Sequence[str]
     method: str | None
@@ -107,6 +109,7 @@ def run_config(
     sequence_length: int | None = None,
     batch: int | None = None,
     devices: int = 1,
+    **parts: Unpack[Parts],
 ) -> Config:
     """The config of a planned run, from a config (`train` may be absent), a preset or a Hugging Face directory.
 
@@ -115,10 +118,11 @@ def run_config(
     """
     sizes = {"data.sequence_length": sequence_length, "batch.global_size": batch}
     overrides = [*(f"{key}={size}" for key, size in sizes.items() if size is not None), *overrides]
+    own = None
     if isinstance(source, Config):
-        if not overrides and method is None:
+        if not overrides and method is None and not parts:
             return source
-        source = source.model_dump(mode="json")
+        own, source = source.own, source.model_dump(mode="json")
     elif is_model(source):
         source = _new_run(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
@@ -132,12 +136,34 @@ def run_config(
     raw = read_config(source)
     if method is not None:
         _apply(method, raw)
-    raw = read_config(raw, overrides)
+    raw = read_config(_with_sections(raw, parts), overrides)
     train = raw.setdefault("train", {})
     if isinstance(train, dict) and train.get("steps") is None and train.get("tokens") is None:
         warmup = raw.get("optimizer", {}).get("warmup", 0) if isinstance(raw.get("optimizer", {}), dict) else 0
         train["steps"] = STEPS + (warmup if isinstance(warmup, int) else 0)
-    return config_of(raw)
+    return config_of(raw, own_of(parts) if parts else own)
+
+
+def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
+    """The config of a run, with the parts of a script."""
+    if not parts:
+        return source if isinstance(source, Config) else load_config(source)
+    raw = source.model_dump(mode="json") if isinstance(source, Config) else read_config(source)
+    return config_of(_with_sections(raw, parts), own_of(parts))
+
+
+def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    """The settings, which name the model and the loss that a script passes."""
+    if parts.get("model") is not None:
+        raw["model"] = {"family": "own"}
+    if parts.get("loss") is not None:
+        raw["objective"] = {"name": "own"}
+    if parts.get("optimizer") is not None:
+        given = raw.get("optimizer") or {}
+        if wrong := [key for key in given if key not in ("trainable", "kernel")] if isinstance(given, dict) else []:
+            raise UserError(f"optimizer.{wrong[0]} has no effect with the argument optimizer; remove it")
+        raw["optimizer"] = {**given, "clip": None}
+    return raw
 
 
 def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:

@@ -175,5 +175,12 @@ class Mlp(ImageInput):
     dropout: Fraction = setting(0.0, _DROPOUT)
 
 
-Model = Annotated[Decoder | Vit | Convnet | Mlp, Field(discriminator="family")]
+class OwnModel(Family):
+    """A Flax NNX module that a script passes: `jaxmem.train(cfg, model=...)`."""
+
+    family: Literal["own"] = setting("own", _FAMILY)
+    preset: None = setting(None, _PRESET)
+
+
+Model = Annotated[Decoder | Vit | Convnet | Mlp | OwnModel, Field(discriminator="family")]
 FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])}

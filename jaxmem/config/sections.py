@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from jaxmem.config.adapter import EMBEDDING_ROWS, LORA_WEIGHTS, Adapter
 from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
-from jaxmem.config.networks import Convnet, Decoder, Model
+from jaxmem.config.networks import Convnet, Decoder, Model, OwnModel
 from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.own import Own
 from jaxmem.config.recompute import Memory
 from jaxmem.config.sources import SOURCES, SourceKind, SourceName
 from jaxmem.errors import UserError
@@ -22,17 +23,16 @@ from jaxmem.errors import UserError
 class Objective(Section):
     """The loss. `objective: classify` is short for `objective: {name: classify}`."""
 
-    name: Literal["next_token", "dpo", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = setting(
-        "next_token", "the loss; next_token and dpo for text, the others for images"
+    name: Literal["next_token", "dpo", "classify", "binary", "regress_l1", "regress_l2", "contrastive", "own"] = (
+        setting(
+            "next_token",
+            "the loss; next_token and dpo for text, own for the function that a script passes, others for images",
+        )
     )
     label_smoothing: Fraction = setting(0.0, "share of the target probability spread over all classes")
     z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer")
     temperature: Positive = setting(0.1, "divisor of the similarities in a contrastive loss")
     beta: Positive = setting(0.1, "weight of the divergence from the reference model")
-
-    @property
-    def reads_text(self) -> bool:
-        return self.name in ("next_token", "dpo")
 
 
 class Source(Section):
@@ -197,6 +197,25 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     generate: Generate = Generate()
     cluster: Cluster = Cluster()
+    _own: Own = PrivateAttr(default_factory=Own)
+
+    @property
+    def own(self) -> Own:
+        """The Python objects that a script passed in addition to the config."""
+        return self._own
+
+    def with_own(self, own: Own) -> Config:
+        """A copy with these objects."""
+        cfg = self.model_copy()
+        cfg._own = own
+        return cfg
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether rows are sequences of tokens, from the sources of text in `data`."""
+        if self.objective.name == "own" and self.own.data is not None:
+            return False
+        return isinstance(self.model, Decoder) or (isinstance(self.model, OwnModel) and self.data.source != "digits")
 
     @property
     def steps(self) -> int:

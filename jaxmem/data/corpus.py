@@ -34,7 +34,7 @@ class Corpus:
         self._cfg = cfg
         self._sections: Sequence[Source] = sources_of(cfg)
         names = [source.source for source in self._sections]
-        images = not cfg.objective.reads_text
+        images = not cfg.reads_text
         if images != ("digits" in names) or (images and len(names) > 1):
             raise UserError(
                 f"data.source={', '.join(names)} does not support objective.name={cfg.objective.name}; "
@@ -42,7 +42,7 @@ class Corpus:
             )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         vocab = getattr(cfg.model, "vocab", 0)
-        if not images and self.tokenizer.vocab_size > vocab:
+        if vocab and self.tokenizer.vocab_size > vocab:
             raise UserError(
                 f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than model.vocab="
                 f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
@@ -57,7 +57,7 @@ class Corpus:
         """Reads the first records of each source, since most errors in a file are in all of its records. Returns the
         mean number of tokens of a document."""
         lengths = []
-        for source in self.sources if self._cfg.objective.reads_text else ():
+        for source in self.sources if self._cfg.reads_text else ():
             counts = replace(source.counts)
             for record in range(min(CHECKED, len(source))):
                 lengths += [len(document.tokens) for document in source.documents(record)]
@@ -104,8 +104,10 @@ def fingerprint(cfg: Config) -> str:
     For files of up to 256 MiB together it includes names (below their common directory) and contents, so that a copy of
     the data elsewhere is the same data. For larger data: names, sizes, times of change, first and last 4 KiB.
     """
+    if cfg.own.data is not None:
+        return "batches of a script"
     digest = hashlib.blake2b(digest_size=16)
-    if cfg.objective.reads_text:
+    if cfg.reads_text:
         tokenizer = tokenizer_for(cfg.data.tokenizer)
         digest.update(tokenizer.identity.encode())
         contents = {source.kind.contents for source in sources_of(cfg)}

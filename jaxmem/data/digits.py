@@ -76,7 +76,7 @@ class DigitRows(Rows):
         images, labels = self._data.images[records], self._data.labels[records]
         batch = {"inputs": self._pixels(images)}
         match self._cfg.objective.name:
-            case "classify":
+            case "classify" | "own":
                 batch["targets"] = labels.astype(np.int32)
             case "binary":
                 batch["targets"] = (labels % 2).astype(np.float32)

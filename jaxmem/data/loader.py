@@ -123,7 +123,7 @@ def _close(batches: list[Any]) -> None:
 def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int) -> Rows:
     """The rows with these numbers, of `total` records in this order."""
     data, stride, first = cfg.data, cfg.batch.global_size, corpus.sources[0]
-    if not cfg.objective.reads_text:
+    if not cfg.reads_text:
         from jaxmem.data.digits import DigitRows, Digits
 
         assert isinstance(first, Digits)
@@ -149,6 +149,11 @@ def merge_states(states: Iterable[State]) -> State:
     {'step': 3, 'global_size': 2, 'rows': [[0, 5, 17], [1, 4, 2]]}
     """
     states = list(states)
+    if "own" in states[0]:
+        counts, iterators = zip(*((state["own"], state["iterator"]) for state in states), strict=True)
+        if len(set(counts)) != 1:
+            raise ValueError(f"processes are at different batches: {sorted(set(counts))}")
+        return {"own": counts[0], "iterators": iterators}
     if "rows" not in states[0]:  # with buckets, the position of all processes is the same
         if any(state != states[0] for state in states):
             raise ValueError("processes are at different positions in the data")

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
-from jaxmem.data import Corpus, Loader, Split
+from jaxmem.config.own import ModelParts, OwnData, own_of
+from jaxmem.data import Corpus, Split
 from jaxmem.data.corpus import source_of
+from jaxmem.data.own import open_loader
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
-from jaxmem.inference.load import is_run, model_config, open_model
+from jaxmem.inference.load import is_run, model_config, open_model, open_run
 from jaxmem.inference.reference import Reference, file_for, read
 from jaxmem.step import Program
 from jaxmem.step.objective import Sums, means
@@ -27,7 +29,7 @@ class Evaluator(AbstractContextManager["Evaluator"]):
 
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
-        self._loader = Loader(program.cfg, split, program.rows, corpus=corpus, agree=any_process)
+        self._loader = open_loader(program.cfg, split, program.rows, corpus=corpus, agree=any_process)
         self._sums = {length: at.compiled_evaluate for length, at in program.buckets.items()}
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
@@ -54,9 +56,17 @@ class Evaluator(AbstractContextManager["Evaluator"]):
         self._loader.close()
 
 
-def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] = ()) -> Means:
-    """The loss and other metrics of a run on its held-out data, or of a run or a Hugging Face directory on all of
-    `data`: texts, or records (JSONL, Parquet) in a form that training reads. `overrides` may name other data."""
+def evaluate(
+    run: str | Path, data: str | OwnData | None = None, overrides: Sequence[str] = (), **parts: Unpack[ModelParts]
+) -> Means:
+    """The loss and other metrics of a run on its held-out data, or of a run or a Hugging Face directory on all of `data`:
+    texts, or records (JSONL, Parquet) in a form that training reads, or an iterable of batches. `overrides` may name
+    other data. `parts`: the model and the loss of the script that trained the run."""
+    if parts or not (data is None or isinstance(data, str)):
+        own = own_of({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
+        program, params = open_run(run, overrides, own)
+        with Evaluator(program) as evaluator:
+            return evaluator(params)
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
         raise UserError(f"{run}: a Hugging Face model has no held-out data; use --data FILE")
     own = [] if data is None else [f"data.source={source_of(data)}", f"data.path={json.dumps(data)}", "data.mixture=[]"]

@@ -20,6 +20,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.hub import local_directory
 from jaxmem.config.mesh import MESH_AXES
+from jaxmem.config.own import Own
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
@@ -106,10 +107,11 @@ def check_run(directory: str | Path, key: str = "") -> None:
         raise UserError(f"{setting} is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
 
 
-def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
-    """(program, parameters) of the newest checkpoint."""
+def open_run(directory: str | Path, overrides: Sequence[str] = (), own: Own | None = None) -> tuple[Program, Any]:
+    """(program, parameters) of the newest checkpoint. `own`: the objects of the script that trained the run."""
     check_run(directory)
-    built = _program(model_config(directory, overrides))
+    cfg = model_config(directory, overrides)
+    built = _program(cfg.with_own(own) if own else cfg)
     with _newest_checkpoint(built.cfg, directory) as (checkpoints, step):
         saved = checkpoints.read(step)[1]["precision"]
         precision = built.cfg.precision.model_copy(update={field: saved[field] for field in STORED_FIELDS})

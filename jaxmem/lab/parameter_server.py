@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from jaxmem import optim
 from jaxmem.step import Program
@@ -146,11 +145,11 @@ def train(
 
 def gradient_of(program: Program) -> Gradient:
     """Loss and gradients of a program's network and objective: means over a batch, as in its training step."""
-    of_batch = objective(program.cfg.objective, program.cfg.memory)
+    of_batch = objective(program.cfg)
 
     def mean(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         one = jax.tree.map(lambda x: x[0], batch)
-        return means(of_batch(nnx.merge(program.model.graphdef, params), one, None))["loss"]
+        return means(of_batch(program.model.network(params), one, None))["loss"]
 
     return jax.jit(jax.value_and_grad(mean))
 

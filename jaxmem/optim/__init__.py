@@ -17,7 +17,7 @@ _get, _names = lazy_names(
     clipping="clip record_norm",
     layers="MatrixRule ParameterSpec UpdateContext by_layer",
     master="REMAINDER_BITS with_master with_remainder",
-    registry="build optimizer schedule",
+    registry="build chain optimizer schedule",
     selection="Selection scale_updates select_trainable trainable",
 )
 _own = (entry.implementation.partition(":") for entry in OPTIMIZERS.values() if isinstance(entry.implementation, str))

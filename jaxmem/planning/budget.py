@@ -60,6 +60,8 @@ def resolve_remat(
     limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
     platform = target.platform
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
+    if not layers:
+        return with_policy(cfg, PolicyCandidate("none", 0, 0.0)), "auto: the model has no stack of layers"
     devices = target_devices(target, ROOM * limit)
 
     def needed(candidate: PolicyCandidate) -> int:

@@ -68,6 +68,6 @@ def known_shapes(built: Program) -> KnownShapes:
         frozenset(found["stacked_sizes"]),
         frozenset(found["full_weights"] - found["sharded"]),
         frozenset(found["full_gradients"] - found["sharded"]),
-        built.cfg.row_length if built.cfg.objective.reads_text else None,
+        built.cfg.row_length if built.cfg.reads_text else None,
         max(found["layers"], default=None),
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
@@ -110,7 +109,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     the sequence."""
     shape = shape_of(cfg, platform).replace(memory={"remat": "none", "offload": "none", "attention": "auto"})
     built = on_one_device(one_share(shape, cfg))
-    loss, known = objective(built.cfg.objective, built.cfg.memory), cfg.model.activations
+    loss, known = objective(built.cfg), cfg.model.activations
     params = jax.tree.map(without_sharding, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
     stream = (cfg.model.embed, cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else (0, 1)
@@ -125,7 +124,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     def features(params: Any, batch: Any) -> Any:
         with cut_by(note):
             weights = with_gradients(params, differentiable(built.model.select(params)))
-            return loss.features(nnx.merge(built.model.graphdef, weights), batch, None)
+            return loss.features(built.model.network(weights), batch, None)
 
     jax.eval_shape(features, params, batch)
     return found

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.extend.core import Literal
 
 from jaxmem import config
@@ -114,15 +113,15 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     through the output matrix to the loss. It is differentiated with respect to the trainable weights and, for the loss,
     to the features."""
     built = on_one_device(shape)
-    terms = objective(built.cfg.objective, built.cfg.memory)
+    terms = objective(built.cfg)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
     def features(params: Any, batch: Any) -> Any:
-        return terms.features(nnx.merge(built.model.graphdef, params), batch, None)
+        return terms.features(built.model.network(params), batch, None)
 
     def loss(params: Any, batch: Any, features: Any) -> jax.Array:
-        return trained_sum(terms.sums(nnx.merge(built.model.graphdef, params), features, batch))
+        return trained_sum(terms.sums(built.model.network(params), features, batch))
 
     run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.config import Config, Optimizer, Rules, load_config
+from jaxmem.config import Config, Optimizer, Rules
 from jaxmem.config.devices import for_devices, resolve
+from jaxmem.config.load import config_of
+from jaxmem.config.own import Own
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
@@ -148,7 +150,7 @@ class Space:
         raw = cfg.model_dump(mode="json")
         found = []
         for changes in all_changes:
-            other = _changed(raw, changes, self._target)
+            other = _changed(raw, changes, self._target, cfg.own)
             if other is None:
                 continue
             if other.mesh.fsdp == 1:  # with one device ZeRO shards nothing
@@ -211,7 +213,7 @@ def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
         yield {key: value for change in changes for key, value in change.items()}
 
 
-def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config | None:
+def _changed(raw: Mapping[str, Any], changes: Change, target: Target, own: Own) -> Config | None:
     """The config with these changes; None if it is not valid on the target."""
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for key, value in changes.items():
@@ -222,7 +224,7 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
     if given["mesh"]["context"] == 1:
         given["mesh"]["context_method"] = "auto"
     try:
-        cfg = load_config(given)
+        cfg = config_of(given, own)
     except UserError:
         return None
     resolved, problems = resolve(cfg, target.count)

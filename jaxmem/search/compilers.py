@@ -95,8 +95,9 @@ class CompilerPool:
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
         key = cache.config_key(question, cfg, self.target, self.reserve_gib)
         answer: dict[str, Any] | None
-        if self.target.here:
-            answer = worker.answer(question, cfg, self.target, self.reserve_gib)
+        if self.target.here or not cfg.own.is_empty:  # other processes do not have the functions of a script
+            with self._lock:
+                answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := cache.read(key)) is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})

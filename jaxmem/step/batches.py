@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config
+from jaxmem.config.networks import ImageInput, OwnModel
 
-Array = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
+Array = tuple[tuple[int, ...], Any, tuple[str | None, ...]]  # shape, dtype, logical axes
 Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
 
 
@@ -19,16 +20,23 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
     mask: Array = (rows, np.float32, axes)
-    if cfg.objective.reads_text:
+    if cfg.objective.name == "own" and cfg.own.data is not None:
+        own = {
+            name: ((*rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype), (*axes, *[None] * (x.ndim - 1)))
+            for name, x in cfg.own.data.first.items()
+        }
+        return {"mask": mask, **own}
+    if cfg.reads_text:
         tokens: Array = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
         arrays = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens)
         arrays["mask"] = (tokens[0], np.float32, tokens[2])
         return arrays | {"reference": mask} if cfg.objective.name == "dpo" else arrays
-    size, channels = cfg.model.image_size, cfg.model.channels  # type: ignore[union-attr]
+    model = ImageInput() if isinstance(cfg.model, OwnModel) else cfg.model
+    size, channels = model.image_size, model.channels  # type: ignore[union-attr]
     images: Array = ((*rows, size, size, channels), image_dtype(cfg), (*axes, "height", "width", "channels"))
     if cfg.objective.name == "contrastive":
         return {"inputs": images, "pairs": images, "mask": mask}
-    labels: Array = (rows, np.int32 if cfg.objective.name == "classify" else np.float32, axes)
+    labels: Array = (rows, np.int32 if cfg.objective.name in ("classify", "own") else np.float32, axes)
     return {"inputs": images, "targets": labels, "mask": mask}
 
 

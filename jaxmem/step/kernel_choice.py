@@ -46,7 +46,7 @@ def matmul_choice(cfg: Config, platform: str, capability: int | None) -> Choice 
     if cfg.adapter.kind == "none" or base.parameters not in MATMUL_FORMATS:
         return None
     rows = cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards))
-    tokens = max(1, rows) * (cfg.row_length if cfg.objective.reads_text else 1) // max(1, mesh.context)
+    tokens = max(1, rows) * (cfg.row_length if cfg.reads_text else 1) // max(1, mesh.context)
     kind = f"{base.parameters} {compute_dtype(cfg.precision, platform).name}"
 
     def chosen(name: str, why: str) -> Choice:

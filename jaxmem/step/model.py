@@ -14,12 +14,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models
 from jaxmem.config import Adapter, Config, Convnet, Memory, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
+from jaxmem.config.networks import OwnModel
 from jaxmem.errors import UserError
+from jaxmem.models import own
 from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.weights import Storage, storing_as
+from jaxmem.sharding.weights import Storage, store, storing_as
 from jaxmem.stack import Pipeline, StackOptions
 
 _ADAPTER_KEY = (
@@ -57,13 +59,31 @@ class ModelSpec:
             adapters.attach(network, self._adapter, jax.random.key(0))
             return network
 
+        if self.is_plain:
+            graphdef, variables, randomness = own.split(nnx.eval_shape(partial(self._build, jax.random.key(0))))
+            shards = self.cfg.mesh.fsdp * self.cfg.mesh.context
+            named = own.axes_by_rule(variables, self.cfg.own.axes, shards)
+            shapes = {path: variable.get_value() for path, variable in variables.items()}
+            return (graphdef, randomness), unflatten_dict(named), unflatten_dict(shapes)
         graphdef, state = nnx.split(nnx.eval_shape(network))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a script passed the model, without jaxmem's layers."""
+        return self.cfg.own.model is not None and not self.cfg.own.passes_execution
+
+    @property
     def graphdef(self) -> Any:
         return self._split[0]
+
+    def network(self, params: Params) -> Any:
+        """The network with these weights."""
+        if not self.is_plain:
+            return nnx.merge(self.graphdef, params)
+        graphdef, randomness = self.graphdef
+        return own.merge(graphdef, params, randomness, self.axes, compute_dtype(self.cfg.precision, self.platform))
 
     @property
     def axes(self) -> Any:
@@ -144,6 +164,11 @@ class ModelSpec:
         network is traced twice, and XLA removes what is not used."""
 
         def create(storage: Storage) -> Params:
+            if self.is_plain:
+                variables, named = own.split(self._build(key))[1], flatten_dict(self.axes)
+                return unflatten_dict(
+                    {path: store(x.get_value(), named[path], storage) for path, x in variables.items()}
+                )
             with storing_as(storage):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 
@@ -161,6 +186,9 @@ class ModelSpec:
         return nnx.to_pure_dict(nnx.state(network))
 
     def _build(self, key: jax.Array) -> models.Network:
+        if (create := self.cfg.own.model) is not None:
+            rngs = nnx.Rngs(key)
+            return create(rngs, self._execution) if self.cfg.own.passes_execution else create(rngs)
         return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
 
     @cached_property
@@ -192,10 +220,12 @@ class ModelSpec:
         memory = self.cfg.memory
         if memory.remat == "auto":
             raise UserError("memory.remat=auto is resolved by `plan` and `train`; use none, full or {save: [names]}")
+        named = None if memory.attention == "auto" else memory.attention
+        implementation = named if self.attention is None else self.attention.implementation
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         return models.Execution(
             dtype=compute_dtype(self.cfg.precision, self.platform),
-            attention=None if self.attention is None else self.attention.implementation,
+            attention=implementation,
             deterministic=self.cfg.train.deterministic,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
@@ -212,7 +242,7 @@ class ModelSpec:
 
 def pipeline_of(cfg: Config) -> Pipeline | None:
     """The pipeline of a config whose mesh is resolved; None: one stage."""
-    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet):
+    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | OwnModel):
         return None
     return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds)
 

@@ -12,15 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from jaxmem import config
+from jaxmem.config.own import Own
+from jaxmem.errors import UserError
 from jaxmem.models import losses
 from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Network
+from jaxmem.models.own import reseed
 from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
+_NAMES = {"correct": "accuracy"}  # of means, where they differ from those of sums
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs; STATISTICS of routers
 
 
@@ -64,8 +69,12 @@ class Objective:
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
-def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
+def objective(complete: config.Config) -> Objective:
     """The objective of a config."""
+    cfg, memory = complete.objective, complete.memory
+    if cfg.name == "own":
+        # All in one part, so that every stack of layers is in it.
+        return Objective(partial(_own, complete.own), lambda _network, sums, _batch: sums)
     parts: dict[str, tuple[Callable[..., Any], Callable[..., Sums]]] = {
         "next_token": (_tokens, partial(_next_token, cfg, memory)),
         "dpo": (_tokens, partial(_preferred, cfg, memory)),
@@ -79,10 +88,38 @@ def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """The mean `loss`, and `accuracy`, `margin` and statistics of routers if the objective has them."""
+    """The mean `loss`, and `accuracy`, `margin`, statistics of routers and metrics of a script's loss if there are any."""
     count = jnp.maximum(sums["count"], 1.0)
-    named = {"loss": "loss", "correct": "accuracy", "margin": "margin", **{name: name for name in STATISTICS}}
-    return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
+    return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}
+
+
+def _own(own: Own, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+    """The loss that a script passed. It is the mean over the rows of a micro-batch."""
+    if own.loss is None:
+        raise UserError("objective.name=own requires the argument loss: jaxmem.train(cfg, loss=...)")
+    rows = batch["mask"].shape[0]
+    if own.data is not None:
+        batch = {name: x for name, x in batch.items() if name in own.data.first}
+    if own.model is not None and not own.passes_execution:
+        reseed(network, keys)
+        batch = _in_dtype_of(network, batch)
+    with jax.numpy_dtype_promotion("standard"):
+        result = own.loss(network, batch, keys) if own.loss_needs_keys else own.loss(network, batch)
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not hasattr(loss, "dtype") or jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__
+        raise UserError(
+            f"loss returned {found}; it must return the mean loss of the rows, a scalar, or (loss, metrics)"
+        )
+    if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
+        raise UserError(f"loss: the metric {wrong[0]} must be a scalar with another name than loss and count")
+    return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": jnp.float32(rows)}
+
+
+def _in_dtype_of(network: Any, batch: Batch) -> Batch:
+    """The batch, with numbers in the compute dtype of the network's weights."""
+    dtype = jnp.result_type(*jax.tree.leaves(nnx.state(network, nnx.Param)))
+    return {name: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in batch.items()}
 
 
 def trained_sum(sums: Sums) -> jax.Array:

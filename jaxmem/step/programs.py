@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
@@ -85,14 +84,13 @@ class Program:
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the objective, without label smoothing and z-loss."""
-        terms = self.cfg.objective.model_copy(update={"label_smoothing": 0.0, "z_loss": 0.0})
-        plain = objective(terms, self.cfg.memory)
+        plain = objective(self.cfg.replace(objective={"label_smoothing": 0.0, "z_loss": 0.0}))
 
         def evaluate(params: Params, batch: Batch) -> Sums:
-            network = nnx.merge(self.model.graphdef, self.spec.to_memory(params))
+            params = self.spec.to_memory(params)
             if self.model.pipeline is not None:
-                return plain.of_all(self.model.pipeline, network, batch, None)
-            sums = jax.lax.map(lambda micro_batch: plain(network, micro_batch, None), batch)
+                return plain.of_all(self.model.pipeline, self.model.network(params), batch, None)
+            sums = jax.lax.map(lambda micro_batch: plain(self.model.network(params), micro_batch, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         return self._lower(evaluate, self.spec.state.params, self.spec.batch, outputs=self.layout.replicated())
@@ -116,7 +114,7 @@ class Program:
         """(params, batch) -> the log-probability of each row, [micro-batches, rows]."""
 
         def of_rows(params: Params, batch: Batch) -> jax.Array:
-            network = nnx.merge(self.model.graphdef, params)
+            network = self.model.network(params)
             return jax.lax.map(lambda micro_batch: likelihoods(network, micro_batch, self.cfg.memory), batch)
 
         replicated = self.layout.replicated()
@@ -214,6 +212,10 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     """The program of a config on these devices, by default all devices of jax."""
     from jaxmem.config.devices import for_devices
 
+    if cfg.model.family == "own" and cfg.own.model is None:
+        raise UserError(
+            f"{cfg.name}: model.family=own requires the model of a script, jaxmem.train(cfg, model=...), not a command"
+        )
     devices = jax.devices() if devices is None else devices
     cfg = for_devices(cfg, len(devices))
     return Program(cfg, layout_for(cfg, devices))

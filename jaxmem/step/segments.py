@@ -41,7 +41,7 @@ class Segments:
 
     def __init__(self, spec: StateSpec, params: Params, batch: Batch, key: jax.Array, micro_batches: int) -> None:
         self._graphdef, self._params, self._batch, self._key = spec.model.graphdef, params, batch, key
-        self._objective = objective(spec.cfg.objective, spec.cfg.memory)
+        self._objective = objective(spec.cfg)
         self._trainable = trainable = spec.model.select(params)
         self._cuts: list[ForwardPass | VocabOpResult] = []  # in the order in which the network computes them
         self._cut_weights: list[Any] = []  # the weights of each cut

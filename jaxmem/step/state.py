@@ -71,7 +71,11 @@ class StateSpec:
 
     def optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the parameters that have these axes, a subset of the trainable ones."""
-        tx = optim.build(self.cfg.optimizer.replace(kernel=self.update_kernel), self.learning_rate, axes)
+        tx = self.cfg.own.optimizer
+        if tx is None:
+            tx = optim.build(self.cfg.optimizer.replace(kernel=self.update_kernel), self.learning_rate, axes)
+        else:
+            tx = optim.chain(tx)
         if self.cfg.adapter.lora_plus_ratio != 1.0:
             tx = optim.scale_updates(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
         master = self.cfg.precision.master

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxmem import optim
 from jaxmem.optim.groups import Write, constrain_tree
@@ -68,14 +67,14 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
 def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
     """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
     cfg, model = spec.cfg, spec.model
-    losses = objective(cfg.objective, cfg.memory)
+    losses = objective(cfg)
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
     scale = jnp.float32(1)
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        network = nnx.merge(model.graphdef, with_gradients(state.params, at, model.partial_stacks))
+        network = model.network(with_gradients(state.params, at, model.partial_stacks))
         sums = sums_of(network, batch, keys)
         return trained_sum(sums) * scale, sums
 
@@ -110,9 +109,13 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
 
 
 def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
-    return means(sums) | {
-        "count": sums["count"],
-        "learning_rate": spec.learning_rate(state.step),
-        nonfinite.METRIC: nonfinite.first(squares),
-        "gradient_norm": jnp.sqrt(jnp.sum(squares)),
-    }
+    rate = {} if spec.cfg.own.optimizer else {"learning_rate": spec.learning_rate(state.step)}
+    return (
+        means(sums)
+        | rate
+        | {
+            "count": sums["count"],
+            nonfinite.METRIC: nonfinite.first(squares),
+            "gradient_norm": jnp.sqrt(jnp.sum(squares)),
+        }
+    )

@@ -24,7 +24,7 @@ def work_of(built: Program) -> Work:
     from jaxmem.planning import ideal_flops
 
     cfg = built.cfg
-    length = cfg.data.sequence_length if cfg.objective.reads_text else 1
+    length = cfg.data.sequence_length if cfg.reads_text else 1
     return Work(cfg.batch.global_size * length, ideal_flops(built))
 
 
@@ -41,6 +41,11 @@ def model_line(built: Program) -> str:
     return f"{name}: {model.parameters:,} parameters{active}, {trainable} trainable, on {devices}{mesh_axes}{padding}"
 
 
+def unit_of(cfg: Config) -> str:
+    """What progress counts."""
+    return "tokens" if cfg.reads_text else "rows" if cfg.own.data else "images"
+
+
 def plan_line(plan: Plan, step: int) -> str:
     """Memory and work of a run that starts, or resumes after a step, with warnings on lines of their own."""
     from jaxmem.planning import format_bytes
@@ -48,7 +53,7 @@ def plan_line(plan: Plan, step: int) -> str:
 
     cfg = plan.program.cfg
     start = f"resuming after step {step}: " if step else ""
-    unit = "tokens" if cfg.objective.reads_text else "images"
+    unit = unit_of(cfg)
     work = f"{work_of(plan.program).tokens:,} {unit} per update, {cfg.steps:,} updates"
     repeated = [one for one in plan.warnings if one.kind in (SPILLED, TOO_LONG)]
     warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in repeated)
@@ -99,7 +104,9 @@ def last_line(cfg: Config, step: int, directory: Path) -> str:
         again = f"to continue, run the same command again, or jaxmem train {directory}"
         return f"stopped after step {step} of {cfg.steps}, saved in {directory}; {again}"
     use = [f"evaluate {directory}"]
-    if cfg.objective.reads_text:
+    if cfg.own.model or cfg.own.data:  # the commands do not have them
+        return f"done: {step} steps, saved in {directory}"
+    if cfg.reads_text:
         is_chat = cfg.data.source in ("chat", "preference")
         kind = cfg.adapter.kind
         options = (" --adapter", " --merge") if kind in LOW_RANK else (" --adapter",) if kind == "prompt" else ("",)

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 from etils import epath
@@ -22,7 +23,10 @@ from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config
+from jaxmem.config.methods import config_with
+from jaxmem.config.own import Parts
 from jaxmem.data.loader import Loader, merge_states
+from jaxmem.data.own import open_loader
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
@@ -30,7 +34,15 @@ from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training.directory import run_directory, run_lock, write_description
-from jaxmem.training.lines import data_line, finished_line, last_line, model_line, plan_line, work_of
+from jaxmem.training.lines import (
+    data_line,
+    finished_line,
+    last_line,
+    model_line,
+    plan_line,
+    unit_of,
+    work_of,
+)
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import Rollback, data_fingerprint, refuse_another_run, restore
 from jaxmem.training.signals import StopSignal, requeued_before_training
@@ -39,6 +51,8 @@ from jaxmem.training.trackers import check_trackers, trackers_for
 
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
+
+_UNITS = {"tokens": "tok", "images": "img", "rows": "row"}  # in the speed of a line of progress
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,8 +86,17 @@ class Result:
         return self.compiled or plan_program(self.program)
 
 
-def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
-    """Trains a config on these devices (by default all that jax sees), or resumes its run."""
+def run(
+    cfg: Config | Mapping[str, Any] | str | PathLike[str],
+    devices: Sequence[Any] | None = None,
+    **parts: Unpack[Parts],
+) -> Result:
+    """Trains a config on these devices (by default all that jax sees), or resumes its run.
+
+    `parts`: a model, loss, data or optimizer of a script instead of those in the config, see
+    docs/how-to/from-a-script.md.
+    """
+    cfg = config_with(cfg, **parts)
     with requeued_before_training(), run_lock(cfg.output, cfg.name) as warning:
         if warning:
             print(warning, flush=True)
@@ -99,7 +122,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         return finished
 
     with ExitStack() as stack:
-        loader = stack.enter_context(Loader(cfg, rows=built.rows, agree=any_process))
+        loader = stack.enter_context(open_loader(cfg, "train", built.rows, agree=any_process))
         evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
         document_tokens = loader.corpus.check()
         first = jax.process_index() == 0
@@ -123,7 +146,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
         progress.say(plan_line(plan, step))
-        progress.say(data_line(cfg, loader.corpus, document_tokens))
+        progress.say(data_line(cfg, loader.corpus, document_tokens) if cfg.reads_text else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
         work = {bucket: work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
@@ -262,7 +285,7 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
         cfg.steps,
         peak * devices.size if peak else None,
         cfg.train.log_every,
-        unit="tok" if cfg.objective.reads_text else "img",
+        unit=_UNITS[unit_of(cfg)],
         step=step,
         seconds=last.get("seconds") or 0.0,
         tokens=int(last.get("tokens") or step * work_of(built).tokens),

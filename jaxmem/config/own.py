@@ -1,0 +1,131 @@
+"""The model, loss, data and optimizer that a script passes to `train`, `plan`, `fit` and `evaluate` as Python objects.
+
+They travel with the config as `Config.own`, which is neither saved nor part of the schema.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypedDict
+
+import numpy as np
+
+from jaxmem.errors import UserError
+
+FAMILY = OBJECTIVE = "own"
+Axes = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
+
+
+OwnData = Iterable[Mapping[str, Any]]
+
+
+class ModelParts(TypedDict, total=False):
+    """The model and the loss of a script.
+
+    `model(rngs)` returns a Flax NNX module; `model(rngs, execution)` one of jaxmem's layers. `axes`: logical axes of
+    its weights, by patterns of their names. `loss(model, batch)` or `loss(model, batch, keys)` returns the mean loss of
+    the rows of a batch, or (loss, metrics); `keys` has a random key for each row.
+    """
+
+    model: Callable[..., Any] | None
+    axes: Axes | None
+    loss: Callable[..., Any] | None
+
+
+class Parts(ModelParts, total=False):
+    """Arguments of `train`, `plan` and `fit` that a config cannot contain.
+
+    `data`, `held_out`: iterables of dicts of arrays, each with the rows of this process. `optimizer`: an optax
+    transformation that includes the learning rate.
+    """
+
+    data: OwnData | None
+    held_out: OwnData | None
+    optimizer: Any
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, like functions: traces of a config are cached
+class Own:
+    """The parts that a script passed; None: as the config says."""
+
+    model: Callable[..., Any] | None = None
+    axes: Axes | None = None
+    loss: Callable[..., Any] | None = None
+    data: OwnBatches | None = None
+    held_out: OwnBatches | None = None
+    optimizer: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        return all(part is None for part in vars(self).values())
+
+    @property
+    def passes_execution(self) -> bool:
+        """Whether the model is one of jaxmem's layers, which receive the settings of the computation."""
+        return self.model is not None and _arguments(self.model) >= 2
+
+    @property
+    def loss_needs_keys(self) -> bool:
+        return self.loss is not None and _arguments(self.loss) >= 3
+
+
+class OwnBatches:
+    """An iterable of batches, whose first one is read early: it tells the names, shapes and dtypes of the arrays."""
+
+    def __init__(self, source: OwnData, argument: str):
+        if isinstance(source, Mapping | str) or not isinstance(source, Iterable):
+            raise UserError(f"{argument}={source!r:.60} must be an iterable of dicts of arrays")
+        self.source, self.argument = source, argument
+
+    @cached_property
+    def _started(self) -> tuple[dict[str, np.ndarray], Iterator[Any]]:
+        batches = iter(self.source)
+        first = next(batches, None)
+        if first is None:
+            raise UserError(f"{self.argument} has no batch; pass an iterable of dicts of arrays")
+        return self.arrays(first), itertools.chain([first], batches)
+
+    @property
+    def first(self) -> dict[str, np.ndarray]:
+        return self._started[0]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the iterable can be read again from its beginning."""
+        return iter(self.source) is not self.source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source) if self.repeats else self._started[1]
+
+    def arrays(self, batch: Any) -> dict[str, np.ndarray]:
+        """The arrays of a batch."""
+        if not isinstance(batch, Mapping) or not batch:
+            raise UserError(f"{self.argument}: a batch is a {type(batch).__name__}; it must be a dict of arrays")
+        found = {name: np.asarray(value) for name, value in batch.items()}
+        for name, array in found.items():
+            if array.dtype == object or not array.ndim:
+                raise UserError(f"{self.argument}: batch[{name!r}] must be an array whose first dimension is the rows")
+        return found
+
+
+def _arguments(function: Callable[..., Any]) -> int:
+    """The number of positional arguments."""
+    parameters = inspect.signature(function.__init__ if isinstance(function, type) else function).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return sum(one.kind in kinds for one in parameters) - isinstance(function, type)  # without `self`
+
+
+def own_of(parts: Parts) -> Own:
+    """The parts as a value that a config carries."""
+    if parts.get("axes") is not None and parts.get("model") is None:
+        raise UserError("axes requires the argument model; the logical axes of jaxmem's models are known")
+    if parts.get("held_out") is not None and parts.get("data") is None:
+        raise UserError("held_out requires the argument data")
+    batches = {
+        name: OwnBatches(source, name) for name in ("data", "held_out") if (source := parts.get(name)) is not None
+    }
+    return Own(**{**parts, **batches})  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""Batches that a script passes, instead of those that `data` describes.
+
+Each item of the iterable is a dict of arrays with the rows of this process: of each micro-batch in turn. The position
+in the data is that of the iterable's iterator where it has one (grain: `get_state`, `set_state`), otherwise the number
+of batches, which are skipped when a run resumes.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jaxmem.config.sections import Config
+from jaxmem.data.corpus import Split
+from jaxmem.data.loader import Loader
+from jaxmem.data.packing import Batch
+from jaxmem.errors import UserError
+
+State = dict[str, Any]
+
+
+class OwnLoader:
+    """The interface of `Loader` for batches of a script. They are also its `corpus`."""
+
+    def __init__(self, cfg: Config, split: Split, rows: Sequence[int]):
+        batches = cfg.own.data if split == "train" else cfg.own.held_out
+        if batches is None:
+            raise UserError(
+                "train.evaluate_every requires the argument held_out, an iterable of batches; or set it to null"
+            )
+        self._cfg, self._rows, self._batches, self.corpus = cfg, rows, batches, self
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Returns to the beginning."""
+        self._iterator, self._count = iter(self._batches), 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator, None)
+        if batch is None and self._batches is self._cfg.own.data and self._batches.repeats:
+            self._iterator = iter(self._batches)
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise StopIteration
+        self._count += 1
+        return self._split(self._checked(self._batches.arrays(batch)))
+
+    def _checked(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The batch, with the rows, names and shapes of the first one."""
+        argument, rows = self._batches.argument, len(self._rows) * self._cfg.batch.accumulate
+        first = self._cfg.own.data.first if self._cfg.own.data else {}
+        if batch.keys() != first.keys():
+            raise UserError(
+                f"{argument}: batch {self._count} has {', '.join(batch)}; the first of data has {', '.join(first)}"
+            )
+        for name, array in batch.items():
+            expected = (rows, *first[name].shape[1:])
+            if array.shape != expected:
+                size = self._cfg.batch.global_size
+                raise UserError(
+                    f"{argument}: batch {self._count} has {name} of shape {list(array.shape)}, but the first batch and "
+                    f"the rows of this process in batch.global_size={size} require {list(expected)}"
+                )
+        return batch
+
+    def _split(self, batch: dict[str, np.ndarray]) -> Batch:
+        count = self._cfg.batch.accumulate
+        split = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}
+        if self._cfg.objective.name != "own":
+            split = with_defaults(split)
+        return {"mask": np.ones((count, len(self._rows)), np.float32), **split}
+
+    def state(self) -> State:
+        """The position after the last batch that was returned."""
+        get = getattr(self._iterator, "get_state", None)
+        return {"own": self._count, "iterator": get() if get else None}
+
+    def restore(self, state: State) -> None:
+        self.rewind()
+        places = state["iterators"]
+        own = places[jax.process_index()] if len(places) == jax.process_count() else None
+        if own is not None and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(own)
+            self._count = state["own"]
+            return
+        for _ in islice(self, state["own"]):
+            pass
+
+    def check(self) -> None:
+        self._checked(self._batches.first)
+
+    def summary(self) -> list[str]:
+        return []
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch for one of jaxmem's losses of texts: `inputs` [..., time] suffice. The target of a token is the next one,
+    each row is one document."""
+    inputs = batch.get("inputs")
+    if inputs is None or inputs.ndim != 3:
+        return batch
+    mask = np.ones(inputs.shape, np.float32)
+    if "targets" not in batch:
+        mask[..., -1] = 0
+    defaults = {
+        "targets": np.concatenate([inputs[..., 1:], inputs[..., -1:]], axis=-1),
+        "positions": np.broadcast_to(np.arange(inputs.shape[-1], dtype=np.int32), inputs.shape),
+        "segment_ids": np.ones(inputs.shape, np.int32),
+        "mask": mask,
+    }
+    return {**defaults, **batch}
+
+
+def open_loader(cfg: Config, split: Split, rows: Sequence[int], *, corpus: Any = None, agree: Any = None) -> Any:
+    """The batches of a split: those of a script, or those that `data` describes."""
+    if cfg.own.data is not None:
+        return OwnLoader(cfg, split, rows)
+    return Loader(cfg, split, rows, corpus=corpus, agree=agree)

@@ -1,0 +1,204 @@
+"""Models, losses, data and optimizers that a script passes to `train`, `plan` and `evaluate`."""
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmem
+from jaxmem.config import load_config
+from jaxmem.errors import UserError
+from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.own import Functions
+
+ROWS = 16
+IMAGES = np.random.default_rng(0).normal(size=(4, ROWS, 4, 4, 1)).astype(np.float32)
+DATA = [{"image": x, "label": (x.sum((1, 2, 3)) > 0).astype(np.int32)} for x in IMAGES]
+DECODER = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
+
+
+class Classifier(nnx.Module):
+    """A network of Flax's layers, with a list of modules and dropout."""
+
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(128, 16, rngs=rngs), nnx.Linear(16, 2, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.layers[0](nnx.relu(self.conv(x)).reshape(len(x), -1))
+        return self.layers[1](self.dropout(nnx.relu(x)))
+
+
+def loss(model, batch):
+    logits = model(batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
+
+
+PARTS = {"model": Classifier, "loss": loss, "data": DATA}
+
+
+def settings(tmp_path, **changes):
+    return {
+        "name": "own",
+        "output": str(tmp_path),
+        "batch": {"global_size": ROWS},
+        "mesh": {"fsdp": 8},
+        "train": {"steps": 3, "log_every": 1},
+        **changes,
+    }
+
+
+def test_sharding_changes_no_loss(tmp_path):
+    def model(rngs):
+        network = Classifier(rngs)
+        network.dropout.rate = 0.0
+        return network
+
+    parts = PARTS | {"model": model}
+    alone = jaxmem.train(settings(tmp_path / "one", mesh={}), jax.devices()[:1], **parts)
+    for name, changes in {
+        "zero3": {},
+        "accumulate": {"batch": {"global_size": ROWS, "accumulate": 2}, "mesh": {"fsdp": 4, "replica": 2}, "zero": 1},
+    }.items():
+        found = jaxmem.train(settings(tmp_path / name, **changes), **parts)
+        assert found.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-5)
+        assert found.metrics["accuracy"] == pytest.approx(alone.metrics["accuracy"])
+        kernel = found.state.params["layers"]["0"]["kernel"]
+        assert kernel.sharding.shard_shape(kernel.shape) == ((16, 16) if name == "zero3" else (128, 16))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"memory": {"update": "during", "remat": "full"}}, {"adapter": {"kind": "qlora", "rank": 4}}],
+    ids=["update during", "qlora"],
+)
+def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, changes):
+    raw = settings(tmp_path, data={"sequence_length": 32}, batch={"global_size": 8}, **changes)
+    cfg = load_config({**raw, "name": "built_in", "model": DECODER})
+
+    def next_token(model, batch, keys):
+        x = model.features(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
+        entries = max_update_entries(cfg.memory.update, x.shape[-1])
+        losses = vocab_cross_entropy(model, x, batch["targets"], "auto", max_entries=entries)
+        return jnp.mean(losses * batch["mask"])
+
+    built_in = jaxmem.train(cfg)
+    own = jaxmem.train(raw, model=lambda rngs, execution: Decoder(cfg.model, rngs, execution), loss=next_token)
+    assert own.metrics["loss"] == built_in.metrics["loss"]
+    assert own.program.model.trainable == built_in.program.model.trainable
+
+
+def test_resumes_at_the_next_batch_on_another_mesh(tmp_path):
+    jaxmem.train(settings(tmp_path / "two", train={"steps": 2}, optimizer={"schedule": "constant"}), **PARTS)
+    resumed = jaxmem.train(
+        settings(tmp_path / "two", mesh={"fsdp": 2, "replica": 4}, optimizer={"schedule": "constant"}), **PARTS
+    )
+    constant = jaxmem.train(settings(tmp_path / "constant", optimizer={"schedule": "constant"}), **PARTS)
+    assert resumed.step == 3
+    assert resumed.metrics["loss"] == pytest.approx(constant.metrics["loss"], rel=1e-5)
+
+
+def test_evaluates_batches_that_training_did_not_see(tmp_path, capsys):
+    raw = settings(tmp_path, train={"steps": 2, "evaluate_every": 2})
+    run = jaxmem.train(raw, **PARTS, held_out=DATA[:2])
+    again = jaxmem.evaluate(run.directory, DATA[:2], model=Classifier, loss=loss)
+    assert again == pytest.approx(run.held_out)
+    assert "rows per update" in capsys.readouterr().out
+
+
+def test_own_batches_for_the_loss_of_a_config(tmp_path):
+    tokens = np.random.default_rng(1).integers(0, 256, (8, 32)).astype(np.int32)
+    raw = settings(tmp_path, model=DECODER, data={"sequence_length": 32}, batch={"global_size": 8})
+    found = jaxmem.train(raw, data=[{"inputs": tokens}])
+    assert found.metrics["count"] == 8 * 31  # the last token of a row has no target
+
+
+def test_an_optax_optimizer_and_other_kinds_of_models(tmp_path):
+    class Dense(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(2)(x.reshape(len(x), -1))
+
+    def bridge(rngs):
+        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(Dense(), rngs=rngs), IMAGES[0])
+
+    def functions(rngs):
+        init = lambda key: {"w": jax.random.normal(key, (16, 2)) / 10, "b": jnp.zeros(2)}  # noqa: E731
+        return Functions(rngs, init, lambda params, x: x.reshape(len(x), -1) @ params["w"] + params["b"])
+
+    for name, model in {"linen": bridge, "functions": functions}.items():
+        run = jaxmem.train(
+            settings(tmp_path / name, train={"steps": 60}), **PARTS | {"model": model}, optimizer=optax.adam(0.1)
+        )
+        assert "learning_rate" not in run.metrics
+        assert run.metrics["accuracy"] > 0.8
+
+
+def test_plans_and_searches_for_gpus(tmp_path):
+    raw = settings(tmp_path)
+    plan = jaxmem.plan(raw, "h100-80gb:8", **PARTS)
+    parameters = 8 * (9 + 1) + 128 * 16 + 16 + 16 * 2 + 2
+    assert plan.program.model.parameters == parameters
+    found = jaxmem.fit(raw, "h100-80gb:8", compiles=1, allow=["optimizer"], **PARTS)
+    assert found.best is not None
+
+
+def test_patterns_name_the_axes_of_weights(tmp_path):
+    plan = jaxmem.plan(settings(tmp_path), **PARTS, axes={"layers.0.kernel": (None, "embed")})
+    kernel = plan.program.spec.state.params["layers"]["0"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (128, 2)
+
+
+class WithStatistics(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "named"),
+    [
+        ({}, {"loss": lambda model, batch: model(batch["image"])}, r"float32\[16, 2\].*scalar"),
+        ({}, {"data": []}, "data has no batch"),
+        ({}, {"data": 3}, "data=3"),
+        ({}, {"data": [[1, 2]]}, "list.*dict of arrays"),
+        ({}, {"loss": None}, "loss"),
+        ({}, {"axes": {"*.kernell": (None, "embed")}}, "kernell.*kernel"),
+        ({}, {"axes": {"layers.0.kernel": ("embed",)}}, "1 axes.*2 dimensions"),
+        ({}, {"axes": {"layers.0.kernel": ("embed", "mpl")}}, "mpl.*mlp"),
+        ({}, {"model": WithStatistics}, "norm.mean.*BatchStat.*GroupNorm"),
+        ({"memory": {"remat": "full"}}, {}, "memory.remat=full.*execution"),
+        ({"memory": {"update": "during"}}, {}, "memory.update=during.*execution"),
+        ({"adapter": {"kind": "lora"}}, {}, "adapter.kind=lora.*execution"),
+        ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
+        ({"optimizer": {"beta1": 0.5}}, {"optimizer": optax.sgd(1e-2)}, "optimizer.beta1"),
+        ({"train": {"steps": 2, "evaluate_every": 1}}, {}, "held_out"),
+    ],
+)
+def test_refuses(tmp_path, changes, parts, named):
+    with pytest.raises(UserError, match=named):
+        jaxmem.train(settings(tmp_path, **changes), **PARTS | parts)
+    assert not (tmp_path / "own" / "checkpoints").exists()
+
+
+def test_refuses_a_batch_of_another_shape(tmp_path):
+    data = [DATA[0], {name: x[:8] for name, x in DATA[1].items()}]
+    with pytest.raises(UserError, match=r"batch 2 .*\[8, 4, 4, 1\].*\[16, 4, 4, 1\]"):
+        jaxmem.train(settings(tmp_path), **PARTS | {"data": data})
+
+
+def test_data_that_ends_early_ends_the_run(tmp_path, capsys):
+    run = jaxmem.train(settings(tmp_path), **PARTS | {"data": iter(DATA[:2])})
+    assert run.step == 2
+    assert "after step 2 of 3" in capsys.readouterr().out
+
+
+def test_a_saved_config_needs_the_script(tmp_path):
+    jaxmem.train(settings(tmp_path, train={"steps": 1}), **PARTS)
+    with pytest.raises(UserError, match=r"model\.family=own requires"):
+        jaxmem.train(tmp_path / "own" / "config.yaml")
