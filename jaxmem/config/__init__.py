@@ -32,8 +32,7 @@ __getattr__, _ = lazy_names(
 )
 __all__ = [
     "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data",
-    "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "OwnModel", "Optimizer", "Pipeline", "Precision", "Rope",
-    "Rules", "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
-    "save_config",
-    "save_settings",
+    "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "OwnModel", "Pipeline",
+    "Precision", "Rope", "Rules", "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema",
+    "load_config", "parameter_count", "save_config", "save_settings",
 ]  # fmt: skip

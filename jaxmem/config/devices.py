@@ -17,7 +17,7 @@ from jaxmem.config.mesh import (
     head_group_counts,
     replicated_dims,
 )
-from jaxmem.config.networks import Convnet, Decoder, Vit
+from jaxmem.config.networks import Convnet, Decoder, OwnModel, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
@@ -164,8 +164,8 @@ def _stages(cfg: Config) -> Iterator[str]:
     stage, model, micro = cfg.mesh.stage, cfg.model, cfg.batch.accumulate
     if stage == 1:
         return
-    if isinstance(model, Convnet):
-        yield unsupported(f"mesh.stage={stage}", "model.family=convnet", "mesh.stage=1")
+    if isinstance(model, Convnet | OwnModel):
+        yield unsupported(f"mesh.stage={stage}", f"model.family={model.family}", "mesh.stage=1")
         return
     rounds = cfg.pipeline.rounds
     if stage * rounds > model.layers:

@@ -114,9 +114,11 @@ class OwnBatches:
 
 def _arguments(function: Callable[..., Any]) -> int:
     """The number of positional arguments."""
-    parameters = inspect.signature(function.__init__ if isinstance(function, type) else function).parameters.values()
+    # The metaclass of NNX modules hides the arguments of their constructor.
+    described: Any = getattr(function, "__init__", function) if isinstance(function, type) else function
+    parameters = inspect.signature(described).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return sum(one.kind in kinds for one in parameters) - isinstance(function, type)  # without `self`
+    return sum(one.kind in kinds for one in parameters) - (described is not function)  # without `self`
 
 
 def own_of(parts: Parts) -> Own:
@@ -125,7 +127,6 @@ def own_of(parts: Parts) -> Own:
         raise UserError("axes requires the argument model; the logical axes of jaxmem's models are known")
     if parts.get("held_out") is not None and parts.get("data") is None:
         raise UserError("held_out requires the argument data")
-    batches = {
-        name: OwnBatches(source, name) for name in ("data", "held_out") if (source := parts.get(name)) is not None
-    }
-    return Own(**{**parts, **batches})  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
+    return Own(**given)

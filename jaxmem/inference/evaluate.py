@@ -63,8 +63,8 @@ def evaluate(
     texts, or records (JSONL, Parquet) in a form that training reads, or an iterable of batches. `overrides` may name
     other data. `parts`: the model and the loss of the script that trained the run."""
     if parts or not (data is None or isinstance(data, str)):
-        own = own_of({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
-        program, params = open_run(run, overrides, own)
+        objects = own_of({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
+        program, params = open_run(run, overrides, objects)
         with Evaluator(program) as evaluator:
             return evaluator(params)
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:

@@ -40,7 +40,9 @@ class Functions(nnx.Module):
 
 def split(network: Any) -> tuple[Any, dict[Path, nnx.Variable], Any]:
     """The structure, the parameters by path, and the states of random number generators of a module."""
-    graphdef, params, randomness, rest = nnx.split(network, nnx.Param, nnx.RngState, ...)
+    graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
+        network, nnx.Param, nnx.RngState, ...
+    )
     for path, variable in nnx.to_flat_state(rest):
         raise UserError(
             f"model: {_name(path)} is a {type(variable).__name__}, which an update would have to change outside of the "
@@ -55,7 +57,7 @@ def merge(graphdef: Any, params: Any, randomness: Any, axes: Any, dtype: DTypeLi
     gathered = {path: gather(w, named[path], dtype) for path, w in flatten_dict(apply_hooks(params)).items()}
     # Indices of lists are numbers in the state of a module.
     numbered = {tuple(int(key) if key.isdigit() else key for key in path): w for path, w in gathered.items()}
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     new = jax.tree.map(lambda x: jax.random.key(0) if is_key(x) else jnp.zeros(x.shape, x.dtype), randomness)
     return nnx.merge(graphdef, unflatten_dict(numbered), new)
 
