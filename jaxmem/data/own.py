@@ -91,8 +91,9 @@ class OwnLoader:
         for _ in islice(self, state["own"]):
             pass
 
-    def check(self) -> None:
+    def check(self) -> float:
         self._checked(self._batches.first)
+        return 0.0  # the length of documents is unknown
 
     def summary(self) -> list[str]:
         return []

@@ -146,7 +146,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
         progress.say(plan_line(plan, step))
-        progress.say(data_line(cfg, loader.corpus, document_tokens) if cfg.reads_text else None)
+        progress.say(data_line(cfg, loader.corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
         work = {bucket: work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
