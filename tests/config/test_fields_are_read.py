@@ -41,7 +41,10 @@ READ_HERE = {
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(
-        ("momentum", "rank", "refresh_every", "scale", "similarity", "residual", "project_embeddings"),
+        (
+            *("beta1", "beta2", "epsilon", "momentum", "rank", "refresh_every", "scale", "similarity", "residual"),
+            "project_embeddings",
+        ),
         "Optimizer.hyperparameters",
     ),
 }
