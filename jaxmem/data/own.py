@@ -6,8 +6,9 @@ of batches, which are skipped when a run resumes.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jaxmem.errors import UserError
 State = dict[str, Any]
 
 
-class OwnLoader:
+class OwnLoader(AbstractContextManager["OwnLoader"]):
     """The interface of `Loader` for batches of a script. They are also its `corpus`."""
 
     def __init__(self, cfg: Config, split: Split, rows: Sequence[int]):
@@ -99,9 +100,6 @@ class OwnLoader:
         return []
 
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None: ...
 

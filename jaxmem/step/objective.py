@@ -88,7 +88,7 @@ def objective(complete: config.Config) -> Objective:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """The mean `loss`, and `accuracy`, `margin`, statistics of routers and metrics of a script's loss if there are any."""
+    """The mean `loss`, and `accuracy`, `margin`, statistics of routers and the metrics of a script if there are any."""
     count = jnp.maximum(sums["count"], 1.0)
     return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}
 
