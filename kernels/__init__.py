@@ -1,4 +1,4 @@
-"""Operations on plain arrays, useful to anyone with jax; nothing here imports jaxmem outside of `jaxmem.kernels`.
+"""Operations on plain arrays, for any program with jax; they import nothing of jaxmem outside of `jaxmem.kernels`.
 
 Each operation has a folder with `reference.py`, which defines the results, the other implementations, the checks of
 their arguments, and the shapes with which they are tested and measured. An operation is imported at its first use, an

@@ -1,9 +1,10 @@
-"""Chooses the implementation of a call: the one that is named, or the fastest one measured on this kind of device.
+"""Chooses the implementation of a call: the named implementation, or the fastest that was measured on this kind of
+device.
 
 `tuned.json` has the measurements of `jaxmem bench tune`: for each operation and kind of device, sizes and the fastest
 implementation. A call uses the entry of the nearest sizes. If the device was not measured, or the fastest
-implementation does not support the call, the portable one runs, which supports every device of XLA. Each new choice is
-one line of the log `jaxmem.kernels`.
+implementation does not support the call, the portable implementation runs, which supports every device of XLA. Each new
+choice is one line of the log `jaxmem.kernels`.
 """
 
 import difflib
@@ -49,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with several implementations. `implementations`: {name: module, or its name, which is imported at
+    """An operation with several implementations. `implementations`: {name: module, or the name of a module to import at
     the first use}. `portable`: the name of the implementation that runs on every device of XLA."""
 
     name: str
@@ -70,9 +71,9 @@ class Operation:
         sizes: tuple[int, ...],
         refusal: Callable[[str], str | None] = lambda _: None,
     ) -> Result:
-        """Runs `call` with the named implementation, or with the fastest. `kind`: the discrete properties that the time
-        of a call depends on (a dtype, a format); `sizes`: the continuous ones. `arrays`: all inputs of the call.
-        `refusal`: returns why an implementation does not support the call; None: it does."""
+        """Runs `call` with the named implementation, or with the fastest. The time of a call depends on its `kind`
+        (discrete properties: a dtype, a format) and on its `sizes`. `arrays`: all inputs of the call. `refusal`:
+        returns the reason why an implementation does not support the call; None: it supports the call."""
         checks = Validator(self.name)
 
         def run(choice: Choice) -> Result:
@@ -99,8 +100,8 @@ class Operation:
             return run(portable)
 
     def choose(self, kind: str, sizes: tuple[int, ...]) -> Choice:
-        """The choice if no implementation is named. `reference` is chosen only if it is the portable one, since it
-        stores the large intermediates that the others avoid."""
+        """The choice if no implementation is named. `reference` is chosen only if it is the portable implementation,
+        since it stores the large intermediates that other implementations avoid."""
         candidates = {name for name in self.implementations if name != "reference" or name == self.portable}
         device = device_kind()
         if entry := nearest_entry(tuned(), self.name, device, kind, sizes, candidates):
@@ -150,7 +151,7 @@ def nearest_entry(
     sizes: Sequence[int],
     implementations: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """The measured entry of these implementations whose sizes are nearest, by their ratios."""
+    """The measured entry, among these implementations, whose ratios of sizes to the given sizes are nearest to 1."""
     entries = [
         entry
         for entry in table.get(operation, {}).get(device, [])
@@ -176,8 +177,8 @@ def device_kind() -> str:
 
 
 def triton_refusal(operation: str, capability: int | None) -> str | None:
-    """Why the Triton kernel of an operation cannot run on GPUs of compute capability `capability` (90 for 9.0; None:
-    not a GPU); None: it can."""
+    """The reason why the Triton kernel of an operation cannot run on GPUs of compute capability `capability` (90 for
+    9.0; None: not a GPU); None: it can run."""
     if capability is None:
         return "no NVIDIA GPU"
     if capability < 80:
@@ -188,7 +189,7 @@ def triton_refusal(operation: str, capability: int | None) -> str | None:
 
 
 def capability(device: Any = None) -> int | None:
-    """The compute capability of a device, by default of the one to compile for: 90 for 9.0; None for a CPU."""
+    """The compute capability of a device, by default the device to compile for: 90 for 9.0; None for a CPU."""
     if device is None and getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
         return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)
     device = device or jax.devices()[0]

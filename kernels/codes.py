@@ -1,4 +1,4 @@
-"""The value of each code of the listed formats. The numbers of a block are scaled to [-1, 1]."""
+"""The value of each code of the formats that are lists of values. The values of a block are scaled to [-1, 1]."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # by the three lower bits; the highest bit is the sign
+_FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # three lower bits; the highest is the sign
 FP4 = (*_FP4, *(-value for value in _FP4))
 
 
@@ -22,7 +22,7 @@ def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
     found = [np.float32(0), np.float32(1)]
     for decade in range(bits - 1):
         parts = 2 ** (decade + (0 if signed else 1))
-        # Interpolated from both ends with one rounding each: bitwise equal to other libraries'.
+        # Interpolation from both ends with one rounding each is bitwise equal to the codes of other libraries.
         step = float(np.float32(0.9) / np.float32(parts))
         low, high = (float(np.float32(0.1)) + step * np.arange(parts + 1), 1 - step * np.arange(parts + 1)[::-1])
         edges = np.concatenate([low[: (parts + 1) // 2], high[(parts + 1) // 2 :]]).astype(np.float32)

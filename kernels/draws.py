@@ -1,10 +1,10 @@
-"""Counter-based random numbers: they depend only on a seed and a position, so every tiling draws the same ones."""
+"""Counter-based random numbers: they depend only on a seed and a position, so every tiling draws the same numbers."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt32
 
-# 2^32 divided by the golden ratio. Multiples of it differ in all bits, so blocks with similar seeds have few words in
+# 2^32 divided by the golden ratio. Its multiples differ in all bits, so blocks with similar seeds have few words in
 # common: at most 4 of the 128 words of 256 numbers.
 _APART = 0x9E3779B9
 

@@ -11,8 +11,8 @@ def on_each_platform(
     name: str, flops: float, *, cpu: Callable[..., Any], gpu: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A kernel as a function of arrays. `flops`: operations per element of its first output, which the compiled program
-    carries as metadata. XLA cannot batch a kernel, so under `jax.vmap` it runs once per element. Its gradient raises:
-    operations have separate kernels for their first gradients, and support higher ones in plain JAX only."""
+    carries as metadata. XLA cannot batch a kernel, so under `jax.vmap` it runs once per element. Its gradient raises an
+    error: operations have separate kernels for first gradients, and support higher gradients in plain JAX only."""
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays: jax.Array) -> Any:

@@ -17,7 +17,7 @@ THREAD = "mosaic_warpgroup"
 
 
 def _refuse(*_: Any) -> Any:
-    raise ValueError("the mosaic implementation needs a Hopper GPU; use another one on a CPU")
+    raise ValueError("the mosaic implementation needs a Hopper GPU; use another implementation on a CPU")
 
 
 # (kernel's call, arrays, grid, warpgroups, outputs, sums) -> the function of the arrays that a CPU calls.
@@ -38,7 +38,7 @@ def launch(
 ) -> list[jax.Array]:
     """Runs `kernel(*arrays, *sums, *outputs, **scratch)` on a grid whose first dimension is the fastest. Returns the
     outputs, then `sums`, which are initialized with zeros and to which the kernel adds. `flops`: as in
-    `on_each_platform`; if there are `sums`, per element of the first one."""
+    `on_each_platform`; if there are `sums`, operations per element of the first of them."""
 
     def body(*refs: Any) -> None:
         pl.run_scoped(lambda **allocated: kernel(*refs, **allocated), collective_axes=THREAD, **scratch)
@@ -47,7 +47,7 @@ def launch(
         body,
         out_type=() if sums else list(outputs),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=warpgroups, thread_name=THREAD),
-        # With the default since jax 0.11, lowering by warpgroups, it does not find layouts.
+        # Lowering by warpgroups, the default since jax 0.11, does not find layouts.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         name=name,
     )

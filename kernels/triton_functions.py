@@ -1,6 +1,6 @@
 """Functions of the Triton kernels: random words from positions, and 8-bit dynamic codes computed by arithmetic.
 
-The numbers of a block are scaled to -1 ... 1. Dynamic codes (`codes.dynamic_code`) divide each decade evenly, with
+The values of a block are scaled to -1 ... 1. Dynamic codes (`codes.dynamic_code`) divide each decade evenly, with
 twice as many codes as the decade below. So the index of a code among those of its sign, as a float, has the decade in
 its exponent and the position in the decade in its mantissa, and arithmetic in registers replaces a table of 256 values.
 With h = index + 1/2, and 2^o the largest power of two up to h, the value of an unsigned code is 0.9e-7 * 5^o * (h - 8/9
@@ -54,10 +54,10 @@ def dynamic8_value(code, signed: tl.constexpr):
         h = place + 1.5
     exponent = (float_bits(h) >> 23) - 127
     power = (float_bits(h) & 0x7F800000).to(tl.float32, bitcast=True)
-    # 0.9e-7 * 5^exponent, whose factors are exact.
+    # 0.9e-7 * 5^exponent, as a product of exact factors.
     fives = tl.where((exponent & 1) != 0, 5.0, 1.0) * tl.where((exponent & 2) != 0, 25.0, 1.0)
     fives = fives * tl.where((exponent & 4) != 0, 625.0, 1.0) * tl.where((exponent & 8) != 0, 390625.0, 1.0) * 0.9e-7
-    # The last code is the end of its interval; the middle would be above one.
+    # The value of the last code is the end of its interval, since the middle would be above one.
     size = tl.minimum((h - 0.8888888888888888 * power) * fives, 1.0)
     size = tl.where(exponent == 0, 0.0, size)
     return tl.where(place < 0.0, -size, size)
@@ -67,14 +67,14 @@ def dynamic8_value(code, signed: tl.constexpr):
 def dynamic8_code(x, inverse, signed: tl.constexpr, zero: tl.constexpr):
     """The nearest code of x * inverse, which is in -1 ... 1; without `zero` at least the first code above zero.
 
-    The last value of a decade is half an interval below its end, and the first value of the next decade is half an
-    interval, five times as large, above it. So numbers up to one small interval (0.2 large ones) above the end have the
-    code below it: they are reduced by 0.2. Near an end both decades then lead to the same code, so the decade need not
-    be known exactly.
+    The last value of a decade is half an interval below the decade's end, and the first value of the next decade is
+    half an interval, five times as large, above this end. So values up to one small interval (0.2 large intervals)
+    above the end have the code below the end: they are reduced by 0.2. Near an end both decades then lead to the same
+    code, so the decade need not be known exactly.
     """
     top: tl.constexpr = 64.0 if signed else 128.0  # intervals of the last decade
     part: tl.constexpr = 0.5555555555555556 if zero else 1.1111111111111112
-    # Half of the first border between two codes: where that of a decade is after the shift by a half.
+    # Half of the first border between two codes, which is where a decade's border is after the shift by a half.
     least: tl.constexpr = (2.85e-7 if signed else 2.175e-7) if zero else 2e-7
     scaled = x * (inverse * part)
     size = tl.abs(scaled)

@@ -16,15 +16,15 @@ import jax
 from .choice import capability
 from .launch import on_each_platform
 
-# Bytes of shared memory that a block may have, by compute capability (CUDA programming guide).
+# Largest shared memory of a block in bytes, by compute capability (CUDA programming guide).
 SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
-PTX = 87  # the first version with compute capability 12.0; newer ones need a newer ptxas
+PTX = 87  # the first PTX version with compute capability 12.0; later versions need a newer ptxas
 
 INTERPRETER: Callable[..., Any] | None = None  # (kernel, grid, static, shapes of outputs, *arrays) -> outputs
 
 
 def _refuse(*_: Any) -> Any:
-    raise ValueError("the triton implementation needs an NVIDIA GPU; use another one on a CPU")
+    raise ValueError("the triton implementation needs an NVIDIA GPU; use another implementation on a CPU")
 
 
 def load_programs(module: str) -> Any:

@@ -1,8 +1,8 @@
 """Checks of arguments, with the same rules for all operations.
 
 Arrays are those of jax or numpy; lists, None and numbers are refused, since they have no dtype. Whole numbers are
-values that Python accepts as an index (an int, a numpy integer, an array without dimensions), numbers are values that
-`float` accepts; strings, bools and traced values are neither. A wrong argument raises ValueError with one line: the
+values that Python accepts as an index (an int, a numpy integer, an array without dimensions); numbers are values that
+`float` accepts. Strings, bools and traced values are neither. A wrong argument raises ValueError with one line: the
 operation, the argument, its value, and what is allowed."""
 
 import math
@@ -28,7 +28,7 @@ class Validator:
             raise ValueError(f"{self.operation}: {message}")
 
     def array(self, name: str, x: Any, dims: str | None = None, dtypes: tuple[str, ...] = ()) -> jax.Array:
-        """`dims`: such as "[..., sequence, embed]", none of which may be empty. `dtypes`: allowed ones; (): any."""
+        """x as an array. `dims`: e.g. "[..., sequence, embed]"; no dimension may be 0. `dtypes`: allowed; (): any."""
         self.require(isinstance(x, jax.Array | np.ndarray), f"{name} is {describe(x)}; it should be an array")
         if dims is not None:
             least = dims.count(",") + 1 - dims.count("...")
@@ -49,7 +49,7 @@ class Validator:
         try:
             if not isinstance(value, bool | np.bool_):
                 return operator.index(value)
-        except TypeError:  # also jax's for traced values
+        except TypeError:  # jax raises it for traced values too
             pass
         raise ValueError(f"{self.operation}: {name} is {describe(value)}; it should be a whole number")
 
@@ -59,7 +59,7 @@ class Validator:
                 found = float(value)
                 self.require(math.isfinite(found), f"{name} is {found}; it should be a finite number")
                 return found
-        except (TypeError, OverflowError):  # also jax's for traced values
+        except (TypeError, OverflowError):  # jax raises TypeError for traced values too
             pass
         raise ValueError(f"{self.operation}: {name} is {describe(value)}; it should be a finite number")
 

@@ -239,8 +239,8 @@ def _canonical(cfg: Config, target: Target) -> Config:
 
 
 def _plain_rules(cfg: Config) -> Rules:
-    """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing can be anywhere in the rules:
-    those of size 1, and without ZeRO those that shard only stored arrays."""
+    """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing (axes of size 1, and without
+    ZeRO axes that shard only stored arrays) have no effect in the rules."""
     sizes = {"tensor": cfg.mesh.tensor, "fsdp": cfg.mesh.fsdp * cfg.mesh.expert, "context": cfg.mesh.context}
     sharding = [axis for axis in ("tensor", *(RULE_AXES if cfg.zero else ())) if sizes[axis] > 1]
     usual = Rules().table

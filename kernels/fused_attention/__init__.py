@@ -1,4 +1,4 @@
-"""Attention with all options that transformers use. `reference.py` defines the results.
+"""Attention with the options that transformers use. `reference.py` defines the results.
 
 A new implementation is a module with `attend` as in `reference.py`, a line in IMPLEMENTATIONS, and its limits in
 `support.py`. `tests/kernels/test_attention.py` tests all of them.
@@ -42,17 +42,17 @@ def attention(
     q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]; the output has the shape of q. `heads`
     may be a multiple of `kv_heads`: consecutive groups of query heads share a key head. `causal`: a query attends to
     the keys up to its own position; with more keys than queries, the last query is at the position of the last key.
-    `window`: a query attends to this number of keys, its own included, and to no later ones. `segment_ids`: a query
-    attends to keys of its own id. `kv_segment_ids`: the ids of keys; by default `segment_ids`. `max_segments`: the
-    largest number of runs of equal ids in a row, where each id is in one run. `cudnn` needs it; its output is NaN for
-    rows with more runs. The output of a query that attends to no key is zero. `scale` is 1/sqrt(dim) by default.
-    `soft_cap` bounds the scores, cap tanh(score / cap). `deterministic`: equal inputs have bitwise equal gradients.
-    Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster; all other implementations
-    are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32,
-    differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`. `has_window`: a
-    boolean on the device; false: the window does not apply. The call then compiles both cases and runs one of them, so
-    layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies to how many
-    (first), for the planner.
+    `window`: a query attends to this number of keys, of which the key at its own position is the last. `segment_ids`: a
+    query attends to keys of its own id. `kv_segment_ids`: the ids of keys; by default `segment_ids`. `max_segments`:
+    the largest number of runs of equal ids in a sequence, where each id is in one run. `cudnn` needs this number; its
+    output is NaN for sequences with more runs. The output of a query that attends to no key is zero. `scale` is
+    1/sqrt(dim) by default. `soft_cap` bounds the scores, cap tanh(score / cap). `deterministic`: equal inputs have
+    bitwise equal gradients. Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster;
+    all other implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads,
+    queries] in float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
+    `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
+    one of them, so layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies
+    to how many (first), for the planner.
     """
     arrays, options, extras = check_arguments(
         q,

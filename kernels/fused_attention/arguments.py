@@ -25,8 +25,8 @@ class Options:
     scale: float
     soft_cap: float | None
     deterministic: bool
-    max_segments: int | None = None  # largest number of runs of equal segment ids in a row; None: unknown
-    window_share: tuple[int, int] | None = None  # of so many calls (second), the window applies to so many (first)
+    max_segments: int | None = None  # largest number of runs of equal segment ids in a sequence; None: unknown
+    window_share: tuple[int, int] | None = None  # (number of calls with the window, number of all calls)
 
 
 class Extras(NamedTuple):
@@ -34,7 +34,7 @@ class Extras(NamedTuple):
 
     segment_ids: Int32[Array, "batch queries"] | None = None
     kv_segment_ids: Int32[Array, "batch keys"] | None = None
-    has_window: Bool[Array, ""] | None = None  # whether the window applies; None: yes
+    has_window: Bool[Array, ""] | None = None  # whether the window applies; None: it applies
 
 
 def visible(
@@ -46,8 +46,8 @@ def visible(
     window: int | None,
 ) -> Bool[Array, "..."] | None:
     """Whether the query at position `query` attends to the key at position `key` (they broadcast); None: always. Query
-    q is at key position q + `offset`, with `offset` = keys - queries. With a window of w it attends to the w keys that
-    end at this position."""
+    q is at key position q + `offset`, with `offset` = keys - queries. With a window of w it attends to w keys, of which
+    the key at this position is the last."""
     if not causal and window is None:
         return None
     distance = query + jnp.int32(offset) - key
@@ -86,7 +86,7 @@ def check_arguments(
     if window is not None:
         window = CHECKS.whole_number("window", window)
         _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the position of the query)")
-        window = min(window, k.shape[1])  # so that it fits in 32 bits
+        window = min(window, k.shape[1])  # the window must fit in 32 bits
     if soft_cap is not None:
         soft_cap = CHECKS.number("soft_cap", soft_cap)
         _require(soft_cap > 0, f"soft_cap is {soft_cap!r}; it should be above 0")

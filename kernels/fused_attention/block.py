@@ -61,14 +61,14 @@ class MaskArrays(NamedTuple):
     ids: Any = None
     kv_ids: Any = None
     begin: Any = None  # for each block of the kernel, the first block to visit that shares a segment with it
-    end: Any = None  # and the end of these blocks
+    end: Any = None  # for each block of the kernel, the end of the blocks to visit
 
 
 def capped_scores(
     call: Call, raw: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scores in units of `call.unit`, and the derivative of soft-capping. Differences of scores are computed before
-    they are multiplied by the unit, so they are as exact for scores of 10,000 as for small ones."""
+    they are multiplied by the unit, so they are as exact for scores of 10,000 as for small scores."""
     o = call.options
     if o.soft_cap is None:
         return (raw if _is_unit(o.scale) else raw * o.scale), None
@@ -116,7 +116,7 @@ def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Any) -
 
 def visited_blocks(call: Call, block: jax.Array, masks: MaskArrays, *, by_keys: bool) -> list[BlockRange]:
     """The blocks of keys that are not completely masked for this block of queries; with `by_keys`, the blocks of
-    queries for this block of keys: partly masked ones first, then unmasked ones, then partly masked ones again."""
+    queries for this block of keys. Three ranges: partly masked blocks, unmasked blocks, partly masked blocks."""
     o, window = call.options, call.options.window
     back = None if window is None else window - 1
     causal = 0 if o.causal or window is not None else None
@@ -131,7 +131,7 @@ def visited_blocks(call: Call, block: jax.Array, masks: MaskArrays, *, by_keys: 
     last = first + own - 1
     low = unmasked_low = jnp.int32(0)
     high: Any = jnp.int32(length)
-    # The rows beyond the end of the last block of queries add zero, so it needs no mask.
+    # Rows beyond the end of the last block of queries add zero, so this block needs no mask.
     unmasked_high: Any = jnp.int32(-(-length // size) * size if by_keys else length)
     if below is not None:
         low, unmasked_low = jnp.maximum(first + below, 0), jnp.maximum(last + below, 0)

@@ -6,7 +6,7 @@ saves the output and the log-sum-exp of each row, from which the backward pass c
 (Dao et al., arXiv:2205.14135).
 
 With P unmasked (query, key) pairs it needs 4 P dim operations per head forward and 10 P dim backward. In addition to
-inputs and outputs it stores batch x heads x (a few tiles + a few times sequence x dim) numbers, never sequence squared.
+inputs and outputs it stores batch x heads x (a few tiles + a few times sequence x dim) values, never sequence squared.
 Batch and heads remain separate dimensions, so arrays that are sharded over them are not moved.
 """
 
@@ -28,7 +28,7 @@ from .tiles import Keys, Outputs, Problem, Queries, Rows, Tile, finished, tile_b
 BLOCK, SHORT_BLOCK = 256, 128
 SHORT = 2048  # positions up to which SHORT_BLOCK is faster
 
-# The name of the output and the log-sum-exp, sequence x (dim + 1) numbers per head. If a remat policy saves it
+# The name of the output and the log-sum-exp, sequence x (dim + 1) values per head. If a remat policy saves this name
 # (`jax.checkpoint_policies.save_only_these_names`), the backward pass does not recompute attention.
 SAVED = "attention"
 
@@ -100,8 +100,8 @@ def _block(length: int) -> int:
 
 
 def _lines(length: int, block: int, seen: Callable[[int, int], tuple[int, int]], step: int) -> Int32[np.ndarray, "n 3"]:
-    """For each block of queries its first position, and the range of the blocks of keys that are not completely masked.
-    With `queries_seeing`, the same for each block of keys."""
+    """For each block of queries, its first position and the range of the blocks of keys that are not completely masked.
+    With `queries_seeing` as `seen`: for each block of keys, its first position and the range of blocks of queries."""
     ranges = [(first, *seen(first, min(first + block, length))) for first in range(0, length, block)]
     found = [(first, low // step * step, high) for first, low, high in ranges if low < high]
     return np.asarray(found, np.int32).reshape(-1, 3)

@@ -1,19 +1,19 @@
 """Attention of sequences that are sharded over a mesh axis (context parallelism), inside `jax.shard_map`, on one shard.
 
-METHODS, with any implementation that computes the gradients of some of the keys (`gradients` in its module):
+METHODS, for implementations that compute gradients for some of the keys (`gradients` in the module):
 
 `ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to the keys that
-it has received and merges results by log-sum-exp. `all_gather` (Llama 3, arXiv:2407.21783): the same, but all keys and
-values are gathered first, and their gradients are reduce-scattered. A causal mask would leave the first devices idle,
-so positions are in the order of `ring.places`: of 2n chunks, device i has the i-th from the front and the i-th from the
+it has received and merges results by log-sum-exp. `all_gather` (Llama 3, arXiv:2407.21783) gathers all keys and values
+first, and reduce-scatters their gradients. A causal mask would leave the first devices idle, so for both methods
+positions are in the order of `ring.places`: of 2n chunks, device i has the i-th from the front and the i-th from the
 back, so that all devices have equal work. `ulysses` (DeepSpeed-Ulysses, arXiv:2309.14509): all-to-all from shards of
 the sequence to shards of the heads, attention to the complete sequence, and back; positions are in order.
 
-The backward pass saves the same arrays as attention on one device, its own shards of q, k, v, output and log-sum-exp,
-and repeats the communication. Kernels compute the gradients of a block of keys from the output and the log-sum-exp of
-all keys, so the log-sum-exp of a block is never differentiated.
+Each device saves its shards of q, k, v, output and log-sum-exp for the backward pass, which repeats the communication.
+Kernels compute the gradients of a block of keys from the output and the log-sum-exp of all keys, so the log-sum-exp of
+a block is never differentiated.
 
-With a window a device needs only the keys before its own: `ring` is then `halo`, and positions are in order.
+With a window a device needs only the last keys before its own keys: `ring` is then `halo`, and positions are in order.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def attention_over(
     """Causal attention of a sequence over all devices of `axis`. Options are those of `attention`."""
     _, options, extras = check_arguments(q, k, v, causal=True, window=window, segment_ids=segment_ids, **more)
     devices, time = jax.lax.axis_size(axis), q.shape[1]
-    options = dataclasses.replace(options, window=window)  # which may be longer than this device's part
+    options = dataclasses.replace(options, window=window)  # the window may be longer than this device's part
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
     why = refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
@@ -97,7 +97,7 @@ def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) ->
 
 
 def _repeated(axis: str, *arrays: jax.Array) -> list[jax.Array]:
-    """KV heads, as often as each device needs those of its queries."""
+    """KV heads, repeated so that each device has the KV heads of its queries."""
     devices = jax.lax.axis_size(axis)
     return [jnp.repeat(x, devices // math.gcd(x.shape[2], devices), axis=2) for x in arrays]
 
@@ -111,7 +111,7 @@ def _to_sequence(axis: str, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _of_sequence(axis: str, extras: Extras) -> Extras:
-    """The same with the ids of the complete sequence."""
+    """The extras with the segment ids of the complete sequence."""
     if extras.segment_ids is None:
         return extras
     ids = jax.lax.all_gather(extras.segment_ids, axis, axis=1, tiled=True)
@@ -122,11 +122,11 @@ def _of_sequence(axis: str, extras: Extras) -> Extras:
 
 
 def _halo(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
-    """Causal attention with a window: devices send the last keys of their part to those that need them."""
+    """Causal attention with a window: devices send the last keys of their part to the devices that need them."""
     _, axis, options = shard
     if ids is None:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
-    ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0 is what no device sent
+    ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0: keys that no device sent
     devices, time = jax.lax.axis_size(axis), q.shape[1]
     assert options.window is not None
     wanted = min(options.window - 1, (devices - 1) * time)  # keys before the first of this device

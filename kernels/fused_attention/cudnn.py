@@ -1,14 +1,14 @@
 """Attention by cuDNN, which is part of every installation of jax for NVIDIA GPUs.
 
-XLA has two custom calls for cuDNN's attention. `jax.nn.dot_product_attention(implementation="cudnn")` emits the same
-ones, but it queries the devices of this machine, so it cannot be compiled for other GPUs; it does not support
-documents; and the internal function that supports them reads grouped heads at wrong offsets before jax 0.12.1
-(github.com/jax-ml/jax/pull/39521). So this module emits the calls itself.
+XLA has two custom calls for cuDNN's attention. This module emits them itself, since
+`jax.nn.dot_product_attention(implementation="cudnn")` queries the devices of this machine, so it cannot be compiled for
+other GPUs; it does not support documents; and the internal function of jax that supports documents reads grouped heads
+at wrong offsets before jax 0.12.1 (github.com/jax-ml/jax/pull/39521).
 
 Documents (segments) are cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
-XLA allocates them statically: room for `max_segments` documents per row, each as long as the row. The workspace of the
-backward pass grows accordingly (`workspace`); it computes as many heads at once as WORKSPACE allows. If the
-rows together have more documents than these, the output is NaN.
+XLA allocates memory for `max_segments` documents per sequence, each as long as the sequence. The workspace of the
+backward pass grows in the same way (`workspace`), so that pass computes only as many heads at once as WORKSPACE allows.
+If all sequences together have more documents than this, the output is NaN.
 
 A plan for GPUs that are not installed compiles without cuDNN, so each call states its workspace by a formula; on a GPU
 XLA replaces it by the workspace that cuDNN requests.
@@ -34,9 +34,9 @@ from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
 from .blockwise import SAVED
 from .shapes import pairs
 
-WORKSPACE = 2**30  # the most bytes that the backward pass of packed rows should need
+WORKSPACE = 2**30  # target for the largest workspace in bytes of the backward pass of packed sequences
 _FORWARD, _BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-_STATUS_RETURNING = 2  # the version of XLA's custom calls that these targets have
+_STATUS_RETURNING = 2  # the version of XLA's custom-call interface that these targets have
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Call:
     scale: float
     masked: bool
     window: int | None
-    max_segments: int  # per row; 1: none are set
+    max_segments: int  # segments per sequence; 1: there are no segments
 
     @property
     def slots(self) -> int:
@@ -88,7 +88,7 @@ def _attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array
 
 def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
     packed = None if ids is None else Packed.of(call, ids)
-    if packed is not None:  # too many documents: NaN in the loss instead of a wrong result
+    if packed is not None:  # with too many documents the loss is NaN instead of a wrong result
         q = jnp.where(packed.count <= call.slots, q, jnp.nan)
     out, stats = _run(_FORWARD, call, (q, k, v), packed)
     return out, stats if packed is None else packed.rows_of(call, stats)
@@ -106,7 +106,7 @@ def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple
     d_out, d_lse = cotangents
     has_gradient = not isinstance(d_lse, SymbolicZero)
     if has_gradient:
-        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
+        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use blockwise")
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
     return *_backward(call, q, k, v, out, lse, d_out.astype(q.dtype), ids), None
@@ -131,7 +131,7 @@ def _backward(call: Call, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any
 def _gradients_by_heads(
     call: Call, packed: Packed, by_query: tuple[jax.Array, ...], by_key: tuple[jax.Array, ...], lse: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """dq, dk and dv of packed rows, a part of the query heads after the other."""
+    """dq, dk and dv of packed sequences, for one part of the query heads after the other."""
     part, group = backward_part(call), call.heads // call.kv_heads
     size = part.heads
     keys = max(1, size // group)  # key heads of a part, repeated for its query heads
@@ -163,15 +163,15 @@ _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @dataclass(frozen=True)
 class Packed:
-    """The documents of all rows in cuDNN's format: one after the other, with empty ones at the end."""
+    """The documents of all sequences in cuDNN's format: one after the other, with empty documents at the end."""
 
-    number: Int32[Array, "batch sequence"]  # the document of each position
-    starts: Int32[Array, " ends"]  # the first position of each document, over all rows; then the end of the last row
+    number: Int32[Array, "batch sequence"]  # the number of the document at each position
+    starts: Int32[Array, " ends"]  # the first position of each document, over all sequences; then the end of the last
     count: Int32[Array, ""]
 
     @classmethod
     def of(cls, call: Call, ids: Int32[Array, "batch sequence"]) -> Packed:
-        """A document is a run of equal ids within a row."""
+        """The documents of segment ids: runs of equal ids within a sequence."""
         first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1).reshape(-1)
         number = jnp.cumsum(first, dtype=jnp.int32) - 1
         (starts,) = jnp.nonzero(first, size=call.slots, fill_value=first.size)
@@ -179,7 +179,7 @@ class Packed:
         return cls(number.reshape(ids.shape), starts, number[-1] + 1)
 
     def rows_of(self, call: Call, stats: Float[Array, "slots heads sequence"]) -> Float[Array, "batch heads sequence"]:
-        """Values per position of a row, from values per position of a document."""
+        """Values per position of a sequence, from values per position of a document."""
         start = self.starts[jnp.minimum(self.number, self.starts.size - 1)]
         place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - start
         found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
@@ -193,17 +193,17 @@ class Packed:
 
 
 def workspace(call: Call, itemsize: int) -> int:
-    """Bytes that the backward pass allocates: dq in float32, a number per row of scores, and with grouped heads dk and
-    dv of every head (cudnn-frontend, `scaled_dot_product_flash_attention.h`). Packed, XLA does not tell cuDNN that
-    documents share the rows, so each needs as much as a complete row."""
+    """Bytes that the backward pass allocates: dq in float32, a value per row of scores, and with grouped heads dk and
+    dv of every head (cudnn-frontend, `scaled_dot_product_flash_attention.h`). XLA does not tell cuDNN that packed
+    documents share a sequence, so each document needs as many bytes as a complete sequence."""
     rows = call.slots * call.heads * call.length
     every_head = 2 * call.slots * call.heads * call.keys * call.dim * itemsize
     return rows * 4 * (call.dim + 1) + (every_head if call.heads > call.kv_heads else 0)
 
 
 def backward_part(call: Call) -> Call:
-    """The call of the backward pass. For packed rows it has as many query heads as WORKSPACE allows, each with a copy
-    of its keys and values, since grouped heads would allocate their gradients for each document.
+    """The call of the backward pass. For packed sequences it has as many query heads as WORKSPACE allows, each with a
+    copy of its keys and values, since grouped heads would allocate their gradients for each document.
 
     >>> call = Call(1, 4096, 4096, 32, 8, 128, 1.0, True, None, 32)
     >>> backward_part(call).heads, backward_part(replace(call, length=32768)).heads
@@ -221,7 +221,8 @@ def backward_part(call: Call) -> Call:
 
 
 def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
-    """Forward the output and the log-sum-exp, [documents, heads, sequence]; backward dq, dk and dv."""
+    """The outputs of a call. Forward: the output and the log-sum-exp, [documents, heads, sequence]; backward: dq, dk
+    and dv."""
     q, k, v = arrays[:3]
     forward = target == _FORWARD
     more: tuple[jax.Array, ...] = ()
@@ -254,7 +255,7 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
         return [x.swapaxes(1, 2) if i < transposed else x for i, x in enumerate(found[:-1])]
 
     def refuse(*_: Any) -> Any:
-        raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another one on a CPU")
+        raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another implementation on a CPU")
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
         if ON_CPU is not None:
@@ -304,8 +305,8 @@ def _backend_config(target: str, call: Call, dtype: Any) -> dict[str, Any]:
     return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
 
-# The matmuls of each call: contracted dimensions, and those of heads. Arrays are [batch, sequence, heads, dim], scores
-# [batch, heads, queries, keys].
+# The matmuls of each call: contracted dimensions, and dimensions of batch and heads. Arrays are [batch, sequence,
+# heads, dim], scores [batch, heads, queries, keys].
 _MATMULS = {
     _FORWARD: (("bmm1", (3, 3), (2, 2)), ("bmm2", (3, 1), (1, 2))),
     _BACKWARD: (

@@ -1,8 +1,8 @@
 """The common part of the fused implementations: the call of their kernels, and its gradient.
 
 One kernel computes the output and the log-sum-exp of each row. In the backward pass one kernel computes dq and another
-one dk and dv, or one computes all three. Packed rows have sorted segment ids, so kernels can skip complete blocks; the
-blocks to visit are computed here.
+kernel dk and dv, or one kernel computes all three. Packed sequences have sorted segment ids, so kernels can skip
+complete blocks; the blocks to visit are computed here.
 """
 
 import functools
@@ -63,8 +63,8 @@ class Passes(NamedTuple):
     one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     d_queries: Callable[..., jax.Array] | None = None  # the same arguments -> dq
     d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same arguments -> dk, dv
-    two_kernels: Any = None  # the Passes whose d_queries and d_keys are used; None: these
-    min_block: int = 16  # positions
+    two_kernels: Any = None  # the Passes whose d_queries and d_keys are used; None: these Passes Passes
+    min_block: int = 16  # least number of positions of a block
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,7 +1,7 @@
 """The backward program of the Mosaic GPU kernels: dq, dk and dv in 5 matmuls. `mosaic.py` launches it.
 
-A program has a block of keys, accumulates their dk and dv in registers, and adds its part of dq to global memory by
-TMA. The order of these additions differs between runs."""
+A program has a block of keys. It accumulates dk and dv of this block in registers, and adds its part of dq to global
+memory by TMA. The order of these additions differs between runs."""
 
 from typing import Any
 
@@ -36,9 +36,9 @@ def gradients(
     queries: Stream,
     together: SharedGradients,
 ) -> None:
-    """Writes dk and dv, and adds to dq, in float32 and not yet multiplied by the scale. The scores are transposed,
-    [keys, queries], as the matmuls of dk and dv read them. dq sums over the keys of both warpgroups: they share
-    their parts of the gradient of the scores, and each computes half of dq's columns."""
+    """Writes dk and dv, and adds to dq, in float32 and without the factor `scale`. The scores are transposed, [keys,
+    queries], as the matmuls of dk and dv read them. dq sums over the keys of both warpgroups: they share their parts of
+    the gradient of the scores, and each computes half of the columns of dq."""
     number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
     masks = parts.select_batch(masks, batch)
     ranges = visited_blocks(call, block, masks, by_keys=True)
@@ -120,8 +120,8 @@ def gradients(
 def _add_to_dq(
     together: SharedGradients, n: Any, number: Any, ds: jax.Array, dk: tuple[Any, Any], keys: Any, dq_ref: Any
 ) -> None:
-    """The matmul of dk, and this warpgroup's columns of the one of dq, over the keys of both warpgroups. `n` counts the
-    blocks of queries."""
+    """The matmul of dk, and this warpgroup's columns of the matmul of dq over the keys of both warpgroups. `n`: the
+    index of the block of queries."""
     both = together.ds.at[lax.rem(n, 2)]
     both.at[number][...] = ds
     _synchronize(together)
@@ -142,7 +142,7 @@ def _add_to_dq(
 
 
 def _synchronize(together: SharedGradients) -> None:
-    """After this, each warpgroup sees what the other one has written to shared memory."""
+    """After this, each warpgroup sees what the other has written to shared memory."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(together.arrived)
     plgpu.barrier_wait(together.arrived)

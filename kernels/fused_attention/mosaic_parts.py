@@ -1,7 +1,8 @@
 """Parts of the Mosaic GPU programs: indices, copies by TMA, and arithmetic in registers.
 
-Arrays in registers have the layout of the results of matmuls (`WGMMA`); vectors with a number per row or per column
-have its reductions, `BY_ROW` and `BY_COLUMN`. TMA reads zeros beyond the end of an array, and does not write there."""
+Arrays in registers have the layout of the results of matmuls (`WGMMA`); vectors with a value per row or per column have
+the reductions of this layout, `BY_ROW` and `BY_COLUMN`. TMA reads zeros beyond the end of an array, and does not write
+there."""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from .block import LOG2E, Call, MaskArrays, seen_in_block
 # Names of the dimensions of the grid, which must differ from those of mesh axes.
 HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
 ROWS = 64
-COMPUTING = 2  # warpgroups
-# Registers of a thread that computes, and of one that copies, of the 65,536 of a multiprocessor.
+COMPUTING = 2  # number of warpgroups that compute
+# Registers of a thread that computes, and of a thread that copies; a multiprocessor has 65,536.
 REGISTERS, FEW_REGISTERS = 240, 24
 
 WGMMA = plgpu.Layout.WGMMA
@@ -43,7 +44,7 @@ class Stream(NamedTuple):
 class SharedGradients(NamedTuple):
     """Shared memory for the gradients that the warpgroups of a program share."""
 
-    ds: Any  # [2, COMPUTING, keys, queries]: one is written while the other may still be read
+    ds: Any  # [2, COMPUTING, keys, queries]: one half is written while the other may still be read
     arrived: Any
     dq: Any  # [COMPUTING, queries, columns], copied to global memory
 
@@ -57,8 +58,8 @@ def slot_of(call: Call, n: Any) -> jax.Array:
 
 
 def opaque_zero(n: Any) -> jax.Array:
-    """Zero, which the compiler does not know. Addresses computed from it are computed where they are used; otherwise
-    the compiler computes the descriptors of constant addresses once and keeps them in registers that the sums need."""
+    """Zero, as a value that the compiler does not know. Addresses that depend on it are computed where they are used;
+    otherwise the compiler would keep the descriptors of constant addresses in registers that the sums need."""
     return n - lax.optimization_barrier(n)
 
 
@@ -126,7 +127,7 @@ def matmul(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
 
 
 def tanh(x: jax.Array) -> jax.Array:
-    """More accurate than the 11 bits of the GPU's tanh. Where exp2 overflows or underflows, the result is 1 or -1."""
+    """tanh, more accurate than the 11 bits of the GPU's own. Where exp2 overflows or underflows, it is 1 or -1."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 

@@ -1,7 +1,7 @@
 """The forward program of the Mosaic GPU kernels. `mosaic.py` launches it.
 
 Two warpgroups compute, each for `ROWS` rows, the number of rows of one `wgmma`; a third copies the blocks that they
-read by TMA, some blocks ahead."""
+read, by TMA and some blocks ahead."""
 
 from typing import Any
 
@@ -34,9 +34,9 @@ def forward(
     turns: Any,
 ) -> None:
     """The two warpgroups alternate: the matmuls of one (its scores, and the probabilities of the previous block with
-    the values) overlap the softmax of the other. Each program visits at least one block, which begins the sums."""
+    the values) overlap the softmax of the other. Each program visits at least one block, which initializes the sums."""
     number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
-    # The last blocks start first, since they take longest if causal.
+    # The last blocks start first, since they take longest with a causal mask.
     block = pl.cdiv(call.queries, call.blocks.queries) - 1 - lax.axis_index(BLOCK)
     masks = parts.select_batch(masks, batch)
     ranges = visited_blocks(call, block, masks, by_keys=False)
@@ -63,8 +63,8 @@ def forward(
                 theirs = parts.load_as(keys.blocks[1].at[slot], BY_COLUMN) if ids else None
                 s = parts.masked_scores(call, s, at, key, mine, theirs, (0, 1))
             plgpu.barrier_arrive(keys.free.at[slot])
-            # The subtracted level is an integer power of two, so that sums are rescaled exactly. A row without visible
-            # keys so far has a level of -inf, and -inf minus -inf is NaN.
+            # The subtracted level is an integer (an exponent of 2), so that sums are rescaled exactly. A row without
+            # visible keys so far has a level of -inf, and -inf minus -inf is NaN.
             higher = jnp.maximum(top, lax.round(jnp.max(s, axis=1) * base, lax.RoundingMethod.TO_NEAREST_EVEN))
             level = jnp.where(higher == -jnp.inf, 0.0, higher)
             p = jnp.exp2(s * base - parts.broadcast_along(level, shape, 0))

@@ -1,6 +1,6 @@
-"""Attention with a window that applies in some calls only, decided when it runs (`Extras.has_window`).
+"""Attention with a window that applies in some calls only; `Extras.has_window` decides when the program runs.
 
-Layers of one scan share a program, so those with a window and those without one are two branches of it. The branches
+Layers of one scan share a program, so layers with and without a window are two branches of this program. The branches
 have the same inputs, outputs and saved arrays; only one of them runs.
 """
 
@@ -34,7 +34,7 @@ class OptionalWindow(NamedTuple):
 
 
 def with_optional_window(kernel: Any, extras: Extras) -> Any:
-    """The implementation itself, or one that runs the case that `has_window` says."""
+    """The implementation itself, or with `has_window` a wrapper that runs one of the two branches."""
     return kernel if extras.has_window is None else OptionalWindow(kernel)
 
 

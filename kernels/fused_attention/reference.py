@@ -8,7 +8,7 @@ from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, visible
 
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
-    """Output and log-sum-exp, computed in float32, or in float64 for such inputs; zeros and -inf for a row without
+    """Output and log-sum-exp, computed in float32, or in float64 for float64 inputs; zeros and -inf for a row without
     keys."""
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     batch, queries, heads, dim = q.shape

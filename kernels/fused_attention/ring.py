@@ -1,5 +1,5 @@
-"""The methods `ring` and `all_gather` of `context.py`: attention to the keys of one device after the other, merged by
-log-sum-exp. With `gathered=True`, the method is `all_gather`. The sequence is the second dimension of all arrays."""
+"""The methods `ring` and `all_gather` (`gathered=True`) of `context.py`: attention to the keys of one device after the
+other, merged by log-sum-exp. The sequence is the second dimension of all arrays."""
 
 import dataclasses
 from collections.abc import Callable
@@ -69,7 +69,8 @@ def backward(
 
     def meet(found: Any, block: Block, step: jax.Array) -> Any:
         dq, d_keys = found
-        # The gradients of this block: zeros if gathered, otherwise the sum over the devices that the block has visited.
+        # The block's gradients so far: zeros if gathered, otherwise the sum over the devices that the block has
+        # visited.
         d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _next(axis, d_keys)
         for rows, keys in _pairs(axis, step):
             more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
@@ -110,7 +111,7 @@ def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, foun
 
 
 def _device(axis: str, step: jax.Array) -> jax.Array:
-    """The device whose keys arrive here after `step` sends."""
+    """The device whose keys are on this device after `step` sends."""
     return (jax.lax.axis_index(axis) - step) % jax.lax.axis_size(axis)
 
 

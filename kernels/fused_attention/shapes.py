@@ -15,7 +15,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Operations of the two matmuls of the forward pass. The five of the backward pass need 2.5 times as many."""
+        """Operations of the two matmuls of the forward pass. The backward pass has five, so 2.5 times as many."""
         visible = pairs(self.queries, self.keys, causal=self.causal, window=self.window)
         return 4 * self.batch * self.heads * visible * self.dim
 

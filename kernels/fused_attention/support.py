@@ -1,7 +1,7 @@
 """Which implementations support a call of attention, and which one is chosen, before anything is compiled.
 
-The first of these that supports the call is chosen: the fastest one measured on this kind of device; cuDNN; `mosaic` on
-Hopper; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
+The first of these that supports the call is chosen: the fastest that was measured on this kind of device; cuDNN;
+`mosaic` on Hopper; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxmem.kernels.validation import FLOATS
 from .arguments import Extras, Options
 
 OPERATION = "attention"
-ORDER = {  # the reason for each, if it is chosen
+ORDER = {  # the reason to choose each implementation
     "cudnn": "cuDNN supports this attention",
     "mosaic": "the kernel for compute capability 9.0",
     "triton": "the kernel for compute capability 8.0 and newer",
 }
 PLAIN = "blockwise"  # runs wherever XLA does
 SIXTEEN = ("bfloat16", "float16")
-MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed rows; kernels without a workspace are as fast
+MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed sequences; kernels without workspace are as fast
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Request:
     soft_cap: bool = False
     deterministic: bool = False
     has_segments: bool = False
-    keys_have_own: bool = False  # the keys have segment ids of their own
-    max_segments: int | None = None  # per row; None: unknown
+    keys_have_own: bool = False  # whether the keys have other segment ids than the queries
+    max_segments: int | None = None  # segments per sequence; None: unknown
 
     @classmethod
     def of(cls, q: Any, k: Any, options: Options, extras: Extras, *, keys_have_own: bool = False) -> Request:
@@ -82,8 +82,8 @@ Rules = Iterator[tuple[bool, str, str]]  # (whether a rule is broken, the value,
 
 
 def refusal(name: str, call: Request, capability: int | None) -> str | None:
-    """Why an implementation does not support a call on GPUs of compute capability `capability` (90 for 9.0; None:
-    unknown, not checked); None: it supports the call.
+    """The reason why an implementation does not support a call on GPUs of compute capability `capability` (90 for 9.0;
+    None: unknown, not checked); None: it supports the call.
 
     >>> refusal("cudnn", Request("float32", 4096, 4096, 32, 128), 90)
     'q is float32; the cudnn implementation supports bfloat16 and float16'
@@ -116,7 +116,7 @@ def _cudnn(call: Request, capability: int | None) -> Rules:
     yield from _common(call, capability, 256 if capability == 90 else 128, SIXTEEN)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
     yield call.soft_cap, "soft_cap is set", "does not support it"
-    # Its deterministic backward pass stores the gradients of all scores.
+    # cuDNN's deterministic backward pass stores the gradients of all scores.
     yield call.deterministic, "deterministic is set", "does not support it"
     lengths = f"q has {call.queries} positions and k {call.keys}"
     yield call.masked and call.queries != call.keys, lengths, "needs as many queries as keys for a causal mask"
@@ -141,7 +141,7 @@ def _cudnn(call: Request, capability: int | None) -> Rules:
 
 
 def _packed_workspace(call: Request) -> int:
-    """Bytes that the backward pass of one head of packed rows allocates."""
+    """Bytes that the backward pass of one head of packed sequences allocates."""
     from .cudnn import Call, workspace
 
     segments = call.max_segments or 1
@@ -156,7 +156,7 @@ _RULES: dict[str, Callable[[Request, int | None], Rules]] = {"cudnn": _cudnn, "m
 
 
 def choose(call: Request, capability: int | None, device: str) -> Choice:
-    """The implementation of a call that names none, and why. `device`: its name in `tuned.json`.
+    """The implementation of a call that names no implementation, and why. `device`: the device's name in `tuned.json`.
 
     >>> choose(Request("bfloat16", 4096, 4096, 32, 128), 90, "NVIDIA H100").implementation
     'cudnn'

@@ -121,7 +121,7 @@ def tile_backward(
     problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, d_out: Queries, lse: Rows, inner: Rows
 ) -> tuple[Any, ...]:
     """A tile's part of dq, [batch, kv_heads, dim, group, queries], of dk and of dv. Every matmul contracts the last
-    dimension of its left side, which is fast on CPUs; `k_turned`, the transposed keys, serves the one of dq."""
+    dimension of its left side, which is fast on CPUs. `k_turned`: the transposed keys, for the matmul of dq."""
     batch, heads, groups, queries, dim = q.shape
     shape = (batch, heads, tile.keys, groups * queries)
     s, slope = scores(problem, q, k, tile, BACKWARD)
@@ -158,7 +158,7 @@ def _positions(first: Any, count: int) -> jax.Array:
 
 
 def _along(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    """`x` with its dimensions at these positions of the five of a tile, to broadcast over the others."""
+    """`x` with its dimensions at these positions of a tile's five dimensions, to broadcast over the others."""
     shape = [1] * 5
     for dim, length in zip(dims, x.shape, strict=True):
         shape[dim] = length

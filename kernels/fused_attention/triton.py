@@ -1,14 +1,15 @@
 """Attention as Triton kernels, launched through jax-triton: NVIDIA GPUs from Ampere on.
 
-Forward (Dao, arXiv:2307.08691), a program has a block of queries and visits the keys that these attend to block by
-block, with a running maximum and sum of each row. Blocks of keys without masked elements are computed without a mask;
-blocks without a key of the queries' segments are skipped. Backward there are two kernels without atomic additions, so
-equal inputs have bitwise equal gradients: one has a block of queries and sums dq, the other one has a block of keys and
-sums dk and dv over the queries of all heads that share them. Both recompute the probabilities from the log-sum-exp.
+In the forward pass (Dao, arXiv:2307.08691) a program has a block of queries, and visits the keys of these queries block
+by block, with a running maximum and sum of each row. Blocks of keys without masked elements are computed without a
+mask; blocks without a key of the queries' segments are skipped. The backward pass has two kernels without atomic
+additions, so equal inputs have bitwise equal gradients: one has a block of queries and sums dq, the other has a block
+of keys and sums dk and dv over the queries of all heads that share them. Both recompute the probabilities from the
+log-sum-exp.
 
-In addition to inputs and outputs they store batch x heads x sequence x 2 numbers, never sequence squared. With P
-unmasked pairs they need 4 P dim operations per head forward, and 14 P dim backward: 10, and the scores and their
-gradients a second time.
+In addition to inputs and outputs they store batch x heads x sequence x 2 values, never sequence squared. With P
+unmasked pairs they need 4 P dim operations per head forward, and 14 P dim backward: 10, plus 4 because both kernels
+compute the scores and their gradients.
 """
 
 import functools
@@ -122,7 +123,7 @@ def _run(
     by_keys: bool,
 ) -> list[jax.Array]:
     programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
-    unused = jnp.zeros(1, jnp.int32)  # for pointers that a program does not read
+    unused = jnp.zeros(1, jnp.int32)  # passed for pointers that a program does not read
     extra = [unused if x is None else x for x in masks]
     batch, _, heads, _ = q.shape
     kv_heads = k.shape[2]

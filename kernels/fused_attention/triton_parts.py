@@ -13,7 +13,7 @@ from jaxmem.kernels.triton_functions import program
 @program
 def capped_scores(raw, s: tl.constexpr):
     """Scores in units of `s.unit`, and the derivative of soft-capping. exp2 may overflow to infinity or underflow to 0;
-    tanh is then 1 or -1, as it should be."""
+    tanh is then correctly 1 or -1."""
     if s.tanh_factor is None:
         score, slope = raw * s.factor, raw
     else:
@@ -62,8 +62,8 @@ def load_ids(ptr, at, limit, s: tl.constexpr):
 
 @program
 def visited_blocks(block, batch, begin_ptr, end_ptr, by_keys: tl.constexpr, s: tl.constexpr):
-    """The ends of the ranges of blocks that a block of queries, `by_keys` a block of keys, visits: partly masked ones,
-    unmasked ones, partly masked ones again; as in `block.visited_blocks`."""
+    """The ends of the ranges of blocks that a block of queries (with `by_keys`, a block of keys) visits, as in
+    `block.visited_blocks`: partly masked blocks, unmasked blocks, partly masked blocks."""
     own: tl.constexpr = s.columns if by_keys else s.rows
     size: tl.constexpr = s.rows if by_keys else s.columns
     length: tl.constexpr = s.queries if by_keys else s.keys
@@ -72,7 +72,7 @@ def visited_blocks(block, batch, begin_ptr, end_ptr, by_keys: tl.constexpr, s: t
     low = first * 0
     unmasked_low = first * 0
     high = first * 0 + length
-    # The rows beyond the end of the last block of queries add zero, so it needs no mask.
+    # Rows beyond the end of the last block of queries add zero, so this block needs no mask.
     unmasked_high = first * 0 + ((length + size - 1) // size * size if by_keys else length)
     if s.causal:
         if by_keys:

@@ -1,8 +1,8 @@
 """The Triton programs of attention, for one block of queries or of keys. `triton.py` launches them.
 
-A program visits up to three ranges of blocks: partly masked ones, unmasked ones, and partly masked ones again. With
-segments there is one range, whose blocks are all masked. Triton overlaps the loads of the next blocks with the matmuls
-of the current one: with cp.async on Ampere and Ada, asynchronous wgmma on Hopper, tcgen05 on Blackwell.
+A program visits up to three ranges of blocks: partly masked, unmasked, and partly masked again. With segments there is
+one range, and all of its blocks are computed with a mask. Triton overlaps the loads of the next blocks with the matmuls
+of the current block: with cp.async on Ampere and Ada, asynchronous wgmma on Hopper, tcgen05 on Blackwell.
 """
 
 import triton.language as tl

@@ -2,7 +2,7 @@
 
 A new implementation is a module with `multiply` and `of_activations` as in `reference.py`, and a line in
 IMPLEMENTATIONS; it raises ValueError for calls that it does not support. `tests/kernels/test_quantized_matmul.py` tests
-all.
+all implementations.
 """
 
 from functools import partial

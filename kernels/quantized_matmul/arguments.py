@@ -22,7 +22,7 @@ class QuantizedScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """Encoding of values from -1 to 1."""
+    """An encoding of values from -1 to 1."""
 
     bits: int
     listed: tuple[float, ...] | None = None  # the value of each code; None: evenly spaced
@@ -91,7 +91,7 @@ def check_arguments(
             f"scale has groups of shape {scale.scale.shape} and a mean of {scale.mean.shape}; they should be"
             f" [groups, {outputs}] and [1, 1]",
         )
-    if blocks == 1:  # the size of a block that extends beyond the inputs does not matter; a small one fits in 32 bits
+    if blocks == 1:  # the size of a single block beyond the inputs has no effect; a small size fits in 32 bits
         block = min(block, max(2, 1 << (inputs - 1).bit_length()))
     return x, codes, scale, Call(form, block, inputs, outputs)
 

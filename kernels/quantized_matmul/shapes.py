@@ -13,7 +13,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """The matmul forward, or its gradient with respect to x."""
+        """Operations of the matmul, or of its gradient with respect to x."""
         return 2 * self.tokens * self.inputs * self.outputs
 
 

@@ -1,8 +1,8 @@
 """The matmul in plain JAX, one slice of the weight at a time, for every device of XLA.
 
-Each slice of 8 M numbers is dequantized and used at once: 16 MiB in bfloat16, which fit in the second-level cache of a
-large GPU, instead of the complete weight (896 MiB for 16384 x 28672). A slice is a range of outputs, backward a range
-of inputs, so each slice computes its own part of the result. x (backward: the gradient of the output) is read once per
+Each slice of 8 M elements is dequantized and used at once: 16 MiB in bfloat16, which fit in the second-level cache of a
+large GPU, instead of the complete weight (896 MiB for 16384 x 28672). A slice is a range of outputs (backward: of
+inputs), so each slice computes one part of the result. x (backward: the gradient of the output) is read once per
 slice."""
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from .arguments import Call, QuantizedScales
 from .reference import block_scales, decoded
 
-SLICE = 1 << 23  # numbers of a slice
+SLICE = 1 << 23  # elements of a slice
 
 
 def multiply(
@@ -33,7 +33,7 @@ def multiply(
         return part(jnp.zeros((), jnp.int32))
 
     def step(i: jax.Array, made: jax.Array) -> jax.Array:
-        # The last slice begins earlier if it would extend beyond the end: it then computes some values twice.
+        # If the last slice would extend beyond the end, it begins earlier, and computes some values a second time.
         first = jnp.minimum(i * width, call.outputs - width)
         return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=1)
 
@@ -45,11 +45,11 @@ def of_activations(
     call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens inputs"]:
     blocks = max(1, SLICE // call.outputs // call.block)
-    blocks += blocks * call.block % call.form.together  # so that slices begin at complete bytes
+    blocks += blocks * call.block % call.form.together  # slices begin at complete bytes
     height = blocks * call.block
     if height >= call.inputs:
         return g @ decoded(call, codes, scale, g.dtype).T
-    own = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's numbers
+    own = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's elements
 
     def put(made: jax.Array, first: Any, count: int) -> jax.Array:
         some, together = replace(call, inputs=count), call.form.together

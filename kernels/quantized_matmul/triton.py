@@ -1,13 +1,13 @@
 """The matmul as Triton kernels, which dequantize codes in registers.
 
-Forward, a program computes a tile of the result; at each step it reads a tile of x and a tile of codes. The two codes
-of a byte are neighbours along the sum: the first codes of the bytes are multiplied with the even columns of x and the
-second ones with the odd columns, in two matmuls that move no values. For this x is copied with its even columns first,
-4 bytes per number of x; dequantizing the weight first would write and read 4 bytes per number of the weight. Backward
-the sum is along the outputs, and even and odd columns are separate results.
+In the forward pass a program computes a tile of the result; at each step it reads a tile of x and a tile of codes. The
+two codes of a byte are neighbours along the sum: the first codes of the bytes are multiplied with the even columns of x
+and the second codes with the odd columns, in two matmuls that move no values. For this, x is copied with its even
+columns first, 4 bytes per element of x; dequantizing the weight first would write and read 4 bytes per element of the
+weight. In the backward pass the sum is along the outputs, and even and odd columns are separate results.
 
-With T tokens the codes are read T / 128 times, all but the first from the second-level cache, because programs that
-share a tile of codes start one after the other.
+With T tokens the codes are read T / 128 times. All reads but the first are from the second-level cache, because
+programs that share a tile of codes start one after the other.
 """
 
 import math
@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     """Tile sizes of a program: powers of two, at least 16 for the tensor cores."""
 
     tokens: int
-    rows: int  # of codes
+    rows: int  # rows of codes
     outputs: int
     warps: int
     stages: int
@@ -47,7 +47,7 @@ class Tiling:
     tokens: int
     outputs: int
     code_rows: int
-    blocks: int  # of scales, along the rows
+    blocks: int  # number of blocks (scales) along the rows
     blocks_of_group: int
     tile_tokens: int
     rows: int
@@ -64,21 +64,21 @@ class Tiling:
 
 
 def multiply(call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
-    """[tokens, outputs]."""
+    """x @ w, [tokens, outputs]."""
     blocks = _fitting(call, x.shape[0], USUAL["forward"])
     columns = jnp.moveaxis(x.reshape(x.shape[0], codes.shape[0], call.form.together), 2, 0)
     return _run("dequant_matmul", call, blocks, columns, codes, scale)
 
 
 def of_activations(call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
-    """[tokens, inputs]."""
+    """g @ w.T, [tokens, inputs]."""
     made = _run("dequant_matmul_of_activations", call, _fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
     return jnp.moveaxis(made, 0, 2).reshape(g.shape[0], call.inputs)
 
 
 def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     form, forward, tokens, rows = call.form, name == "dequant_matmul", x.shape[-2], codes.shape[0]
-    unused = jnp.zeros(1, jnp.float32)  # for pointers that the program does not read
+    unused = jnp.zeros(1, jnp.float32)  # passed for pointers that the program does not read
     double = isinstance(scale, QuantizedScales)
     own, groups, mean = (scale.codes, scale.scale, scale.mean) if double else (scale, unused, unused)
     listed = unused if form.listed is None else jnp.asarray(form.listed, jnp.float32)
@@ -113,7 +113,7 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
 
 
 def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:
-    """Sizes for this call: a tile of codes is inside one block of scales, or has a power of two of them."""
+    """Sizes for this call: a tile of codes is inside one block, or has a power of two of blocks."""
     together = call.form.together
     rows = block_size(most.rows, -(-call.inputs // together))
     if call.unit >= rows or call.unit & (call.unit - 1):

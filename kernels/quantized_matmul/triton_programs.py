@@ -26,8 +26,8 @@ def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
 
 @program
 def decoded(tile, output, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
-    """The values of a tile of codes in float32: those of the first and of the second code of each byte; for int8 both
-    are the same. Rows and columns beyond the end of the weight have some finite value."""
+    """The values of a tile of codes in float32, of the first and of the second code of each byte; for int8 both are the
+    same. Rows and columns beyond the end of the weight have arbitrary finite values."""
     row = tile * s.rows + tl.arange(0, s.rows)
     real = (row < s.code_rows)[:, None] & (output < s.outputs)[None, :]
     codes_ptr += row.to(tl.int64)[:, None] * s.outputs + output[None, :]

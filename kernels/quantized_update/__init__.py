@@ -1,4 +1,4 @@
-"""Fused optimizer steps on 8-bit numbers. `reference.py` defines the results.
+"""Fused optimizer steps on 8-bit state and weights. `reference.py` defines the results.
 
 A new implementation is a module with `adam8` and `int8_add` as in `reference.py`, and a line in IMPLEMENTATIONS.
 """
@@ -29,8 +29,8 @@ def adam8_update(
     block_size: int = 256,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Moments8]:
-    """Adam's direction for a gradient [..., rows, columns], in its dtype, and the new state, which replaces the old one
-    in place if it is donated.
+    """Adam's direction for a gradient [..., rows, columns], in the gradient's dtype, and the new state, which replaces
+    the old state in place if it is donated.
 
     `state`: 8-bit dynamic codes (Dettmers et al., arXiv:2110.02861) in blocks along `axis`, -1 or -2. A second moment
     never becomes zero: it is at least the smallest nonzero value of a code. `unbiased`: 1 - beta1^t and 1 - beta2^t,
@@ -62,7 +62,7 @@ def int8_add(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds an update to int8 weights, value = code / 127 * scale, and quantizes the sum with stochastic rounding, so
-    that updates far below a quantization step are correct on average. In place if the arrays are donated.
+    that updates far below a quantization step are correct on average. Donated arrays are updated in place.
 
     `seeds`: a random word per block. The number drawn for an element depends on this word and on the position in the
     block, so blocks with the same word draw the same numbers in any part of an array."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxmem.kernels.validation import FLOATS, Validator
 
-NamedArrays = dict[str, tuple[Any, str]]  # by name: the array and the dtype that it should have
+NamedArrays = dict[str, tuple[Any, str]]  # name -> (array, the dtype that it should have)
 
 
 class Moments8(NamedTuple):
@@ -29,7 +29,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of numbers that share a scale."""
+    """The blocks of elements that share a scale."""
 
     along: int  # the dimension that is divided into blocks: -1 or -2
     size: int
@@ -63,12 +63,12 @@ def check_arguments(
 
 
 def blocked(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """[blocks, size] or, along the rows, [rows of blocks, size, columns]: the same bytes in the same order."""
+    """x as [blocks, size] or, with blocks along the rows, [rows of blocks, size, columns]; no bytes are moved."""
     if blocks.along == -1:
         return x.reshape(-1, blocks.size)
     return x.reshape(-1, blocks.size, x.shape[-1])
 
 
 def lines(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """Scales, shaped as `blocked` shapes their numbers, without the block's dimension."""
+    """Scales in the shape that `blocked` gives to their elements, without the dimension of a block."""
     return x.reshape(-1) if blocks.along == -1 else x.reshape(-1, x.shape[-1])

@@ -1,6 +1,6 @@
 """The updates by their definition, in plain JAX: dequantize, step, quantize.
 
-XLA reads and writes about 30 bytes per number, because the absmax of a block is known only after its last number.
+XLA reads and writes about 30 bytes per element, because the absmax of a block is known only after its last element.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxmem.kernels.draws import uniform
 
 from .arguments import Adam, Blocks, Moments8, blocked, lines
 
-STEPS = 127  # of int8, from 0 to 1
+STEPS = 127  # quantization steps of int8 from 0 to 1
 
 
 def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
@@ -51,7 +51,7 @@ def int8_add(
 
 
 def _encoded(x: jax.Array, blocks: Blocks, encode: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # The maximum of the bits, in whose order NaN is above all numbers: XLA's maximum of floats ignores NaN on a CPU.
+    # The maximum of the bits, as integers, with NaN above all numbers: XLA's maximum of floats ignores NaN on a CPU.
     most = jnp.max(jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis=1)
     most = jax.lax.bitcast_convert_type(most, jnp.float32)
     inverse = jnp.where(most > 0, 1 / jnp.where(most > 0, most, 1), 0)

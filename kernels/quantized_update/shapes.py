@@ -15,7 +15,7 @@ class Shape(NamedTuple):
 
     @property
     def least_bytes(self) -> float:
-        """Adam with a 16-bit gradient: each array is read once and written once."""
+        """Bytes of Adam with a 16-bit gradient if each array is read once and written once."""
         return self.numbers * (8 + 16 / self.block)
 
 

@@ -1,7 +1,7 @@
 """The updates as Triton kernels: each array is read once and written once, codes and scales in place.
 
 A program has complete blocks in registers, so the absmax of a block is known before its codes are written. With a
-16-bit gradient or update and blocks of 256, Adam moves 8.06 bytes per number and int8 weights 4.05."""
+16-bit gradient or update and blocks of 256, Adam moves 8.06 bytes per element, and int8 weights 4.05."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from .arguments import Adam, Blocks, Moments8, blocked, lines
 PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 
 
-# A program updates 32 numbers per thread: at least two programs share a multiprocessor, so that one computes while
-# another one waits. A program with more numbers has proportionally more warps.
+# A program updates 32 elements per thread: at least two programs share a multiprocessor, so that one computes while the
+# other waits. A program with more elements has proportionally more warps.
 NUMBERS, WARPS, MAX_WARPS = 4096, 4, 32
 COLUMNS = 32  # the least number of columns if blocks are along rows: memory is read in lines of 32 bytes
-MAX_BLOCK = 16384  # numbers of a block
+MAX_BLOCK = 16384  # largest number of elements of a block
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Tiling:
     """Compile-time values of a program."""
 
     along_columns: bool  # blocks are along the last dimension; otherwise along rows
-    size: int  # numbers of a block
+    size: int  # elements of a block
     padded: int  # the next power of two
     count: int  # blocks of a program
-    blocks: int  # of all programs; along columns only
+    blocks: int  # blocks of all programs; along columns only
     columns: int
     beta1: float = 0.0
     beta2: float = 0.0
@@ -46,7 +46,7 @@ class Tiling:
 
 
 def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
-    # With a and b the direction is m / (a * sqrt(v) + b), m in units of 1 - beta1 and v of 1 - beta2.
+    # With a and b the direction is m / (a * sqrt(v) + b), with m in units of 1 - beta1 and v in units of 1 - beta2.
     root = jnp.sqrt((1 - adam.beta2) / unbiased[1])
     factors = jnp.stack([root, jnp.float32(adam.epsilon)]) * (unbiased[0] / (1 - adam.beta1))
     numbers = [blocked(x, blocks) for x in (g, state.m, state.v)]

@@ -9,8 +9,9 @@ from jaxmem.kernels.triton_functions import dynamic8_code, dynamic8_value, float
 
 @program
 def tile(s: tl.constexpr):
-    """For the blocks of this program: each number's position in its block, the offset of the first number (64 bits),
-    the other numbers' offsets from it, and their mask; the same for the blocks: the first one, offsets, and mask."""
+    """For the elements of this program: each element's position in its block, the offset of the first element (64
+    bits), the offsets of the others from it, and their mask. For its blocks: the first block, the offsets, and their
+    mask."""
     if s.along_columns:
         block = tl.program_id(0) * s.count + tl.arange(0, s.count)
         place = tl.arange(0, s.padded)[None, :]
@@ -35,7 +36,7 @@ def tile(s: tl.constexpr):
 
 @program
 def over_block(x, s: tl.constexpr):
-    """A number per block, broadcast over the block's numbers."""
+    """A value per block, broadcast over the elements of the block."""
     if s.along_columns:
         x = x[:, None]
     else:
@@ -45,8 +46,8 @@ def over_block(x, s: tl.constexpr):
 
 @program
 def largest(x, steps: tl.constexpr, s: tl.constexpr):
-    """The absmax of each block, and the factor that scales its numbers to -steps ... steps, at most 2^126. The maximum
-    is that of the bits, in whose order NaN is above all numbers: a GPU's maximum of floats ignores NaN."""
+    """The absmax of each block, and the factor (at most 2^126) that scales its elements to -steps ... steps. The
+    maximum is that of the bits as integers, with NaN above all numbers: a GPU's maximum of floats ignores NaN."""
     most = tl.max(float_bits(tl.abs(x)), axis=1 if s.along_columns else 0).to(tl.float32, bitcast=True)
     return most, tl.minimum(steps / most, 8.507059173023462e37)
 
@@ -59,7 +60,7 @@ def adam8_update(
     """m is in units of 1 - beta1 and v in units of 1 - beta2, so that g and its square are added without a factor."""
     _, first, offset, mask, first_block, block_offset, block_mask = tile(s)
     g = tl.load(g_ptr + first + offset, mask=mask, other=0.0).to(tl.float32)
-    # Outside of the mask: the code of zero.
+    # Elements outside of the mask have the code of zero.
     old_m = dynamic8_value(tl.load(m_ptr + first + offset, mask=mask, other=127), True)
     old_v = dynamic8_value(tl.load(v_ptr + first + offset, mask=mask, other=0), False)
     m_scale = tl.load(m_scale_ptr + first_block + block_offset, mask=block_mask, other=0.0)
