@@ -78,7 +78,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         already. Returns whether a save was started. `state` may be donated as soon as this returns. `metrics["loss"]`
         is the held-out loss of this state, if it has been evaluated.
 
-        A failed save is reported or raised by the next `save`, and raised by `wait`; the run may continue after it.
+        A failed save is reported or raised by the next `save`, and raised by `wait` and by `save` with `force`; the run
+        may continue after it.
         """
         if not self.is_due(step, metrics, force):
             return False
@@ -97,7 +98,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             self._manager.save(step, args=ocp.args.Composite(state=arrays, run=ocp.args.JsonSave(record)), force=True)
         except FAILURES as error:
-            self._report(self._save_error(step, error))
+            failed = self._save_error(step, error)
+            if force:  # no later save will follow
+                raise failed from error
+            self._report(failed)
             return False
         self._sweeper = threading.Thread(target=self._sweep_when_saved, name="checkpoint-sweep")
         self._sweeper.start()

@@ -264,6 +264,8 @@ def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
                         checkpoints.save(2, state, {}, {})
                 else:
                     assert not checkpoints.save(2, state, {}, {})
+                    with pytest.raises(UserError, match="step 2 could not be written"):  # the last one of a run
+                        checkpoints.save(2, state, {}, {}, force=True)
             assert checkpoints.save(3, state, {}, {})
             assert checkpoints.steps() == [1, 3]
     [line] = told
