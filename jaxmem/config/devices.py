@@ -67,7 +67,8 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     each = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
     if rows % (each * mesh.row_shards):
         over = " x ".join(
-            [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES] + ["2 rows per pair"] * (each - 1)
+            [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES if axis != "expert" or mesh.expert > 1]
+            + ["2 rows per pair"] * (each - 1)
         )
         step = batch.accumulate * each * mesh.row_shards
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))

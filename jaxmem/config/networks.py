@@ -95,7 +95,7 @@ class Decoder(Family):
         (), "whether each layer has `window` (sliding_attention); a shorter list is repeated; []: every layer has it"
     )
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
-    experts: Experts | None = None
+    experts: Experts | None = setting(None, "a mixture of experts in each layer instead of one MLP")
     dropout: Fraction = setting(0.0, _DROPOUT)
 
     @property

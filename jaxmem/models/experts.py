@@ -7,8 +7,8 @@ times the sum over experts of (choices per token) x (mean probability), which is
 transformers; and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer.
 
 The tokens of each expert are computed in blocks (`kernels.grouped_matmul`): no result of a matmul exists for all
-choices of tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass computes
-each block again, whatever the recompute policy saves.
+choices of tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass recomputes
+each block, whatever the recompute policy saves.
 
 Each device computes the experts that it stores. Along the mesh axis `expert`, the tokens of the other devices are
 all-gathered first, and the results are reduce-scattered. An all-to-all would send each token to at most top_k devices

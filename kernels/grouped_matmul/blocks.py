@@ -3,8 +3,8 @@
 The rows of each group are cut into blocks of a fixed size; only the last block of a group is padded. A block reads its
 rows, slices the weights of its group, applies the function, and adds the result to the rows of the output. So the
 memory of a call is the output in float32 and the intermediates of one block. For R rows in G groups there are at most
-R / block + G blocks. Backward, a block is computed again. The weight gradient of a group is summed in float32 while its
-blocks, which follow each other, are computed, and then written to the gradient of all groups.
+R / block + G blocks. The backward pass recomputes each block. The weight gradient of a group is summed in float32 while
+its blocks, which follow each other, are computed, and then written to the gradient of all groups.
 
 `jax.lax.ragged_dot` on GPUs writes arrays of [groups, rows, width] instead (jax 0.10).
 """

@@ -25,6 +25,9 @@ PUBLISHED = {
     "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
     "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "phi3-mini": 3_821_079_552,
@@ -48,6 +51,13 @@ def test_every_preset_but_tiny_has_a_published_count():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_count(name):
     assert parameter_count(preset(name)) == PUBLISHED[name]
+
+
+def test_active_parameters():
+    """Of Mixtral 12.9 B, of Qwen3 3.3 B and 22 B, as their publishers round them."""
+    names = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b")
+    found = [parameter_count(preset(name), active=True) for name in names]
+    assert found == [12_879_925_248, 3_353_032_704, 22_190_763_520]
 
 
 def test_count_by_hand():

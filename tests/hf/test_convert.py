@@ -24,7 +24,13 @@ from jaxmem.step import program
 from jaxmem.training.run import run
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
-STORED = {"llama3.1": np.float16, "mistral": ml_dtypes.bfloat16, "gemma2": ml_dtypes.bfloat16, "phi3": np.float32}
+STORED = {
+    "llama3.1": np.float16,
+    "mistral": ml_dtypes.bfloat16,
+    "gemma2": ml_dtypes.bfloat16,
+    "phi3": np.float32,
+    "mixtral": np.float32,
+}
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -1,13 +1,16 @@
 """The same logits, and the same tokens, as transformers, for every family and what each may ask for."""
 
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
+from jaxmem.errors import UserError
 from jaxmem.inference.generate import generate
 from jaxmem.inference.load import open_model
 
@@ -38,3 +41,12 @@ def test_logits_are_those_of_transformers(name, directories, compare):
 def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
     assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()
+
+
+def test_a_missing_expert_is_named(tmp_path, directories):
+    shutil.copytree(directories / "qwen3-moe", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file({key: x for key, x in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=name):
+        hf.load(tmp_path)
