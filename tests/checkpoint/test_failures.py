@@ -257,15 +257,14 @@ def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with Checkpoints(tmp_path / str(say is None), every=1, warn=say) as checkpoints:
             checkpoints.save(1, state, {}, {})
             checkpoints.wait()
-            with monkeypatch.context() as patch:
-                patch.setattr(checkpoints._manager, "save", full)
-                if say is None:
-                    with pytest.raises(UserError, match="step 2 could not be written"):
-                        checkpoints.save(2, state, {}, {})
-                else:
-                    assert not checkpoints.save(2, state, {}, {})
-                    with pytest.raises(UserError, match="step 2 could not be written"):  # the last one of a run
-                        checkpoints.save(2, state, {}, {}, force=True)
+            for force in (False, True):  # the last one of a run is forced
+                with monkeypatch.context() as patch:
+                    patch.setattr(checkpoints._manager, "save", full)
+                    if say is None or force:
+                        with pytest.raises(UserError, match="step 2 could not be written"):
+                            checkpoints.save(2, state, {}, {}, force=force)
+                    else:
+                        assert not checkpoints.save(2, state, {}, {})
             assert checkpoints.save(3, state, {}, {})
             assert checkpoints.steps() == [1, 3]
     [line] = told
