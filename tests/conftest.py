@@ -4,6 +4,8 @@ import atexit
 import importlib.metadata
 import os
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,8 +14,10 @@ from jaxtyping import install_import_hook
 
 from jaxmem.machine.devices import collect_garbage_rarely, simulate
 
-# The programs are small and run a few times: what LLVM gains at run time it takes twice in compiling. HLO is the same.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# The programs are small and run a few times: what LLVM gains at run time it takes twice in compiling, and so do several
+# modules of LLVM for each program. HLO is the same.
+quick = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quick
 # jax 0.10 has an older way to emit fusions, too: in half the time. It would fuse products and sums here and not there,
 # so that what is equal to the bit would not be: AVX alone has no such instruction.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -43,6 +47,7 @@ install_import_hook(
 )
 
 import jax  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from jaxmem.kernels import mosaic_launch, triton_launch  # noqa: E402
 from tests.kernels import interpreter, warpgroups  # noqa: E402
@@ -53,6 +58,56 @@ triton_launch.INTERPRETER = interpreter.interpret
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 collect_garbage_rarely()
+
+# Rooms whose tests compile many programs, and never read from them which lines of Python their operations come from.
+WITHOUT_FRAMES = ("adapters", "checkpoint", "inference", "kernels", "models", "optim", "quant", "stack", "step")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_locations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For those rooms an operation names one line instead of its call stack: an eighth of the time to compile less. A
+    plan divides bytes by call stacks, so these programs are cached apart."""
+    if request.path.parent.name not in WITHOUT_FRAMES:
+        yield
+        return
+    before = jax.config.jax_compilation_cache_dir
+    for full, folder in ((False, f"{before}/without-frames"), (True, before)):
+        jax.config.update("jax_include_full_tracebacks_in_locations", full)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+        if not full:
+            yield
+
+
+# Files in which the suite spends half of its time. They come first: with the longest last, one process of two would
+# wait for it (`make test` says --no-loadscope-reorder, or else files with the fewest tests would be last).
+LONGEST = (
+    "docs/test_typed.py",
+    "training/test_processes.py",
+    "distributed/test_together.py",
+    "training/test_run.py",
+    "kernels/test_attention.py",
+    "kernels/test_attention_targets.py",
+    "step/test_layouts.py",
+    "step/test_update_during.py",
+    "search/test_comparison.py",
+    "search/test_fastest.py",
+    "search/test_largest.py",
+    "planning/test_predict.py",
+    "planning/test_default_attention.py",
+    "kernels/test_targets.py",
+    "checkpoint/test_recorded_runs.py",
+    "step/test_pipeline.py",
+    "step/test_pairs.py",
+    "test_contributing.py",
+    "test_cli.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 # The same examples in every run, and no database left in the checkout.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

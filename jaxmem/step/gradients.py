@@ -65,7 +65,11 @@ def accumulate(
 
     looped = (batch, keys) if local is None else jax.tree.map(lambda x: x[:-1], (batch, keys))
     last = jax.tree.map(lambda x: x[-1], (batch, keys))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(micro, *last))
+    groups = () if local is None else (local.groups,)
+    zeros = (
+        jax.tree.map(lambda w: jnp.zeros((*groups, *w.shape), jnp.float32), params),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(loss, params, *last)[1]),
+    )
     grads, sums = jax.lax.scan(add, zeros, looped)[0]
     if local is None:
         return grads, sums
@@ -94,7 +98,7 @@ class _LocalGradients:
         """`rows`: the index of the batch dimension."""
         self._layout, self._axes, self._dtype, self._rows = layout, axes, np.dtype(dtype), rows
         self._over = layout.local_gradient_axes
-        self._groups = layout.size(self._over)
+        self.groups = layout.size(self._over)
 
     def gradients(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """Gradients of a micro-batch, [groups, ...]."""
@@ -132,14 +136,14 @@ class _LocalGradients:
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         # Rows are sharded group by group, so no data is moved.
-        split = lambda x: x.reshape(*x.shape[: self._rows], self._groups, -1, *x.shape[self._rows + 1 :])  # noqa: E731
+        split = lambda x: x.reshape(*x.shape[: self._rows], self.groups, -1, *x.shape[self._rows + 1 :])  # noqa: E731
         batch, keys = jax.tree.map(split, (batch, keys))
         with self._layout.inside_vmap(self._over):
             return jax.grad(every, has_aux=True)(at, *own, batch, keys)
 
     def _views_of_groups(self, params: Params) -> Params:
         """[groups, ...]: a view of the weights for each group."""
-        views = jax.tree.map(lambda w: jnp.broadcast_to(w, (self._groups, *w.shape)), params)
+        views = jax.tree.map(lambda w: jnp.broadcast_to(w, (self.groups, *w.shape)), params)
         return self._constrain_groups(views, "weights")
 
     def _constrain_groups(self, tree: Params, role: Role) -> Params:

@@ -46,6 +46,7 @@ def _do_less() -> None:
     files = text.stdlib_files()[::30]
     text.default_files = docstrings.stdlib_files = lambda: files
     for config in (finetune.PRETRAIN, finetune.FINETUNE):
-        config["optimizer"]["warmup"], config["train"]["steps"] = 0, 4
+        config["optimizer"]["warmup"], config["train"]["steps"], config["batch"]["global_size"] = 0, 2, 4
+    finetune.QUESTIONS = 4
     rows = memory.ROWS[0], memory.ROWS[-3]
     memory.measure.__defaults__ = (memory.BASE, rows)

@@ -21,12 +21,17 @@ import yaml
 
 from jaxmem import planning
 from jaxmem.cli import main
+from jaxmem.config import Config
 from jaxmem.config.methods import METHODS
 from jaxmem.lab.bench import contest
 from jaxmem.lab.tour.docstrings import write_conversations, write_tokenizer
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.search import candidates, comparison, fit, nearest
+from jaxmem.search.candidates import estimated
+from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed
+from jaxmem.search.worker import StepCost
+from jaxmem.step import Program
 from tests.docs import started
 from tests.docs.conftest import own_scripts, written
 
@@ -68,6 +73,8 @@ def cut_down(config: dict[str, Any]) -> str:
     if config["data"]["source"] != "digits":
         config["data"] = {**config["data"], "sequence_length": 64}
     config.get("optimizer", {}).pop("warmup", None)
+    if (batch := config.get("batch", {})).get("accumulate", 1) > 2:
+        batch |= {"accumulate": 2, "global_size": 2 * batch["global_size"] // batch["accumulate"]}
     return yaml.safe_dump({**config, "train": {"steps": 2}, "checkpoint": {}})
 
 
@@ -158,15 +165,29 @@ def no_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAN = functools.lru_cache(maxsize=4)(planning.plan)  # pages plan the same with other options
 
 
+def estimate(pool: CompilerPool, question: str, cfg: Config) -> dict[str, Any]:
+    """The answer of a compiler process, without compiling."""
+    found = estimated(cfg, pool.target)
+    step = StepCost(found.total, found.host, found.seconds or 0.0, found.kinds, 0)
+    return {"initialise": found.total // 2} if question == "phases" else vars(step)
+
+
 @pytest.fixture(autouse=True)
 def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/search has the full spaces, methods and advice."""
+    """tests/search has the full spaces, methods and advice, and compiles."""
     monkeypatch.setattr(candidates, "MAX_SIZE", 50)
     monkeypatch.setitem(fit.fit.__kwdefaults__, "allow", ("remat", "batch"))
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["remat"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "qlora")})
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
     monkeypatch.setattr(planning, "plan", PLAN)
+    monkeypatch.setattr(CompilerPool, "_answer", estimate)
+
+
+@pytest.fixture(autouse=True)
+def plans_are_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/planning has the other phases."""
+    monkeypatch.setattr(Program, "lower_others", lambda _: {})
 
 
 @pytest.fixture(scope="module")

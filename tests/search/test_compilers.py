@@ -14,6 +14,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.planning import parse_target
 from jaxmem.planning.targets import local_target
 from jaxmem.search import cache
+from jaxmem.search import compilers as compilers_module
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.worker import serve
 
@@ -63,8 +64,11 @@ def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.Monk
     assert cache.read("x") is None
 
 
-def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real compilers, a file that loads and resolves; a second time nothing is compiled."""
+def test_a_command_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real compiler, a file that loads and resolves; a second time nothing is compiled."""
+    monkeypatch.setattr(compilers_module, "WORKER_BYTES", 1 << 60)  # one process, on whatever machine
     given, best = tmp_path / "given.yaml", tmp_path / "best.yaml"
     given.write_text(json.dumps(config(batch={"global_size": 2}).model_dump(mode="json")))
     arguments = ["fit", str(given), "--target", "cpu:2", "--allow", "remat", "--compiles", "2", "--json"]

@@ -57,14 +57,17 @@ class Trained:
         self.compiled = self.built.lower_step().compile()
         # Every leaf of the state is updated where it lies, whatever the config.
         assert self.compiled.memory_analysis().alias_size_in_bytes == bytes_on_device(self.built.spec.state)
-        self.metrics = []
+        self.metrics, self.after = [], []
         for update in range(updates):
             batch = batches[update] if batches else batch_for(self.built, update)
             self.state, metrics = self.compiled(self.state, self.built.place(batch))
             self.metrics.append({name: float(value) for name, value in metrics.items()})
-        self.params = jax.tree.map(np.array, self.state.params)
+            self.after.append(jax.tree.map(np.array, self.state.params))
+        self.params = self.after[-1]
 
     def agrees_with(self, other, rtol=2e-5, atol=2e-5):
-        for mine, theirs in zip(self.metrics, other.metrics, strict=True):
+        """After each update of this run; the other may have made more."""
+        for mine, theirs in zip(self.metrics, other.metrics[: len(self.metrics)], strict=True):
             assert mine == pytest.approx(theirs, rel=rtol, abs=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), self.params, other.params)
+        for mine, theirs in zip(self.after, other.after[: len(self.after)], strict=True):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), mine, theirs)

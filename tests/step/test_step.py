@@ -75,16 +75,19 @@ def test_the_update_is_adamw_on_clipped_mean_gradients():
         matrices["blocks"]["attention_norm"] = matrices["blocks"]["mlp_norm"] = {"scale": False}
         tx = optax.chain(
             optax.clip_by_global_norm(0.1),
-            optax.adamw(lambda step: [0.005, 0.01][int(step)], 0.9, 0.95, 1e-3, weight_decay=0.1, mask=matrices),
+            optax.adamw(
+                lambda step: jnp.asarray([0.005, 0.01])[step], 0.9, 0.95, 1e-3, weight_decay=0.1, mask=matrices
+            ),
         )
-        state = tx.init(params)
+        state, change, norm = tx.init(params), jax.jit(tx.update), jax.jit(optim.global_norm)
+        gradient = jax.jit(jax.value_and_grad(mean))
         for update in range(2):
             batch = jax.tree.map(lambda x: jnp.asarray(x[0]), batch_for(built, update))
-            loss, grads = jax.jit(jax.value_and_grad(mean))(params, batch)
+            loss, grads = gradient(params, batch)
             assert trained.metrics[update]["loss"] == pytest.approx(float(loss), rel=1e-5)
-            assert trained.metrics[update]["gradient_norm"] == pytest.approx(float(optim.global_norm(grads)), rel=1e-4)
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
+            assert trained.metrics[update]["gradient_norm"] == pytest.approx(float(norm(grads)), rel=1e-4)
+            updates, state = change(grads, state, params)
+            params = jax.tree.map(jnp.add, params, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), trained.params, params)
 
 
@@ -97,7 +100,7 @@ def test_every_weight_learns():
 
 def test_kernels_called_on_each_device_learn_the_same(plain):
     mesh = {"fsdp": 2, "tensor": 2}
-    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=2, begin=plain).agrees_with(plain)
+    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=1, begin=plain).agrees_with(plain)
 
 
 def test_parameters_may_rest_in_bfloat16():
