@@ -122,7 +122,7 @@ def stored(pipeline, state):
         return state
     in_blocks = lambda path: "blocks" in jax.tree_util.keystr(path)  # noqa: E731
     one = lambda path, x: pipeline.arrange(jnp.asarray(x)) if in_blocks(path) else x  # noqa: E731
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.jit(lambda state: jax.tree_util.tree_map_with_path(one, state))(state)
 
 
 def moments(opt_state, params):
