@@ -60,7 +60,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 collect_garbage_rarely()
 
 # Rooms whose tests compile many programs, and never read from them which lines of Python their operations come from.
-WITHOUT_FRAMES = ("adapters", "checkpoint", "inference", "kernels", "models", "optim", "quant", "stack", "step")
+WITHOUT_FRAMES = ("adapters", "checkpoint", "hf", "inference", "kernels", "models", "optim", "quant", "stack", "step")
 
 
 @pytest.fixture(autouse=True, scope="module")
