@@ -1,15 +1,15 @@
 """Data parallelism with a parameter server: workers push gradients to it and pull weights from it (Li et al., 2014).
 
-The server stores the weights and the optimizer state on a device of its own or in host memory; a worker stores weights,
-gradients and activations, and no optimizer state. With n workers and B bytes of weights, n B of gradients enter the
-server's link in each step and n B of weights leave it; in a ring all-reduce every link carries 2 B (n-1)/n. The
-server's link is the bottleneck, by n^2 / (2 (n-1)), so `train` does not use a server. In return, workers need not wait:
+The server stores the weights and the optimizer state on a separate device or in host memory; a worker stores weights,
+gradients and activations, but no optimizer state. With n workers and B bytes of weights, the server's link receives n B
+of gradients and sends n B of weights per step; in a ring all-reduce every link carries 2 B (n-1)/n. The server's link
+is the bottleneck, by a factor of n^2 / (2 (n-1)), so `train` does not use a server. In return, workers need not wait:
 
-- synchronous (`staleness=None`): weights change when all workers have pushed, by the mean of their gradients. This is
-  the ordinary step; the slowest worker sets the pace.
-- asynchronous (`staleness=s`): weights change at each push, by gradients of weights that may be stale. A worker may be
-  at most s steps ahead of the slowest (stale synchronous parallel: Ho et al., 2013), so with n workers at most
-  (n-1)(2s+1) updates of others fall between a pull and its push.
+- synchronous (`staleness=None`): weights are updated when all workers have pushed, by the mean of their gradients. This
+  is the ordinary step; all workers wait for the slowest.
+- asynchronous (`staleness=s`): weights are updated at each push, by gradients of weights that may be stale. A worker
+  may be at most s steps ahead of the slowest (stale synchronous parallel: Ho et al., 2013), so with n workers at most
+  (n-1)(2s+1) updates of other workers are between a pull and its push.
 
 Workers are threads of one process, each with a device. The bytes that move between devices are counted.
 """
@@ -50,8 +50,8 @@ class ParameterServer:
     ) -> None:
         self.device, self.workers, self.staleness = device, workers, staleness
         self.received = self.sent = self.updates = 0
-        self.worst_lead = 0  # the most steps that a worker was ahead of the slowest
-        self.worst_staleness = 0  # the most updates between a worker's pull and its push
+        self.worst_lead = 0  # largest number of steps that a worker was ahead of the slowest
+        self.worst_staleness = 0  # largest number of updates between a worker's pull and its push
         self._params = jax.tree.map(jnp.copy, jax.device_put(params, device))  # a copy, because updates are in place
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes on purpose
             self._state = tx.init(self._params)
@@ -70,14 +70,14 @@ class ParameterServer:
             return jax.tree.map(jnp.copy, self._params)
 
     def pull(self, worker: int, to: jax.Device) -> Any:
-        """The weights, copied to device `to`. Waits until the other workers have come far enough."""
+        """The weights, copied to device `to`. Waits until this worker is at most `staleness` steps ahead."""
         with self._changed:
             clock, staleness = self._clocks[worker], self.staleness
             self._wait(lambda: self.updates == clock if staleness is None else clock - min(self._clocks) <= staleness)
             self._pulled[worker] = self.updates
             self.worst_lead = max(self.worst_lead, clock - min(self._clocks))
             self.sent += _bytes(self._params)
-            # Copied before an update may donate them.
+            # The weights are copied before an update may donate them.
             return jax.block_until_ready(jax.device_put(jax.tree.map(jnp.copy, self._params), to))
 
     def push(self, gradients: Any, worker: int) -> None:
@@ -100,7 +100,7 @@ class ParameterServer:
 
     @contextmanager
     def working(self, worker: int) -> Iterator[None]:
-        """Encloses the work of a worker. If it fails, the others stop waiting and fail too."""
+        """A context for the work of a worker. If it fails, the other workers stop waiting and fail too."""
         try:
             yield
         except BaseException:
@@ -108,7 +108,7 @@ class ParameterServer:
                 self._stopped = True
                 self._changed.notify_all()
             raise
-        if self.staleness is not None:  # the others do not wait for a worker that has finished
+        if self.staleness is not None:  # other workers do not wait for a worker that has finished
             with self._changed:
                 self._clocks[worker] = 1 << 60
                 self._changed.notify_all()
@@ -155,7 +155,7 @@ def gradient_of(program: Program) -> Gradient:
 
 
 def busiest_link(parameter_bytes: int, workers: int) -> tuple[int, float]:
-    """Bytes per step in one direction over the busiest link: of a server, and of a ring all-reduce.
+    """Bytes per step in one direction over the busiest link: with a server, and with a ring all-reduce.
 
     >>> busiest_link(1000, 4)
     (4000, 1500.0)

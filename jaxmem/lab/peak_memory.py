@@ -1,4 +1,4 @@
-"""Planned and measured peak memory of a config, from a few steps in a process of its own.
+"""Planned and measured peak memory of a config, from a few steps in a separate process.
 
 The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
 """
@@ -45,7 +45,7 @@ def measure(cfg: Config) -> dict[str, Any]:
 
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
-    """`measure` in a process of its own, for at most `seconds`. The result of a failure has `error`."""
+    """`measure` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
     found = next(rows(_measured, (raw, simulate), without=[], limit=seconds or LONGEST))
     return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
 

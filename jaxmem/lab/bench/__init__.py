@@ -1,1 +1,1 @@
-"""Speed compared with peers, as ratios that are measured in one run."""
+"""Speed compared with other implementations, as ratios that are measured in one run."""

@@ -1,4 +1,4 @@
-"""The measurement of attention, compared with jax.nn's, by XLA and cuDNN, and with PyTorch's."""
+"""The measurement of attention, compared with jax.nn (by XLA and by cuDNN) and with PyTorch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from jaxmem.kernels.fused_attention.arguments import check_arguments
 from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
-EXACT = 1024  # the most positions that are compared with float64
-# The most bytes of float32 scores for these implementations, which store all scores several times.
+EXACT = 1024  # largest number of positions that are compared with float64
+# Largest size in bytes of float32 scores for these implementations, which store all scores several times.
 SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
 OTHERS = ("jax.nn xla", "jax.nn cudnn")
 
@@ -26,7 +26,7 @@ def small(shape: Shape) -> Shape:
 
 
 def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
-    """`options`: in addition to those of the shape."""
+    """The work for a shape. `options`: options of attention in addition to those of the shape."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
     q, k, v, d_out = (
@@ -52,7 +52,7 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
     """The shape itself, and each option with lengths that are not a multiple of any block."""
     row = shape._replace(batch=1, queries=min(shape.queries, EXACT), keys=min(shape.keys, EXACT))
     if row.window is not None:
-        row = row._replace(window=min(row.window, row.keys // 4))  # so that it masks some keys
+        row = row._replace(window=min(row.window, row.keys // 4))  # the window must mask some keys
     odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
     ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
     options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None], "max_segments": 5}

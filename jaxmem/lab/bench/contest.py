@@ -1,5 +1,6 @@
-"""Contestants that take turns: medians of alternating bursts of calls, so that other load on the device slows all of
-them. A contestant that fails, for example for lack of memory, is left out, and the others continue."""
+"""Implementations (contestants) that are measured in turns: medians of alternating bursts of calls, so that other load
+on the device slows all of them. A contestant that fails, e.g. for lack of memory, is left out, and the others
+continue."""
 
 import contextlib
 import statistics
@@ -12,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 Call = Callable[[], Any]  # starts work on the device; returns its future result
-Say = Callable[[str], None]  # reports whose turn begins to the parent process
+Say = Callable[[str], None]  # tells the parent process which contestant's turn begins
 Row = dict[str, Any]
 BURST = 0.02  # seconds of a burst
-FEWEST = 5  # bursts of each contestant, at least
-RIGHT = 8.0  # the largest error of a correct result, in steps
+FEWEST = 5  # least number of bursts of each contestant
+RIGHT = 8.0  # largest error of a correct result, in steps (`BenchPass.step`)
 
 
 @dataclass
@@ -25,17 +26,17 @@ class Contestant:
     first call returned."""
 
     name: str
-    of: str  # its pass
+    of: str  # the name of the measured pass
     call: Call
     wait: Callable[[Any], Any] = jax.block_until_ready
     amount: float = 1.0
-    unit: str = ""  # of amount per second
+    unit: str = ""  # the unit of amount per second
     seconds: list[float] = field(default_factory=list)
     enqueued: list[float] = field(default_factory=list)
     failed: str | None = None
 
     def burst(self, calls: int) -> tuple[float, float]:
-        """Seconds per call, and until the first call was enqueued, when the device is idle."""
+        """Seconds per call, and seconds until the first call was enqueued, starting with an idle device."""
         start = time.perf_counter()
         result = self.call()
         enqueued = time.perf_counter() - start
@@ -49,8 +50,8 @@ class Contestant:
         return self.amount / statistics.median(self.seconds)
 
     def times(self) -> Row:
-        """The median, minimum and maximum of work per second, and the times. `by_host`: enqueuing took more than half
-        of the time, so the host is the limit."""
+        """The median, minimum and maximum of work per second, and the times. `by_host`: whether enqueuing took more
+        than half of the time, so that the host limits the speed."""
         rates = [self.amount / seconds for seconds in self.seconds]
         seconds, enqueued = statistics.median(self.seconds), statistics.median(self.enqueued)
         return {
@@ -65,7 +66,7 @@ class Contestant:
 
 
 def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> None:
-    """Runs alternating bursts of `BURST` seconds until the time is over; at least `FEWEST` of each contestant."""
+    """Runs alternating bursts of `BURST` seconds for `seconds`, but at least `FEWEST` bursts of each contestant."""
     bursts: dict[int, int] = {}
     for one in contestants:
         with _record_failure(one, say):
@@ -86,7 +87,7 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
 
 @contextlib.contextmanager
 def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
-    """A context whose errors only exclude this contestant."""
+    """A context in which an error excludes this contestant, but does not end the measurement."""
     say(f"{one.name} {one.of}")
     try:
         yield

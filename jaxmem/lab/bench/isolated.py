@@ -1,5 +1,5 @@
-"""Measurements in a process of their own. A call that hangs, or makes the device unusable for its process, is skipped:
-the rest continues in a new process, which takes about ten seconds to start on a GPU."""
+"""Measurements in separate processes. A call that hangs, or makes the device unusable for its process, is skipped: the
+other calls continue in a new process, which takes about ten seconds to start on a GPU."""
 
 import contextlib
 import multiprocessing
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem.lab.bench.contest import Row, error_line
 
-LIMIT = 100.0  # seconds of a turn, most of them for compilation
+LIMIT = 100.0  # limit of a turn in seconds, most of which are for compilation
 
 # work(job, done=known rows, without=names left out, say=function that reports whose turn begins) yields rows.
 Work = Callable[..., Iterator[Row]]
@@ -16,7 +16,7 @@ Work = Callable[..., Iterator[Row]]
 
 def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> Iterator[Row]:
     """All rows of a work. A contestant whose turn exceeds the limit or ends the process is added to `without`, and a
-    row has the reason. `limit=None`: in this process."""
+    row states the reason. `limit=None`: measures in this process."""
     if limit is None:
         try:
             yield from work(job, done=[], without=without, say=lambda _: None)

@@ -1,10 +1,10 @@
-"""How fast the kernels are on this device, compared with peers, and whether they are correct.
+"""The speed of the kernels on this device, compared with other implementations, and the errors of their results.
 
-On a GPU each shape is measured in a process of its own (`isolated.py`): results first, written to outputs initialized
-with NaN, then times. A row reports a contestant's pass as soon as it is known: `check` and its error; then its times,
-their ratios to the other contestants and to a matmul or copy on this device in the same turns; or the reason why they
-are missing. A contestant that hangs or ends its process is left out of the rest. On a CPU everything runs in this
-process, on tiny shapes: this shows that the benchmark works, but no speed."""
+On a GPU each shape is measured in a separate process (`isolated.py`): first the results, written to outputs initialized
+with NaN, then the times. Each row reports one pass of a contestant as soon as it is known: the check and its error;
+then the times, and their ratios to other contestants and to a matmul or copy in the same turns; or the reason why there
+are none. A contestant that hangs or ends its process is left out from then on. On a CPU all shapes are tiny and run in
+this process, which tests the benchmark, but not the speed."""
 
 import datetime as dt
 import itertools
@@ -32,7 +32,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class BenchSelection:
-    """What a command measures; (): the usual shapes of the operation, all contestants."""
+    """The shapes and contestants that a command measures; (): the default shapes of the operation, all contestants."""
 
     shapes: tuple[str, ...] = ()
     operation: str | None = None
@@ -42,7 +42,7 @@ class BenchSelection:
 
     def has(self, name: str, of: str, without: Sequence[str]) -> bool:
         """Whether a contestant's pass is selected. A name selects all names that begin with its words: `jax.nn` also
-        `jax.nn xla`, `mosaic` all its passes.
+        selects `jax.nn xla`, and `mosaic` all passes of mosaic.
 
         >>> BenchSelection().has("jax.nn xla", "forward", ["jax.nn"])
         False
@@ -71,7 +71,7 @@ class Job:
 
 
 def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path | None = None) -> Iterator[Row]:
-    """The device, then each row as soon as it is known; by default those of attention. `check`: only check the results,
+    """The device, then each row as soon as it is known; by default rows of attention. `check`: only check the results,
     with every option. `write`: a file to which each row is appended at once, as a line of JSON."""
     operation = selection.operation or "attention"
     own = check_selection(operation, selection)
@@ -101,7 +101,7 @@ def explain(selection: BenchSelection) -> list[Row]:
 
 
 def device_row() -> Row:
-    """The device. A GPU is queried in a process that ends, because jax would keep most of its memory."""
+    """The device. A GPU is queried in a short process, because jax would keep most of its memory allocated."""
     limit = isolated.LIMIT if devices.has_nvidia_gpu() else None
     here = next(isolated.rows(device_facts, None, without=[], limit=limit))
     if "why_not" in here:
@@ -110,8 +110,8 @@ def device_row() -> Row:
 
 
 def run_jobs(work: isolated.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
-    """The rows of each job, in a process of its own; on a CPU in this one. A job is created after the previous one has
-    ended."""
+    """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
+    previous job has ended."""
     limit = None if here["dry_run"] else isolated.LIMIT
     for job in jobs:
         for row in isolated.rows(work, job, without=without, limit=limit):
@@ -120,13 +120,13 @@ def run_jobs(work: isolated.Work, jobs: Iterable[Job], without: list[str], here:
 
 def check_file(path: Path) -> None:
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--write {path}: there is no folder {path.parent}; create it or use another one")
+        raise UserError(f"--write {path}: there is no folder {path.parent}; create it or use another folder")
     if path.is_dir():
         raise UserError(f"--write {path} is a folder; use the name of a file")
 
 
 def check_selection(operation: str, selection: BenchSelection) -> BenchOperation:
-    """The operation, if everything that is selected exists."""
+    """The operation; an error if a selected name does not exist."""
 
     def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
         for name in names:

@@ -39,7 +39,7 @@ def choice_for(operation: str, name: str) -> Choice:
 
 
 def random_key() -> jax.Array:
-    """A different key at each call, so that errors are measured on other numbers each time."""
+    """A different key at each call, so that errors are measured on different values each time."""
     return jax.random.key(time.time_ns() % 2**31)
 
 
@@ -78,7 +78,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
         return adam8_update(g, state, unbiased, **options)
 
     def moments(state: Any) -> Any:
-        """The dequantized moments, which are exact to half a step of their codes, 0.7 % of the largest."""
+        """The dequantized moments. Their error is up to half a step of their codes, 0.7 % of the largest value."""
         pairs = (m, state.m, state.m_scale), (v, state.v, state.v_scale)
         return tuple(dataclasses.replace(q, codes=c, scale=s).dequantize(jnp.float32) for q, c, s in pairs)
 
@@ -96,7 +96,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
 
 
 def _int8_add(shape: update_shapes.Shape) -> BenchWork:
-    """Stochastic rounding: the error is up to one step of the largest block."""
+    """The update of int8 weights. With stochastic rounding the error is up to one step of the largest block."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
 
@@ -135,7 +135,8 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
     return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
 
 
-# The update of all of Llama's matrices at once needs 56 GiB in plain JAX and 74 in float64, so it is not a default.
+# The update of all matrices of Llama at once needs 56 GiB in plain JAX and 74 GiB in float64, so it is no default
+# shape.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
 _update = partial(BenchOperation, UPDATES, update_shapes.SHAPES, _small_blocks, passes=("update",), usual=ONE_MATRIX)
 OPERATIONS = {

@@ -1,5 +1,5 @@
-"""Measures the fastest implementation of each operation into a table: the correct one with the smallest sum of times
-over all passes, for each of the usual shapes."""
+"""Measures the fastest implementation of each operation, and writes a table: for each default shape, the correct
+implementation with the smallest sum of times over all passes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from jaxmem.lab.bench.work import BenchOperation
 
 
 def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Iterator[Row]:
-    """Measures, and writes each winner at once into the entries of this kind of device. Entries that the table has are
-    measured again only with `again`. On a CPU this is a dry run on a tiny shape."""
+    """Measures, and writes each fastest implementation at once into the entries of this kind of device. Existing
+    entries are measured again only with `again`. On a CPU this is a dry run on a tiny shape."""
     table = _table(path)
     operation = selection.operation
     if operation is not None:
@@ -42,7 +42,7 @@ def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Itera
 
 
 def tune_shape(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    """The measured rows, then the entry of the winner."""
+    """The measured rows, then the entry of the fastest implementation."""
     choice = choice_for(job.operation, job.shape)
     call = {"kind": choice.kind, "sizes": list(choice.sizes)}
     if any(call.items() <= entry.items() for entry in job.known):
@@ -57,7 +57,7 @@ def tune_shape(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Sa
 
 def fastest(own: BenchOperation, rows: Sequence[Row]) -> Row | None:
     """The implementation with the smallest sum of times over all passes. The reference, which needs the most memory,
-    wins only if it is the plain JAX implementation."""
+    takes part only if it is the plain JAX implementation."""
     timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]
     passes = {row["pass"] for row in timed}
     taken: dict[str, dict[str, float]] = {}
@@ -81,12 +81,12 @@ def _table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); use a table that bench tune wrote, or a new file") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} is not a table of bench tune; use one that it wrote, or a new file")
+        raise UserError(f"{path} is not a table of bench tune; use a table that it wrote, or a new file")
     return found
 
 
 def _store(path: Path, table: dict[str, Any], name: str, kind: str, row: Row) -> None:
-    """Replaces the entry of the same calls, by writing a complete new file that replaces the old one."""
+    """Replaces the entry of the same calls. A complete new file replaces the old file atomically."""
     entries = table.setdefault(name, {}).setdefault(kind, [])
     others = [entry for entry in entries if (entry["kind"], entry["sizes"]) != (row["kind"], row["sizes"])]
     table[name][kind] = [*others, row]

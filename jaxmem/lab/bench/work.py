@@ -17,12 +17,12 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BenchPass:
-    """`exact` computes the result of `run` from the same arrays in float64."""
+    """A pass that is measured. `exact` computes the result of `run` from the same arrays in float64."""
 
     run: Run  # (an implementation's name, *arrays of the work) -> result
     exact: Run
     amount: float  # TFLOP or GB
-    step: float = 2**-8  # one step of error, relative to the largest value
+    step: float = 2**-8  # the unit of errors, relative to the largest value
     read: Run = lambda result: result  # returns the part of the result that is compared; not timed
     in_place: tuple[tuple[int, int], ...] = ()  # (argument, result) pairs that share memory, as in a training step
     gradients: tuple[int, ...] = ()  # the arguments with respect to which the pass differentiates; (): forward
@@ -64,7 +64,7 @@ class BenchPass:
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
             difference = jnp.abs(x.astype(jnp.float64) - y)
             steps = jnp.max(difference) / (jnp.max(jnp.abs(y)) * self.step)
-            known = jnp.all(jnp.isfinite(difference)) & jnp.isfinite(steps)  # a maximum may ignore NaN on a CPU
+            known = jnp.all(jnp.isfinite(difference)) & jnp.isfinite(steps)  # on a CPU a maximum may ignore NaN
             return jnp.where(known, steps, jnp.inf)
 
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -104,7 +104,7 @@ class BenchOperation:
     work: Callable[[Any], BenchWork]
     passes: tuple[str, ...] = ("forward", "backward")
     others: tuple[str, ...] = ()  # other functions of jax that compute a pass, to compare with
-    usual: tuple[str, ...] = ()  # the shapes that are measured if none is named; (): all
+    usual: tuple[str, ...] = ()  # the default shapes, if a command names none; (): all
     plain: str = "reference"  # the implementation in plain JAX to compare with
     # The works that are checked, one per option and the first without options; None: only `work`.
     checks: Callable[[Any], Mapping[str, Callable[[], BenchWork]]] | None = None

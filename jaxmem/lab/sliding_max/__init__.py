@@ -1,13 +1,13 @@
 """The maximum over a sliding window: a small problem on which to see what memory costs. `jaxmem tour gpu` shows it.
 
-`HOST` has three algorithms for lists on one processor. Comparisons for n numbers and a window of w: brute force n w; a
-heap at most n log n, where numbers that have left the window are removed when they reach the top (at worst 2 n numbers
-are stored); a monotonic deque at most 2 n, with w numbers stored.
+`HOST` has three algorithms for lists on one processor. For n numbers and a window of w, brute force needs n w
+comparisons. A heap needs at most n log n: numbers that have left the window are removed when they reach the top (at
+most 2 n numbers are stored). A monotonic deque needs at most 2 n, and stores w numbers.
 
 Of the Triton kernels, `straight` reads the w numbers of each window from global memory: it requests 4 w bytes per
 result, which caches mostly serve. In `shared` a program computes OUTPUTS results and reads each of the
-OUTPUTS + w - 1 numbers that they need once: 4 (1 + (w - 1) / OUTPUTS) bytes per result. Its threads share them
-through shared memory. Both do n w comparisons; they differ in where the numbers come from.
+OUTPUTS + w - 1 numbers that they need once: 4 (1 + (w - 1) / OUTPUTS) bytes per result. Its threads share these numbers
+through shared memory. Both kernels need n w comparisons; they differ in the memory that they read.
 """
 
 import heapq
@@ -26,12 +26,12 @@ from jaxmem.kernels.choice import Operation
 from jaxmem.kernels.triton_launch import launch, load_programs
 from jaxmem.kernels.validation import Validator
 
-OUTPUTS = 512  # results of a program
-STRIP = 16  # numbers that are compared with all of its results at once
+OUTPUTS = 512  # results of a program of `shared`
+STRIP = 16  # numbers that a program compares with all of its results at once
 
 
 class SlidingMaxShape(NamedTuple):
-    """The number of values and of those in a window."""
+    """The number of values, and of values in a window."""
 
     numbers: int
     window: int
@@ -63,7 +63,7 @@ def with_heap(x: Sequence[float], window: int) -> list[float]:
 
 
 def with_deque(x: Sequence[float], window: int) -> list[float]:
-    """The deque has the indices of decreasing numbers: each is a maximum once all before it have left the window."""
+    """The deque has the indices of decreasing numbers: each is the maximum when all before it have left the window."""
     found: list[float] = []
     indices: deque[int] = deque()
     for i, value in enumerate(x):
@@ -126,7 +126,7 @@ IMPLEMENTATIONS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
 
 
 def sliding_max(x: ArrayLike, window: int, *, implementation: str | None = None) -> jax.Array:
-    """The largest of each `window` neighbours among n numbers in float32, n - window + 1 results; NaN where a window
+    """The maximum of each `window` consecutive values of x [n], float32: n - window + 1 results; NaN where a window
     contains NaN. Only `reference` has a gradient."""
     checks = Validator("sliding_max")
     x = checks.array("x", x, "[numbers]", ("float32",))

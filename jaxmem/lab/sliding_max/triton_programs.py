@@ -1,7 +1,7 @@
 """The Triton programs of the sliding maximum. `s` is `sliding_max.Static`.
 
-They compare integers that have the order of the floats, with NaN above all: a GPU's maximum of NaN and a number is the
-number.
+They compare integers in the order of the floats, with NaN above all numbers, since a GPU's maximum of NaN and a number
+is the number.
 """
 
 import triton.language as tl
@@ -34,7 +34,7 @@ def sliding_max_straight(x_ptr, out_ptr, s: tl.constexpr):
 
 @program
 def sliding_max_shared(x_ptr, out_ptr, s: tl.constexpr):
-    """Broadcasting an array along a new dimension moves it between threads through shared memory."""
+    """Triton moves an array between threads through shared memory when it is broadcast along a new dimension."""
     first = tl.program_id(0) * s.outputs
     place = first + tl.arange(0, s.outputs)
     most = tl.full((s.outputs,), -(2**31), tl.int32)

@@ -1,5 +1,5 @@
-"""`jaxmem tour TOPIC` shows a technique with its numbers. A stop is an entry of stops.yaml and the module with its
-name, which is imported when the stop is visited."""
+"""`jaxmem tour TOPIC` shows a technique with numbers. A stop of the tour is an entry of stops.yaml and a module of the
+same name, which is imported when the stop is visited."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
 
-Overrides = Mapping[str, Sequence[str]]  # by the name of a row
+Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
 CONFIGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
 
 
@@ -45,14 +45,15 @@ def require_gpus(topic: str, target: str, count: int) -> str:
     kind, _, number = target.partition(":")
     if number not in ("", str(count)):
         raise UserError(
-            f"tour {topic} does not support --target {target}: its layouts are for {count} GPUs; leave the number out"
+            f"tour {topic} does not support --target {target}: its layouts are for {count} GPUs; remove the number"
         )
     return kind
 
 
 def plans(target: str, base: Mapping[str, Any], rows: Overrides) -> dict[str, dict[str, Any]]:
-    """For each row the output of `jaxmem plan --json` for its step, with no limit on memory, and `measured`: bytes per
-    device of one step on this machine, None if it did not run. Rows are compiled in parallel, and cached."""
+    """For each row the output of `jaxmem plan --json` for its step, compiled without a memory limit, and `measured`:
+    bytes per device of one step on this machine, or None if it did not run. Rows are compiled in parallel, and
+    cached."""
     aim = parse_target(target)
     cfgs = {name: load_config(dict(base), overrides) for name, overrides in rows.items()}
     compiled = compile_plans(aim, cfgs)
@@ -71,7 +72,7 @@ def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, dict[str
 
 
 def is_this_machine(gpu: gpus.Gpu | None, count: int) -> bool:
-    """Whether this machine has exactly these GPUs. The driver is asked, because jax would reserve their memory."""
+    """Whether this machine has exactly these GPUs. This asks the driver, because jax would reserve their memory."""
     names = [gpus.find(one["name"], one["memory"]) for one in devices.nvidia_gpus()] if gpu else []
     return len(names) == count and all(one is not None and gpu is not None and one.name == gpu.name for one in names)
 
@@ -84,7 +85,7 @@ def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
 
 
 def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compiled:
-    """A function of arrays of these shapes, compiled for one device, which need not be installed."""
+    """A function of arrays of these shapes, compiled for one device, which may be absent."""
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
     place = first_dim_sharding(mesh, None)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
@@ -94,7 +95,7 @@ def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compil
 
 
 class Outcome(NamedTuple):
-    """The plan of a run, as in `jaxmem plan --json`, and its means on held-out data."""
+    """The plan of a run, as in `jaxmem plan --json`, and its metrics on held-out data."""
 
     plan: dict[str, Any]
     held_out: dict[str, float]
@@ -132,8 +133,8 @@ def _train(job: tuple[Mapping[str, Any], Sequence[str], str | None]) -> Outcome:
 
 
 def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:
-    """The time of the fastest of several calls, after one that compiles: processor time on a CPU, which other programs
-    use too; clock time on a GPU."""
+    """The time of the fastest of several calls, after a call that compiles: on a CPU processor time, since other
+    programs run too; on a GPU clock time."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     jax.block_until_ready(run(*arguments))
     durations = []

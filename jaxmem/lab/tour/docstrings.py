@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")  # the end of a turn, and the beginning of each role's
+SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")  # the end of a turn, and the beginnings of turns
 
 
 def source_files() -> tuple[list[Path], Path]:
@@ -31,7 +31,7 @@ def source_files() -> tuple[list[Path], Path]:
 
 
 def questions(files: Sequence[Path], root: Path) -> dict[str, str]:
-    """{question: answer} for each public function and class of these modules that has a docstring."""
+    """Questions and answers for each public function and class of these modules that has a docstring."""
     found: dict[str, str] = {}
     for module, name, node in _definitions(files, root):
         summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
@@ -41,7 +41,7 @@ def questions(files: Sequence[Path], root: Path) -> dict[str, str]:
 
 
 def kinds(files: Sequence[Path], root: Path) -> dict[str, str]:
-    """{question: answer} for each name that is defined in these modules: whether it is a class, a method or a
+    """Questions and answers for each name that is defined in these modules: whether it is a class, method or
     function."""
     found: dict[str, str] = {}
     for _, name, node in _definitions(files, root):
@@ -51,7 +51,7 @@ def kinds(files: Sequence[Path], root: Path) -> dict[str, str]:
 
 
 def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str, Definition]]:
-    """(module, name in the module, definition)."""
+    """The definitions of these files, as (module, name in the module, definition)."""
     for file in files:
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         if any(part.startswith("_") for part in module.split(".")):

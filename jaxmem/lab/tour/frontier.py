@@ -57,7 +57,7 @@ BASE, METHODS = common.CONFIGS["frontier"]["base"], common.rows_of("frontier", "
 
 
 def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
-    """The largest model for each target and method; for `target` those of the first and the last method are
+    """The largest model for each target and method; for `target`, the models of the first and the last method are
     compiled."""
     own = parse_target(target)
     aims = [own, *(one for one in map(parse_target, targets) if one.name != own.name)]
@@ -89,7 +89,7 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
 
 
 def largest_model(aim: Target, overrides: Sequence[str]) -> Row | None:
-    """The largest of SHAPES that fits; None if the smallest one does not."""
+    """The largest of SHAPES that fits; None if the smallest does not fit."""
     tried: dict[int, Row] = {}
 
     def is_too_large(number: int) -> bool:

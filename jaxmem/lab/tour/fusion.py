@@ -47,8 +47,8 @@ def measure(target: str) -> Findings:
 
 
 def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]:
-    """(name, function, arguments, indices of those with a gradient). The gradient of a branch equals that of the
-    residual stream."""
+    """(name, function, arguments, indices of the arguments with a gradient). The gradient of a branch equals that of
+    the residual stream."""
 
     def numbers(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -14,7 +14,7 @@ from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table, gib
 
-SEVERAL = 8  # GPUs of the ZeRO rows
+SEVERAL = 8  # number of GPUs in the rows with ZeRO
 BASE = common.CONFIGS["memory"]["base"]
 PREDICTED, COMPILED, GIB = "predicted, bytes per parameter", "compiled, bytes per parameter", "per GPU, GiB"
 LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # in GiB, as their memories are named
@@ -62,7 +62,7 @@ def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] 
 
 
 def _overrides(rows: Iterable[Technique]) -> Iterator[tuple[Technique, tuple[str, ...]]]:
-    """Each row with all settings that hold for it."""
+    """Each row with all settings that apply to it."""
     settings: tuple[str, ...] = ()
     for row in rows:
         own = (*settings, *row.overrides.split())

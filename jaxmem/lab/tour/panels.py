@@ -18,7 +18,8 @@ Points = Sequence[tuple[float, float]]
 @dataclass(frozen=True)
 class Bars:
     """A bar per row of a table, which stacks its `parts` (columns) and shows their sum; `grouped`: a bar and a number
-    per part. `title`: by default that of the table. `limits`: labelled vertical lines, on a logarithmic scale."""
+    per part. `title`: by default the table's title. `limits`: labelled vertical lines; the scale is then
+    logarithmic."""
 
     table: Table
     parts: Sequence[str]
@@ -86,7 +87,7 @@ Panel = Bars | Lines
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
     """A PNG with the panels side by side."""
-    from jaxmem.report.figure import figure  # loads jax, which each stop configures first
+    from jaxmem.report.figure import figure  # imports jax, which each stop must configure before
 
     tallest = max((len(panel.table.rows) for panel in panels if isinstance(panel, Bars)), default=0)
     with figure(path, max(9, 4.5 * len(panels)), max(4.5, 0.35 * tallest)) as drawn:

@@ -93,7 +93,7 @@ def _schemes() -> Iterator[Row]:
 
 
 def _weights(model: str) -> list[Any]:
-    """Abstract arrays."""
+    """The weights of a model, as shapes."""
     cfg = load_config({"name": "x", "model": {"preset": model}, "train": {"steps": 1}}).model
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), models.Execution()))
     return jax.tree.leaves(nnx.state(network, nnx.Param))
@@ -116,7 +116,7 @@ def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
 
 
 def quantized_networks() -> Iterator[Row]:
-    """The accuracy and the loss of a trained network with its matrices in each number of bits."""
+    """The accuracy and the loss of a trained network with its matrices quantized to each number of bits."""
 
     def row(name: str, bits: int, own: Mapping[str, float], affine: Mapping[str, float]) -> Row:
         symmetric = {"symmetric": own["accuracy"], "loss": own["loss"]}

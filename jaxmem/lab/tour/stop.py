@@ -21,7 +21,8 @@ SIMULATED = 8  # the number of simulated devices, for stops that use them
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of a stop. `note`: definitions, and the result with its numbers; `panels`: those of the figure."""
+    """The results of a stop. `note`: definitions, and the result with its numbers; `panels`: the panels of the
+    figure."""
 
     tables: Sequence[Table]
     note: str
@@ -30,8 +31,8 @@ class Findings:
 
 @dataclass(frozen=True)
 class Stop:
-    """An entry of stops.yaml. The docstring of its module explains the idea, and `measure(target)` returns Findings;
-    without an argument if the entry has no target."""
+    """An entry of stops.yaml. The docstring of its module explains the idea, and `measure(target)` returns Findings; if
+    the entry has no target, `measure` has no argument."""
 
     topic: str
     about: str
@@ -42,7 +43,7 @@ class Stop:
     duration: str = ""
 
     def visit(self, target: str | None = None) -> Visit:
-        """Measures, for the given target instead of the stop's own."""
+        """Measures. `target`: replaces the target of the stop."""
         if target is not None:
             self._check(target)
         start = time.perf_counter()
@@ -55,9 +56,9 @@ class Stop:
 
         refusal = f"tour {self.topic} does not support --target {target}"
         if self.target is None:
-            raise UserError(f"{refusal}: it runs on this machine; leave the option out")
+            raise UserError(f"{refusal}: it runs on this machine; remove the option")
         if parse_target(target).gpu is None:
-            raise UserError(f"{refusal}: it has no GPU; use one, such as {self.target}")
+            raise UserError(f"{refusal}: it has no GPU; use a GPU such as {self.target}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-# Column name -> number, text, or None for an empty cell. The first column names the row; units are part of the names.
+# Column name -> number, text, or None for an empty cell. The first column names the row; names of columns have units.
 Row = Mapping[str, Any]
 
 
@@ -19,7 +19,7 @@ def gib(size: float | None) -> float | None:
 
 
 def format_column(values: Sequence[Any]) -> list[str]:
-    """The cells of a column. Numbers have the decimals that the largest one needs for four digits; if they differ by
+    """The cells of a column. Numbers have the decimals that the largest number needs for four digits; if they differ by
     orders of magnitude, each has three digits.
 
     >>> format_column([40.56, 8.3, None, "none"]), format_column([3e-7, 0.25, 131379.0]), format_column([1234, 5])
@@ -91,7 +91,8 @@ class Table:
                     yield Text(f"  {heading}: {text}")
 
     def _widths(self, available: int) -> list[int] | None:
-        """Column widths that break no word; columns that need the least more are widened first. None: no room."""
+        """Column widths that break no word. Columns that need the least additional width are widened first. None: the
+        terminal is too narrow."""
         columns = list(zip(self.headings, *self.cells, strict=True))
         full = [max(map(len, cells)) for cells in columns]
         widths = [max(len(word) for text in cells for word in text.split() or [""]) for cells in columns]

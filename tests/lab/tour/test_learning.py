@@ -60,5 +60,5 @@ def test_both_ways_to_shard_a_matmul_are_right() -> None:
 
 
 def test_layouts_are_for_eight() -> None:
-    with pytest.raises(UserError, match="its layouts are for 8 GPUs; leave the number out"):
+    with pytest.raises(UserError, match="its layouts are for 8 GPUs; remove the number"):
         parallel.measure("h100-80gb:4")

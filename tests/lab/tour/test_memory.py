@@ -53,5 +53,5 @@ def test_the_table_in_the_docs_is_of_these_rows() -> None:
 
 
 def test_rows_of_several_gpus_need_several() -> None:
-    with pytest.raises(UserError, match="its layouts are for 8 GPUs; leave the number out"):
+    with pytest.raises(UserError, match="its layouts are for 8 GPUs; remove the number"):
         measure("h100-80gb:1")
