@@ -66,6 +66,7 @@ class Decoder(Network):
             joint_qk_norm=cfg.qk_norm == "all_heads",
             norm_offset=float(cfg.norm_offset),
         )
+        attention = Attention(rngs, spec, self.execution)  # first: the order determines the random weights
         mlp: Any
         if cfg.experts is not None:
             from jaxmem.models.experts import Experts
@@ -75,7 +76,7 @@ class Decoder(Network):
             mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
         before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")
         pairs = [(self._norm(), self._norm()) if has_norms else (None, None) for has_norms in (before, after)]
-        return Block(Attention(rngs, spec, self.execution), mlp, pairs[0], cfg.dropout, pairs[1])
+        return Block(attention, mlp, pairs[0], cfg.dropout, pairs[1])
 
     def _norm(self) -> RMSNorm:
         return RMSNorm(self.cfg.embed, self.cfg.norm_epsilon, offset=float(self.cfg.norm_offset))
