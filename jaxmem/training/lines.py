@@ -63,39 +63,40 @@ def plan_line(plan: Plan, step: int) -> str:
 
 
 def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
-    """The passes that a run makes over its data, with a warning if they are many, or if short documents leave rows
-    padded. None if documents and rows differ in more than length. `tokens`: mean length of a document."""
+    """The passes that a run makes over its data, with a warning if they are many, or if short documents leave
+    sequences padded. None if a sequence is not filled with documents. `tokens`: mean length of a document."""
     data, source = cfg.data, corpus.sources[0]
     if not tokens or len(corpus.sources) > 1 or data.buckets or source.documents_per_record > 1:
         return None
     most = data.documents_per_row if data.packing else 1
-    per_row = min(data.sequence_length / tokens, most)
+    in_update = cfg.batch.global_size * min(data.sequence_length / tokens, most)
     records = max(round((1 - data.held_out) * len(source)), 1)
-    in_update = cfg.batch.global_size * per_row
     passes = min(cfg.steps * in_update / records, data.epochs or float("inf"))
-    line = f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {cfg.steps:,} updates are"
-    line += f" about {passes:,.{0 if passes >= 10 else 1}f} passes over them"
-    if (filled := most * tokens) < data.sequence_length / 2 and data.packing:
-        needed = round(data.sequence_length / tokens)
-        line += (
-            f"\nwarning: a row of {data.sequence_length:,} tokens has at most {most} documents, the rest is padding;"
+    updates = f"{cfg.steps:,} updates are about {passes:,.{0 if passes >= 10 else 1}f} passes over them"
+    lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
+    if data.packing and (filled := most * tokens) < data.sequence_length / 2:
+        lines.append(
+            f"warning: a sequence of {data.sequence_length:,} tokens has at most {most} documents, the rest is padding;"
+            f" use data.sequence_length={max(round(filled), 1)}, or"
+            f" data.documents_per_row={round(data.sequence_length / tokens)}, which needs more memory for attention"
         )
-        line += f" use data.sequence_length={max(round(filled), 1)}, or data.documents_per_row={needed}, which needs"
-        line += " more memory for attention"
     if passes > MANY_PASSES:
         steps = max(round(FEW_PASSES * records / in_update), 1)
-        line += f"\nwarning: {passes:,.0f} passes are many; an update reads {in_update:,.0f} documents; use a smaller"
-        line += f" batch.global_size, or train.steps={steps} for {FEW_PASSES} passes"
-    return line
+        lines.append(
+            f"warning: {passes:,.0f} passes are many; an update reads {in_update:,.0f} documents; use a smaller"
+            f" batch.global_size, or train.steps={steps} for {FEW_PASSES} passes"
+        )
+    return "\n".join(lines)
 
 
 def finished_line(cfg: Config, before: Mapping[str, Any], step: int, directory: Path) -> str:
     """A run that had finished before, and the settings that differ from its own, which have no effect."""
-    line = f"{cfg.name}: {step} steps are done, in {directory}; to continue, increase train.steps"
+    line = f"{cfg.name}: {step} steps are done, in {directory}"
     changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))
-    if changes:
-        line += f" above {step}; for a new run with these settings, set another name: {few(changes, separator='; ')}"
-    return line
+    if not changes:
+        return f"{line}; to continue, increase train.steps"
+    line += f"; no effect on a finished run: {few(changes, separator='; ')}"
+    return f"{line}; set another name for a new run, or train.steps above {step} to continue this one"
 
 
 def last_line(cfg: Config, step: int, directory: Path) -> str:
