@@ -1,5 +1,6 @@
 """The state of a run from its checkpoints, to resume or to roll back."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,23 @@ def _with_defaults(before: dict[str, Any], cfg: Config) -> dict[str, Any]:
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
+    found = read_state(built, checkpoints)
+    return None if found is None else (found[0], found[1](), found[2])
+
+
+def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], dict[str, Any]] | None:
+    """As `restore`, with a function that returns the state: it reads a frozen base, which checkpoints do not have."""
     if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
         from jaxmem.hf.peft import add_adapters
         from jaxmem.inference.load import base_params
 
-        return 0, built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}
+        return 0, lambda: built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}
     saved = SavedState(built)
     found = checkpoints.restore_latest(saved.shapes)
     if found is None:
         return None
     step, state, position, config = found
-    return step, saved.restored(state, config), position
+    return step, lambda: saved.restored(state, config), position
 
 
 class Rollback:

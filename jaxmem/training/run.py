@@ -8,7 +8,7 @@ only some runs need (planning, Hugging Face files, evaluation, references) are i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +44,7 @@ from jaxmem.training.lines import (
     work_of,
 )
 from jaxmem.training.progress import Progress, RunSpec, spinner
-from jaxmem.training.restore import Rollback, data_fingerprint, refuse_another_run, restore
+from jaxmem.training.restore import Rollback, data_fingerprint, read_state, refuse_another_run, restore
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import DivergedError, Profile, Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
@@ -60,8 +60,8 @@ class Result:
     """A run that has ended.
 
     `directory`: the directory of its files. `step`: the number of updates. `metrics`: the metrics of the last update.
-    `held_out`: the metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices.
-    `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run.
+    `held_out`: the metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices,
+    from `read_state`. `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run.
     `compiled`: its plan; None if the run had finished before.
     """
 
@@ -69,7 +69,7 @@ class Result:
     step: int
     metrics: dict[str, float]
     held_out: dict[str, float]
-    state: TrainState
+    read_state: Callable[[], TrainState]
     program: Program
     exit_code: int = 0
     compiled: Plan | None = None
@@ -78,6 +78,10 @@ class Result:
         values = {**self.metrics, **{f"held-out {name}": value for name, value in self.held_out.items()}}
         shown = "".join(f", {name} {value:.4g}" for name, value in values.items())
         return f"Result({self.directory}, step {self.step}{shown})"
+
+    @cached_property
+    def state(self) -> TrainState:
+        return self.read_state()
 
     @cached_property
     def plan(self) -> Plan:
@@ -198,7 +202,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         for line in loader.corpus.summary():
             progress.say(line)
         progress.say(last_line(cfg, step, directory))
-    return Result(directory, step, telemetry.last, held_out, state, built, stop.exit_code, plan)
+    return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
 
 
 def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> Result | None:
@@ -209,7 +213,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     if done < built.cfg.steps:
         return None
     with _checkpoints(built.cfg, path) as checkpoints, failing_together():
-        found = restore(built, checkpoints)
+        found = read_state(built, checkpoints)
     if found is None or found[0] < built.cfg.steps:
         return None
     step, state, _ = found
