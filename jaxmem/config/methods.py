@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jaxmem.config.adapter import LOW_RANK
-from jaxmem.config.hub import is_id
+from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import Parts, own_of
@@ -178,7 +179,9 @@ def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
         "memory": {"remat": "full"},
     }
     if not is_preset:
-        run["data"] |= {"source": "chat", "path": CHATS}
+        longest = read_json(Path(local_directory(model, "model.hf"), "config.json")).get("max_position_embeddings")
+        length = min(LENGTH, longest) if isinstance(longest, int) else LENGTH
+        run["data"] = {"source": "chat", "path": CHATS, "sequence_length": length}
         run["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
     return run
 

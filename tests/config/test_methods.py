@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
-from jaxmem.config import load_config, save_config
+from jaxmem.config import load_config, save_config, save_settings
 from jaxmem.config.hugging_face import config_json
 from jaxmem.config.methods import METHODS, is_model, run_config
 from jaxmem.config.networks import Decoder
@@ -28,11 +29,31 @@ def hf(tmp_path: Path) -> Path:
 def test_every_method_makes_a_config_that_can_be_trained(method: str, hf: Path, tmp_path: Path) -> None:
     for source in ("tiny", str(hf), TINY, load_config({**TINY, "train": {"steps": 3}})):
         cfg = run_config(source, method=method, devices=2)
-        save_config(cfg, tmp_path / "run.yaml")
-        assert load_config(tmp_path / "run.yaml") == cfg
+        for save in (save_config, save_settings):
+            save(cfg, tmp_path / "run.yaml")
+            assert load_config(tmp_path / "run.yaml") == cfg
         assert bool(cfg.trainable_patterns) == ("lora" in method)
     for previous in METHODS:
         assert run_config(run_config("tiny", method=previous), method=method).steps
+
+
+def test_settings_are_saved_without_defaults(hf: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")):
+        cfg = load_config(path)
+        save_settings(cfg, file)
+        assert load_config(file) == cfg, path
+    save_settings(run_config(hf, method="qlora"), file)
+    saved = yaml.safe_load(file.read_text())
+    assert saved["model"] == {"hf": str(hf)}
+    assert saved["data"]["source"] == "chat", "a fine-tuned model is not trained on source code"
+    assert set(saved) == {"name", "model", "data", "batch", "mesh", "memory", "optimizer", "adapter", "train"}
+
+
+def test_rows_are_at_most_as_long_as_the_model_was_trained_on(hf: Path) -> None:
+    settings = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 256}))
+    assert run_config(hf).data.sequence_length == 256
 
 
 def test_a_model_is_a_preset_or_a_directory(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
