@@ -144,6 +144,8 @@ class Fit:
         if error := trials.estimate_error:
             errors = f"error of the memory estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
             parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
+        if self.best:
+            parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
         return Group(*parts)
 
     def figure(self, path: str | Path) -> None:
