@@ -29,6 +29,7 @@ Only = Annotated[
 Without = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="Leave out this implementation, e.g. jax.nn; may be repeated.")
 ]
+Seconds = Annotated[float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per shape, in seconds.")]
 
 
 def bench_kernels(
@@ -45,9 +46,7 @@ def bench_kernels(
     ] = False,
     only: Only = None,
     without: Without = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per shape, in seconds.")
-    ] = 5.0,
+    seconds: Seconds = 5.0,
     write: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Append each row to FILE as a line of JSON as soon as it is measured."),
@@ -57,8 +56,9 @@ def bench_kernels(
     """Check kernels (by default attention) on this machine, and compare their speed with cuDNN."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
+    from jaxmem.lab.bench.kernels import BenchSelection
 
-    selection = _selection(shapes, operation, only, without, seconds)
+    selection = BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
     if explain:
         with only_json(as_json):
             choices = kernels.explain(selection)
@@ -80,9 +80,7 @@ def bench_tune(
     only: Only = None,
     without: Without = None,
     again: Annotated[bool, typer.Option("--again", help="Also measure entries that the table already has.")] = False,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per shape, in seconds.")
-    ] = 5.0,
+    seconds: Seconds = 5.0,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The table to write. [default: kernels/tuned.json]")
     ] = None,
@@ -92,27 +90,16 @@ def bench_tune(
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import tune
+    from jaxmem.lab.bench.kernels import BenchSelection
 
     path = write or Path(choice.__file__).with_name("tuned.json")
     if write is None and not devices.has_nvidia_gpu():
         raise UserError("bench tune: no GPU on this machine; use --write FILE for a dry run on the CPU")
     with only_json(as_json):
-        selection = _selection(shapes, operation, only, without, seconds)
+        selection = BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
         rows = _collect(tune.tune(path, selection, again=again), as_json)
     if as_json:
         show({"rows": rows})
-
-
-def _selection(
-    shapes: list[str] | None,
-    operation: str | None,
-    only: list[str] | None,
-    without: list[str] | None,
-    seconds: float,
-) -> Any:
-    from jaxmem.lab.bench.kernels import BenchSelection
-
-    return BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
@@ -136,18 +123,15 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def _describe(row: dict[str, Any]) -> str:
+    checked = f", {row['check']}" if "check" in row else ""
     if "why_not" in row:
-        return f"not{_checked(row)}: {row['why_not']}"
+        return f"not{checked}: {row['why_not']}"
     if "implementation" in row:
         return f"the fastest: {row['implementation']}"
     if "rate" not in row:
         error = "infinite" if row["error"] is None else f"{row['error']:.1f} steps"
-        return f"{'right' if row['right'] else 'WRONG'}{_checked(row)}, error {error}"
+        return f"{'right' if row['right'] else 'WRONG'}{checked}, error {error}"
     least, most = row["spread"]
     ratios = "".join(f"  {ratio:.2f} x {name}" for name, ratio in row["ratios"].items())
     marks = f"{'' if row.get('right', True) else '  WRONG'}{'  BY HOST' if row['by_host'] else ''}"
     return f"{row['rate']:9.3f} ({least:.3f} to {most:.3f}) {row['unit']}{marks}{ratios}"
-
-
-def _checked(row: dict[str, Any]) -> str:
-    return f", {row['check']}" if "check" in row else ""

@@ -36,9 +36,7 @@ Model = Annotated[
 ]
 Target = Annotated[
     str | None,
-    typer.Option(
-        metavar="T", help="Devices, e.g. h100-80gb:8, cpu:8 or my-gpu.yaml; `jaxmem plan --target list` prints all."
-    ),
+    typer.Option(metavar="T", help="Devices, e.g. h100-80gb:16x8 or cpu:8; `jaxmem plan --target list` prints all."),
 ]
 Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
 Reserve = Annotated[

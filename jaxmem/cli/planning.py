@@ -39,12 +39,7 @@ if TYPE_CHECKING:
 def plan(
     source: ModelOrConfig = None,
     overrides: Overrides = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T", help="Devices to plan for, e.g. h100-80gb:16x8, cpu:8 or my-gpu.yaml; `list` prints all."
-        ),
-    ] = None,
+    target: Target = None,
     method: MethodName = None,
     sequence_length: SequenceLength = None,
     batch: BatchSize = None,
@@ -148,10 +143,9 @@ def fit(
     if allow is not None:
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None
-    if png and not maximize and not method and is_model(source):
-        raise UserError(f"--png {png} does not support a comparison of methods; use --method NAME")
-    if allow and not maximize and not method and is_model(source):
-        raise UserError(f"--allow {allow} does not support a comparison of methods; use --method NAME")
+    if (png or allow) and not maximize and not method and is_model(source):
+        option = f"--png {png}" if png else f"--allow {allow}"
+        raise UserError(f"{option} does not support a comparison of methods; use --method NAME")
     found: Any
     with only_json(as_json):
         if maximize:

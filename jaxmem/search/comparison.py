@@ -26,7 +26,6 @@ from jaxmem.search.fastest import Progress, Search
 from jaxmem.search.knobs import MEMORY_KNOBS
 from jaxmem.search.trials import SLACK, Trials, save_best, target_json
 
-NARROW = 66  # characters per line; below, the table has no column for settings
 COMPILES = 3  # largest number of compiled configs per method
 
 
@@ -125,6 +124,8 @@ class Comparison:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
+
+        from jaxmem.planning.table import NARROW
 
         cfg, is_wide = self.given, options.max_width >= NARROW
         size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"

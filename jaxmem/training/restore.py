@@ -10,7 +10,7 @@ from etils import epath
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Config
+from jaxmem.config import Config, load_config
 from jaxmem.data.corpus import fingerprint
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
@@ -46,7 +46,7 @@ def refuse_another_run(
         return 0, {}
     step, position, before = found
     cfg, after = built.cfg, built.cfg.model_dump(mode="json")
-    before = _with_defaults(before, cfg)
+    before = load_config(before).model_dump(mode="json")  # with settings that its version did not have
     if position:
         refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
         SavedState(built).check_base(position, directory)
@@ -54,17 +54,6 @@ def refuse_another_run(
         own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
         refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
     return step, before
-
-
-def _with_defaults(before: dict[str, Any], cfg: Config) -> dict[str, Any]:
-    """A saved config, in which settings that its version did not have are at their default if `cfg` has them there."""
-    changed = cfg.model_dump(mode="json", exclude_defaults=True)
-    filled = dict(before)
-    for name, section in cfg.model_dump(mode="json").items():
-        if isinstance(section, dict) and isinstance(before.get(name), dict):
-            default = {key: value for key, value in section.items() if key not in changed.get(name, {})}
-            filled[name] = default | before[name]
-    return filled
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:

@@ -61,8 +61,8 @@ class Result:
 
     `directory`: the directory of its files. `step`: the number of updates. `metrics`: the metrics of the last update.
     `held_out`: the metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices,
-    from `read_state`. `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run.
-    `compiled`: its plan; None if the run had finished before.
+    from `read_state`. `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal
+    stopped the run. `compiled`: its plan; None if the run had finished before.
     """
 
     directory: Path
@@ -108,6 +108,8 @@ def run(
 
 
 def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
+    from jaxmem.inference.evaluate import Evaluator
+    from jaxmem.inference.load import initial_state
     from jaxmem.planning import plan_program, resolve_remat
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
@@ -127,7 +129,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
     with ExitStack() as stack:
         loader = stack.enter_context(open_loader(cfg, "train", built.rows, agree=any_process))
-        evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
+        evaluate = stack.enter_context(Evaluator(built, loader.corpus)) if cfg.train.evaluate_every else None
         document_tokens = loader.corpus.check()
         first = jax.process_index() == 0
         with spinner(f"{model_line(built)}\ncompiling ...", enabled=first):
@@ -138,7 +140,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         checkpoints = stack.enter_context(_checkpoints(cfg, checkpoint_path))
         stack.enter_context(failing_together())  # closing the contexts above involves all processes
         stack.enter_context(explained_out_of_memory(plan))
-        step, state, position = restore(built, checkpoints) or (0, _initial_state(built), {})
+        step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
         if position:
             loader.restore(position)
         saved = SavedState(built)
@@ -245,18 +247,6 @@ def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:
     keep = cfg.checkpoint
     warn = (lambda text: print(text, flush=True)) if keep.on_failure == "continue" else None
     return Checkpoints(path, keep.every, keep.keep, keep.keep_best, warn=warn)
-
-
-def _initial_state(built: Program) -> TrainState:
-    from jaxmem.inference.load import initial_state
-
-    return initial_state(built)
-
-
-def _evaluator(built: Program, loader: Loader) -> Any:
-    from jaxmem.inference.evaluate import Evaluator
-
-    return Evaluator(built, loader.corpus)
 
 
 def _add_reference(
