@@ -61,8 +61,8 @@ class Result:
 
     `directory`: the directory of its files. `step`: the number of updates. `metrics`: the metrics of the last update.
     `held_out`: the metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices,
-    from `read_state`. `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal
-    stopped the run. `compiled`: its plan; None if the run had finished before.
+    from `read_state`. `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a
+    signal stopped the run. `compiled`: its plan; None if the run had finished before.
     """
 
     directory: Path
