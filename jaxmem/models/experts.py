@@ -49,7 +49,8 @@ class Router(nnx.Module):
         self.weight = new_weight(rngs, (embed, count), ("embed", "router"))
 
     def __call__(self, x: Features) -> Float[Array, "batch time experts"]:
-        return x.astype(jnp.float32) @ fetch(self.weight, jnp.float32)
+        # GPUs would round float32 inputs to TF32.
+        return jnp.matmul(x.astype(jnp.float32), fetch(self.weight, jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 class ExpertLinear(Linear):

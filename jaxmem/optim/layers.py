@@ -37,6 +37,7 @@ class ParameterSpec:
     dtype: Any
     axes: Axes  # logical names, or None
     dims: tuple[int | str | None, ...]  # the corresponding dimensions of the parameter, as `Derived` counts them
+    experts: int = 1  # matrices of this shape in a layer
 
     @property
     def size(self) -> int:
@@ -239,7 +240,7 @@ def _rule(rule_for: Callable[[ParameterSpec], MatrixRule], spec: ParameterSpec) 
     """The rule of one layer of a weight."""
     if spec.axes[:1] != ("expert",):
         return rule_for(spec)
-    expert = ParameterSpec(spec.shape[1:], spec.dtype, spec.axes[1:], spec.dims[1:])
+    expert = ParameterSpec(spec.shape[1:], spec.dtype, spec.axes[1:], spec.dims[1:], spec.shape[0])
     rule = rule_for(expert)
     return rule_for(spec) if rule.elementwise or rule.updates_stacks else OfExperts(rule, expert)
 

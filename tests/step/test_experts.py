@@ -1,6 +1,7 @@
 """Mixtures of experts under every mesh, recompute policy and kind of weights: what one device computes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -8,6 +9,7 @@ from flax.traverse_util import flatten_dict
 from jaxmem import optim
 from jaxmem.config import for_devices
 from jaxmem.errors import UserError
+from jaxmem.sharding.weights import is_quantized
 from tests.step.conftest import SMALL, Trained, config
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264, "mlp": 32}
@@ -85,6 +87,11 @@ def test_optimizers_treat_each_expert_as_a_matrix(name):
 
     wanted = update(g.reshape(6, 64, 48), ("layer", None, None)).reshape(g.shape)
     np.testing.assert_allclose(update(g, ("layer", "expert", None, None)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_small_experts_have_quantized_states_together():
+    state = optim.scale_by_adam8bit(axes={"w": ("layer", "expert", None, None)}).init({"w": jnp.zeros((2, 64, 32, 4))})
+    assert all(is_quantized(moment.value) for moment in state.leaves["w"].values())
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def quantized(
     """The rule with quantized state for matrices of at least MIN_SIZE elements."""
 
     def rule_for(spec: ParameterSpec) -> MatrixRule:
-        return kind(rule, formats, block_size) if len(spec.shape) > 1 and spec.size >= MIN_SIZE else rule
+        return kind(rule, formats, block_size) if len(spec.shape) > 1 and spec.size * spec.experts >= MIN_SIZE else rule
 
     return rule_for
 
