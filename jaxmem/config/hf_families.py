@@ -31,10 +31,10 @@ class HfFamily:
     # every n-th layer, unless the file has `layer_types`; None: no layer.
     windows: Literal["all", "asked"] | int | None = None
     activation: str = "hidden_act"  # the key of the activation function
-    sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if they have their own
+    sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if it differs
     is_fused: bool = False  # whether files have one matrix for queries, keys and values, and one for gate and up
     experts: tuple[str, str] | None = None  # the keys of the number of experts, and of their hidden width
-    renormalize: bool | None = None  # the weights of the chosen experts; None: `norm_topk_prob` decides
+    renormalize: bool | None = None  # whether the weights of chosen experts sum to 1; None: `norm_topk_prob` decides
 
     @property
     def understood(self) -> set[str]:
@@ -58,7 +58,7 @@ class HfFamily:
         return {"mlp": read(settings, width, Size), "experts": experts}
 
     def expert_settings(self, model: Decoder) -> dict[str, Any]:
-        """The inverse."""
+        """The inverse: the keys of config.json for a mixture of experts."""
         if self.experts is None or model.experts is None:
             return {}
         count, width = self.experts

@@ -1,6 +1,6 @@
 """The model, loss, data and optimizer that a script passes to `train`, `plan`, `fit` and `evaluate` as Python objects.
 
-They travel with the config as `Config.own`, which is neither saved nor part of the schema.
+They are the attribute `own` of a config, which is neither saved nor part of the schema.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ OwnData = Iterable[Mapping[str, Any]]
 class ModelParts(TypedDict, total=False):
     """The model and the loss of a script.
 
-    `model(rngs)` returns a Flax NNX module; `model(rngs, execution)` one of jaxmem's layers. `axes`: logical axes of
-    its weights, by patterns of their names. `loss(model, batch)` or `loss(model, batch, keys)` returns the mean loss of
-    the rows of a batch, or (loss, metrics); `keys` has a random key for each row.
+    `model(rngs)` returns a Flax NNX module; `model(rngs, execution)` a module of jaxmem's layers. `axes`: logical axes
+    of its weights, by patterns of their names. `loss(model, batch)` or `loss(model, batch, keys)` returns the mean loss
+    of the rows of a batch, or (loss, metrics); `keys` has a random key for each row.
     """
 
     model: Callable[..., Any] | None
@@ -50,7 +50,7 @@ class Parts(ModelParts, total=False):
 
 @dataclass(frozen=True, eq=False)  # compared by identity, like functions: traces of a config are cached
 class Own:
-    """The parts that a script passed; None: as the config says."""
+    """The parts that a script passed; None: the config describes this part."""
 
     model: Callable[..., Any] | None = None
     axes: Axes | None = None
@@ -65,7 +65,7 @@ class Own:
 
     @property
     def passes_execution(self) -> bool:
-        """Whether the model is one of jaxmem's layers, which receive the settings of the computation."""
+        """Whether the model consists of jaxmem's layers, which receive the settings of the computation."""
         return self.model is not None and _arguments(self.model) >= 2
 
     @property
@@ -74,7 +74,7 @@ class Own:
 
 
 class OwnBatches:
-    """An iterable of batches, whose first one is read early: it tells the names, shapes and dtypes of the arrays."""
+    """An iterable of batches. The first batch is read early, for the names, shapes and dtypes of the arrays."""
 
     def __init__(self, source: OwnData, argument: str):
         if isinstance(source, Mapping | str) or not isinstance(source, Iterable):
@@ -113,7 +113,7 @@ class OwnBatches:
 
 
 def _arguments(function: Callable[..., Any]) -> int:
-    """The number of positional arguments."""
+    """The number of positional arguments of a function."""
     # The metaclass of NNX modules hides the arguments of their constructor.
     described: Any = getattr(function, "__init__", function) if isinstance(function, type) else function
     parameters = inspect.signature(described).parameters.values()
@@ -122,7 +122,7 @@ def _arguments(function: Callable[..., Any]) -> int:
 
 
 def own_of(parts: Parts) -> Own:
-    """The parts as a value that a config carries."""
+    """The parts as the attribute `own` of a config."""
     if parts.get("axes") is not None and parts.get("model") is None:
         raise UserError("axes requires the argument model; the logical axes of jaxmem's models are known")
     if parts.get("held_out") is not None and parts.get("data") is None:

@@ -1,7 +1,7 @@
-"""Batches that a script passes, instead of those that `data` describes.
+"""Batches that a script passes, instead of the batches that `data` describes.
 
-Each item of the iterable is a dict of arrays with the rows of this process: of each micro-batch in turn. The position
-in the data is that of the iterable's iterator where it has one (grain: `get_state`, `set_state`), otherwise the number
+Each item of the iterable is a dict of arrays with the rows of this process, one micro-batch after the other. The
+position in the data is the state of the iterator if it has one (grain: `get_state`, `set_state`), otherwise the number
 of batches, which are skipped when a run resumes.
 """
 
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 class OwnLoader(AbstractContextManager["OwnLoader"]):
-    """The interface of `Loader` for batches of a script. They are also its `corpus`."""
+    """The interface of `Loader` for batches of a script. It is its own `corpus`."""
 
     def __init__(self, cfg: Config, split: Split, rows: Sequence[int]):
         batches = cfg.own.data if split == "train" else cfg.own.held_out
@@ -52,7 +52,7 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
         return self._split(self._checked(self._batches.arrays(batch)))
 
     def _checked(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The batch, with the rows, names and shapes of the first one."""
+        """The batch; an error if its rows, names or shapes differ from those of the first batch."""
         argument, rows = self._batches.argument, len(self._rows) * self._cfg.batch.accumulate
         first = self._cfg.own.data.first if self._cfg.own.data else {}
         if batch.keys() != first.keys():
@@ -105,8 +105,8 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
 
 
 def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A batch for one of jaxmem's losses of texts: `inputs` [..., time] suffice. The target of a token is the next one,
-    each row is one document."""
+    """A batch for one of jaxmem's losses of texts: `inputs` [..., time] suffice. The target of a token is the next
+    token; each row is one document."""
     inputs = batch.get("inputs")
     if inputs is None or inputs.ndim != 3:
         return batch
@@ -123,7 +123,7 @@ def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def open_loader(cfg: Config, split: Split, rows: Sequence[int], *, corpus: Any = None, agree: Any = None) -> Any:
-    """The batches of a split: those of a script, or those that `data` describes."""
+    """The batches of a split: of a script, or as `data` describes them."""
     if cfg.own.data is not None:
         return OwnLoader(cfg, split, rows)
     return Loader(cfg, split, rows, corpus=corpus, agree=agree)

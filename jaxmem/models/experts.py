@@ -3,8 +3,8 @@ arXiv:1701.06538), so a token uses top_k / count of the parameters.
 
 The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped
 unless `capacity_factor` is set. Two losses can be added: the load-balance loss (Fedus et al., arXiv:2101.03961), count
-times the sum over experts of (choices per token) x (mean probability), which is top_k if both are uniform, as in
-transformers; and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer.
+times the sum over experts of (choices per token) x (mean probability), as in transformers: top_k if both are uniform;
+and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer.
 
 The tokens of each expert are computed in blocks (`kernels.grouped_matmul`): no result of a matmul exists for all
 choices of tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass recomputes
@@ -39,11 +39,11 @@ from jaxmem.sharding.weights import StoredWeight
 
 Tree = Any
 Choices = Int[Array, "batch time top_k"]  # the experts of each token
-Shares = Float[Array, "batch time top_k"]  # the weights of their results
+Shares = Float[Array, "batch time top_k"]  # the weights of the results of these experts
 
 
 class Router(nnx.Module):
-    """Its weight is never quantized."""
+    """A linear layer whose weight is never quantized."""
 
     def __init__(self, rngs: nnx.Rngs, embed: int, count: int):
         self.weight = new_weight(rngs, (embed, count), ("embed", "router"))
@@ -54,8 +54,8 @@ class Router(nnx.Module):
 
 
 class ExpertLinear(Linear):
-    """A matrix for each expert, [experts, inputs, outputs], with an optional adapter for each. `Experts` reads their
-    arrays, since it multiplies the matrix of one expert at a time."""
+    """A matrix for each expert, [experts, inputs, outputs], with an optional adapter for each expert. `Experts` reads
+    the arrays itself, since it multiplies with the matrix of one expert at a time."""
 
     def __init__(self, rngs: nnx.Rngs, count: int, inputs: int, outputs: int, axes: tuple[str, str]):
         self.weight = new_weight(rngs, (count, inputs, outputs), ("expert", *axes), scale=inputs**-0.5)
@@ -145,11 +145,11 @@ class _Mixture:
     """The weighted sum of the results of the experts of each token, on one device."""
 
     cfg: networks.Experts
-    experts: int = 1  # devices along `expert`
-    gathers: bool = False  # whether these have different tokens
+    experts: int = 1  # number of devices along `expert`
+    gathers: bool = False  # whether the devices along `expert` have different tokens
     tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
-    parts: int = 1  # devices along these
-    scatters: bool = False  # whether these store different tokens of the result
+    parts: int = 1  # number of devices along the axes `tensor`
+    scatters: bool = False  # whether the devices along `tensor` store different tokens of the result
 
     @classmethod
     def over(cls, cfg: networks.Experts, layout: Layout) -> "_Mixture":
@@ -179,7 +179,7 @@ class _Mixture:
         return jax.lax.psum(y, "expert") if self.experts > 1 else y
 
     def sharded(self, layout: Layout, axes: Tree, trainable: Tree, frozen: Tree, *tokens: jax.Array) -> jax.Array:
-        """The same for arrays sharded over a mesh."""
+        """The weighted sum for arrays that are sharded over a mesh."""
 
         def local(axes: Axes, w: jax.Array | QTensor) -> jax.Array | QTensor:
             """The weight, with the static size of the shard of a device."""

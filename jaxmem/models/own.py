@@ -1,8 +1,7 @@
 """Flax NNX modules that a script passes to `train`, without logical axes or jaxmem's layers.
 
-Their weights are sharded by rule: the largest dimension that is divisible by the devices of `mesh.fsdp`. The weights of
-the complete module are gathered, in the compute dtype, where the network is merged; XLA gathers each of them shortly
-before its first use.
+Their weights are sharded by a rule: over `mesh.fsdp`, along the largest dimension whose size is divisible. `merge`
+gathers the weights of the complete module in the compute dtype; XLA runs each gather shortly before its first use.
 """
 
 from collections.abc import Mapping
@@ -63,8 +62,8 @@ def merge(graphdef: Any, params: Any, randomness: Any, axes: Any, dtype: DTypeLi
 
 
 def axes_by_rule(shapes: Mapping[Path, Any], given: AxesByPattern | None, shards: int) -> dict[Path, Axes]:
-    """The logical axes of each weight: those that it declares, or those of a pattern that matches its name; otherwise
-    `embed` for its largest dimension that is divisible by the number of shards."""
+    """The logical axes of each weight: the axes that it declares, or those of a pattern that matches its name;
+    otherwise `embed` for its largest dimension that is divisible by the number of shards."""
     used = set()
 
     def one(path: Path, variable: Any) -> Axes:
@@ -95,8 +94,8 @@ def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axe
 
 
 def reseed(network: Any, keys: jax.Array | None) -> None:
-    """Draws new keys for the random number generators of a module, from the key of the first row of a batch; without
-    keys, switches dropout off."""
+    """Sets new keys of the random number generators of a module, from the key of the first row of a batch. Without
+    keys, turns dropout off."""
     if keys is None:
         network.eval()
         return

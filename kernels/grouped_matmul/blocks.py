@@ -1,10 +1,10 @@
-"""Blocks of rows of one group, one block at a time, in plain JAX.
+"""Functions of rows in groups, computed in blocks of rows of one group, one block at a time, in plain JAX.
 
 The rows of each group are cut into blocks of a fixed size; only the last block of a group is padded. A block reads its
 rows, slices the weights of its group, applies the function, and adds the result to the rows of the output. So the
 memory of a call is the output in float32 and the intermediates of one block. For R rows in G groups there are at most
-R / block + G blocks. The backward pass recomputes each block. The weight gradient of a group is summed in float32 while
-its blocks, which follow each other, are computed, and then written to the gradient of all groups.
+R / block + G blocks. The backward pass recomputes each block. The weight gradient of a group is summed in float32 over
+its blocks, which are consecutive, and then written to the gradient of all groups.
 
 `jax.lax.ragged_dot` on GPUs writes arrays of [groups, rows, width] instead (jax 0.10).
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 Tree = Any
 # (trainable and frozen weights of a group, rows [block, inputs], values of these rows) -> [block, outputs]
 GroupFunction = Callable[[Tree, Tree, jax.Array, Tree], jax.Array]
-MIN_BLOCK, MAX_BLOCK = 16, 512  # rows
+MIN_BLOCK, MAX_BLOCK = 16, 512  # limits of the rows of a block
 
 
 class Groups(NamedTuple):
@@ -34,7 +34,7 @@ class Groups(NamedTuple):
 
 def sort_rows(groups: Int[Array, "rows choices"], count: int) -> tuple[Groups, Int[Array, " sorted"]]:
     """The rows of each of `count` groups, and the order of the choices [rows x choices] that sorts them. Each row
-    belongs to several different groups (`choices`); numbers outside of the range belong to none."""
+    belongs to several different groups (`choices`); indices outside of the range belong to no group."""
     flat = groups.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -118,16 +118,16 @@ _map.defvjp(lambda function, counts_blocks, *saved: (_map(function, counts_block
 
 
 class _Blocks(NamedTuple):
-    """The blocks of all groups, in order; those beyond `used` are empty and belong to the last group with rows."""
+    """The blocks of all groups, in order. Blocks beyond `used` are empty and belong to the last group with rows."""
 
     size: int  # rows of a block
     used: Int[Array, ""]
-    start: Int[Array, " blocks"]  # the first place of each block among the sorted rows
-    stop: Int[Array, " blocks"]  # the place after its last row
+    start: Int[Array, " blocks"]  # the index of the first row of each block among the sorted rows
+    stop: Int[Array, " blocks"]  # the index after the last row of each block
     group: Int[Array, " blocks"]
-    is_first: Any  # of its group
+    is_first: Any  # whether a block is the first of its group
     rows: Int[Array, " sorted"]
-    limit: int  # the number of rows of x: the index that padding has
+    limit: int  # the number of rows of x, which is the index of padding
 
     @classmethod
     def of(cls, groups: Groups, limit: int) -> "_Blocks":
@@ -161,7 +161,7 @@ class _Blocks(NamedTuple):
 
 def block_size(rows: int, groups: int) -> int:
     """A power of two near the number of rows of a group: smaller blocks slice and decode weights more often, larger
-    ones have more padding.
+    blocks have more padding.
 
     >>> block_size(16384, 128), block_size(16, 128), block_size(1 << 20, 8)
     (128, 16, 512)
