@@ -57,8 +57,8 @@ def launch(
         empty = [pl.empty(x.shape, x.dtype) for x in outputs] if sums else []
         if not sums:
             return list(call(*arrays))
-        made = pl.run_state(lambda refs: call(*arrays, *refs))([*zeros, *empty])
-        return [*made[len(sums) :], *made[: len(sums)]]
+        results = pl.run_state(lambda refs: call(*arrays, *refs))([*zeros, *empty])
+        return [*results[len(sums) :], *results[: len(sums)]]
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
         evaluate = _refuse if EVALUATOR is None else EVALUATOR(on_gpu, arrays, dict(grid), warpgroups, outputs, sums)

@@ -59,7 +59,7 @@ class Lora(nnx.Module):
         *stack, inputs, outputs = base.weight.get_value().shape  # layers, and experts
         axes: Axes = base.weight.get_metadata()["axes"]
         stacked, (first, last) = axes[: len(stack)], axes[len(stack) :]
-        is_shared = cfg.shared_a and "expert" in stacked  # by all experts of a layer
+        is_shared = cfg.shared_a and "expert" in stacked  # all experts of a layer share A
         stack_of_a, stacked_of_a = (stack[:-1], stacked[:-1]) if is_shared else (stack, stacked)
         rank = max(own.rank for own in layers if own is not None)
         if isinstance(base, Embedding):  # rows of A are looked up, so A instead of B is zero

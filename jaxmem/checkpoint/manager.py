@@ -132,8 +132,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """State, data position, config. `abstract_state`: the state's tree with a jax.ShapeDtypeStruct and its sharding
         on the present mesh for each array, or a function that returns it for the config of the checkpoint."""
         record = read_record(self._path(step))
-        wanted = abstract_state(record["config"]) if callable(abstract_state) else abstract_state
-        return self._arrays(step, wanted, record["leaves"]), record["position"], record["config"]
+        abstract = abstract_state(record["config"]) if callable(abstract_state) else abstract_state
+        return self._arrays(step, abstract, record["leaves"]), record["position"], record["config"]
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
         """Only the parameters; the optimizer state is not read."""
@@ -247,10 +247,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return UserError(f"{which} could not be written to {self.directory} ({complete}): {root_cause(error)}")
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
-        path, wanted = self.directory / str(step), named_leaves(abstract)
-        check_leaves(path, saved, wanted)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-        args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+        path, leaves = self.directory / str(step), named_leaves(abstract)
+        check_leaves(path, saved, leaves)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
+        args = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)
         try:
             with first_failure_only():
                 arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
@@ -260,11 +260,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             raise_lost_process(error)
             raise damaged(path, root_cause(error)) from None
         # With damaged metadata, the restored value may not be an array of the expected shape.
-        found = {name: arrays[name] for name in wanted if isinstance(arrays.get(name), jax.Array)}
-        wrong = [name for name in wanted if name not in found or checksum(found[name]) != saved[name][2]]
+        found = {name: arrays[name] for name in leaves if isinstance(arrays.get(name), jax.Array)}
+        wrong = [name for name in leaves if name not in found or checksum(found[name]) != saved[name][2]]
         if wrong:
             raise damaged(path, f"the contents of {few(wrong)} have changed since they were written")
-        return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
+        return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
 
     def _path(self, step: int) -> epath.Path:
         steps = self.steps()

@@ -127,11 +127,11 @@ def check_combinations(cfg: Config) -> Iterator[str]:
 
 def _matching(cfg: Config, term: str) -> str:
     """The setting of a config as `key=value` if a term of `CONFLICTS` describes it, otherwise an empty text."""
-    key, operator, wanted = re.split("(!?=)", term)
+    key, operator, expected = re.split("(!?=)", term)
     value = as_yaml(_value(cfg, key))
-    if (value in wanted.split("|")) == (operator == "!="):
+    if (value in expected.split("|")) == (operator == "!="):
         return ""
-    return key if wanted == "[]" else f"{key}={value}"
+    return key if expected == "[]" else f"{key}={value}"
 
 
 def _value(cfg: Config, key: str) -> Any:

@@ -223,18 +223,18 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
     sequence of the training.
     """
-    wanted = _comparable(model)
-    if base is not None and _read_back(base) == wanted:
+    expected = _comparable(model)
+    if base is not None and _read_back(base) == expected:
         return dict(base)
-    kept = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}
+    token_ids = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}
     if model.rope.scaling in ("llama3", "yarn"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
     own = (base or {}).get("architectures") or []  # the architecture of the base first
     for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0] not in own):
         written = {"architectures": [architecture], **_settings(model, family, length)}
-        if _read_back(written) == wanted:
-            return {**written, **kept}
+        if _read_back(written) == expected:
+            return {**written, **token_ids}
     options = {name: info.default for name, info in Decoder.model_fields.items() if name in _OPTIONS}
     used = ", ".join(name for name, usual in options.items() if getattr(model, name) != usual)
     raise UserError(f"model: no Hugging Face family supports {used} together; use the settings of {one_of(FAMILIES)}")

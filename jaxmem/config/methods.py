@@ -198,5 +198,5 @@ def _apply(name: str, raw: dict[str, Any]) -> None:
     for section, new in settings.items():
         old = raw.get(section) or {}
         if isinstance(old, dict):  # otherwise the check of the config refuses it
-            kept = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
-            raw[section] = {**kept, **new}
+            remaining = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
+            raw[section] = {**remaining, **new}

@@ -136,19 +136,19 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
     """The modules with adapters, selected as in PEFT."""
     possible = [one for one in modules if one.is_matrix]
     all_names = [one.name for one in possible]
-    wanted = read(settings, "target_modules", Names, [])
+    selection = read(settings, "target_modules", Names, [])
     excluded = read(settings, "exclude_modules", Names, [])
-    if isinstance(wanted, str) and wanted.lower() == "all-linear":
+    if isinstance(selection, str) and selection.lower() == "all-linear":
         found = {one.name for one in possible if one.path not in ("embedding", "head")}
     else:
-        found = select_names(wanted, all_names, "target_modules")
-    if isinstance(wanted, list):
-        for name in wanted:
+        found = select_names(selection, all_names, "target_modules")
+    if isinstance(selection, list):
+        for name in selection:
             if not select_names([name], all_names, "target_modules"):
                 raise UnsupportedError(f"target_modules: {name} is not supported{nearest(name, SUFFIXES)}")
         if layers := read(settings, "layers_to_transform", int | list[int], []):
             own = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
-            found = {name for name in found if name in wanted or name in own}
+            found = {name for name in found if name in selection or name in own}
     found -= select_names(excluded, all_names, "exclude_modules")
     return [one for one in possible if one.name in found]
 

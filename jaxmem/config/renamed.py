@@ -23,7 +23,7 @@ KEYS = {
     "train.most_skipped": "max_skipped",
     "train.spike": "spike_threshold",
 }
-VALUES: dict[str, dict[object, object]] = {  # by the new key
+VALUES: dict[str, dict[object, object]] = {  # new key -> old value -> new value
     "checkpoint.on_failure": {"go_on": "continue"},
     "optimizer.project_embeddings": {"adam": False, "projected": True},
     "optimizer.kernel": {"pallas": "triton"},

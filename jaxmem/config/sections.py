@@ -248,7 +248,7 @@ class Config(Section):
                 return ("head.*",)
             case "patterns":
                 return tuple(adapter.targets)
-            case "last_layers":  # and the weights after them
+            case "last_layers":  # the weights after the layers are trainable too
                 stack = f"stage_{len(model.stages) - 1}.blocks" if isinstance(model, Convnet) else "blocks"
                 tied = isinstance(model, Decoder) and model.tie_embeddings
                 return (f"{stack}[-{adapter.layers}:].*", "norm.*", *(() if tied else ("head.*",)))

@@ -44,11 +44,11 @@ def held_out_records(count: int, share: float) -> np.ndarray:
         raise UserError(f"data.held_out={share:g} requires at least 2 records, not {count}; use data.held_out=0")
     below = np.uint64(share * 2**64)
     parts = (np.arange(start, min(start + 2**16, count)) for start in range(0, count, 2**16))
-    held = np.concatenate([part[mix64(part) < below] for part in parts])
-    if len(held) in (0, count):  # few records: at least one in each split
+    numbers = np.concatenate([part[mix64(part) < below] for part in parts])
+    if len(numbers) in (0, count):  # few records: at least one in each split
         extreme = np.argmin(mix64(np.arange(count)))
-        held = np.array([extreme]) if not len(held) else np.delete(held, extreme)
-    return held
+        numbers = np.array([extreme]) if not len(numbers) else np.delete(numbers, extreme)
+    return numbers
 
 
 class _TrainingRecords:

@@ -87,7 +87,7 @@ def _scheduler(is_given: bool) -> Any:
                 f"the other pods of this Kubernetes Job are unknown; pip install kubernetes, or set {ALL}; set"
                 " JAX_NUM_PROCESSES=1 for a single process"
             )
-        clusters.K8sCluster.is_env_present()  # also connects
+        clusters.K8sCluster.is_env_present()  # this call also connects to the cluster
         return clusters.K8sCluster
     for size, rank in UNSUPPORTED:
         if rank in os.environ and int(os.environ.get(size, "1")) > 1:

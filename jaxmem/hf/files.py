@@ -83,5 +83,5 @@ def byte_tokenizer() -> dict[str, Any]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_TEXT, normalized=False, special=True)])
-    made: dict[str, Any] = json.loads(tokenizer.to_str())
-    return made
+    contents: dict[str, Any] = json.loads(tokenizer.to_str())
+    return contents

@@ -47,7 +47,7 @@ class TensorEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    first_row: int = 0  # of a part of this tensor
+    first_row: int = 0  # the first row of a part of this tensor
 
 
 class Tensors:
@@ -97,8 +97,8 @@ class Tensors:
             if not shapes.keys() >= set(parts):
                 continue  # `expect` refuses it
             rows = [shapes[part][0] for part in parts]
-            if entry.shape != (wanted := (sum(rows), *shapes[parts[0]][1:])):
-                raise _wrong_shape(entry, wanted, "config.json")
+            if entry.shape != (full_shape := (sum(rows), *shapes[parts[0]][1:])):
+                raise _wrong_shape(entry, full_shape, "config.json")
             del self.entries[name]
             for i, part in enumerate(parts):
                 self.entries[part] = replace(entry, shape=shapes[part], first_row=sum(rows[:i]))

@@ -104,8 +104,8 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
             yield text[shown : min(ends)]
             return
         # The number of characters at the end that may be the beginning of a stop.
-        held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        certain = shown if text.endswith("\ufffd") else len(text) - held
+        pending = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        certain = shown if text.endswith("\ufffd") else len(text) - pending
         yield text[shown:certain]
         shown = max(shown, certain)
     yield from [rest for rest in [decode(seen)[shown:]] if rest and not rest.endswith("\ufffd")]

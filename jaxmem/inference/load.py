@@ -149,9 +149,9 @@ def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Any:
     params = flatten_dict(_saved_params(as_saved, checkpoints, step))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
         params = {path: x for path, x in params.items() if path[0] != "head"} | built.new_module("head")
-    wanted = flatten_dict(adapters.base_of(built.spec.state.params))
-    for path in sorted(wanted.keys() | params.keys()):
-        found, expected = (list(tree[path].shape) if path in tree else "missing" for tree in (params, wanted))
+    model_params = flatten_dict(adapters.base_of(built.spec.state.params))
+    for path in sorted(model_params.keys() | params.keys()):
+        found, expected = (list(tree[path].shape) if path in tree else "missing" for tree in (params, model_params))
         if found != expected:
             raise UserError(
                 f"{where}: {'.'.join(path)} has shape {found}, but model requires {expected}; use the model of that run"
@@ -188,10 +188,10 @@ def _store_as(built: Program, params: Any) -> Any:
             w = fetch_from_host(w)
             return store(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.model.storage(path))
 
-        wanted = placed[path]
-        if _format_of(left[path]) == _format_of(wanted):
+        target = placed[path]
+        if _format_of(left[path]) == _format_of(target):
             return left.pop(path)
-        places = jax.tree.map(lambda x: x.sharding, wanted)
+        places = jax.tree.map(lambda x: x.sharding, target)
         return jax.jit(jax.vmap(convert) if stacked else convert, out_shardings=places)(left.pop(path))
 
     return unflatten_dict({path: one(path) for path in list(left)})

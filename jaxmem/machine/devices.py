@@ -31,7 +31,7 @@ _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
 }
-CUDNN_NEEDED = (9, 6)  # for documents in packed rows
+CUDNN_NEEDED = (9, 6)  # the oldest version that supports packed sequences
 
 
 def simulate(count: int) -> None:

@@ -121,7 +121,7 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
         if aligned is None:  # a device would hold a part of a byte
             shards = None
         else:
-            matrix = dataclasses.replace(aligned, size=aligned.size // parts)  # as each device sees it
+            matrix = dataclasses.replace(aligned, size=aligned.size // parts)  # the size on each device
     if layout is None or shards is None:
         matrix = gather_quantized(matrix, axes) if isinstance(matrix, QTensor) else gather(matrix, axes, dtype)
         return constrain(take_rows(matrix, ids, dtype), *RESIDUAL)

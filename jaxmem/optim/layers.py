@@ -67,7 +67,7 @@ class UpdateContext:
     count: jax.Array  # the number of updates, including this one: 1 at the first
     layer: jax.Array  # the index of the layer in the stack
     layers: int
-    key: jax.Array  # the same at every update, different for each layer
+    key: jax.Array  # a random key, the same at every update, different for each layer
     vocab_slice: VocabSlice | None = None  # the weight is these rows of a vocabulary matrix
 
     def sums(self, *terms: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
@@ -156,8 +156,8 @@ def by_layer(
             state = _rule(rule_for, spec).init(spec)
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), state)
 
-        made = jax.tree.map(make, axes_or_unnamed(axes, params), params, is_leaf=is_axes)
-        return ByLayerState(jnp.zeros((), jnp.int32), made)
+        leaves = jax.tree.map(make, axes_or_unnamed(axes, params), params, is_leaf=is_axes)
+        return ByLayerState(jnp.zeros((), jnp.int32), leaves)
 
     def update(
         grads: Any,

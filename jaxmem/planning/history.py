@@ -181,19 +181,19 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
         where = path(buffer.what) if buffer.kind == "argument" else buffer.made_by
         return {"where": where, "inside": "", "layers": every}
     filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
-    made = max(
+    source = max(
         (maker_of(one, ()) for one in filled),
         key=lambda one: (any(MODELS in frame.file for frame in one.frames), information(one)),
     )
-    if not made.frames:
-        return {"where": path(made.op_name), "inside": "", "layers": every}
-    classes = (frame.function.partition(".")[0] for frame in reversed(made.frames) if MODELS in frame.file)
+    if not source.frames:
+        return {"where": path(source.op_name), "inside": "", "layers": every}
+    classes = (frame.function.partition(".")[0] for frame in reversed(source.frames) if MODELS in frame.file)
     inside = " > ".join(dict.fromkeys(name for name in classes if name[:1].isupper()))
-    if not every and layers and layers > 1 and any(STACK in frame.file for frame in made.frames):
+    if not every and layers and layers > 1 and any(STACK in frame.file for frame in source.frames):
         every = "one layer"
     # The innermost line in a model, otherwise the innermost line that does not apply the stack of layers.
-    own = [frame for frame in made.frames if STACK not in frame.file]
-    frame = next((frame for frame in own if MODELS in frame.file), (own or made.frames)[0])
+    own = [frame for frame in source.frames if STACK not in frame.file]
+    frame = next((frame for frame in own if MODELS in frame.file), (own or source.frames)[0])
     return {"where": line(frame), "inside": inside, "layers": every}
 
 

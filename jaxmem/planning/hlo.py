@@ -47,7 +47,7 @@ class HloShape:
     bits: int
     dims: tuple[int, ...] = ()
     parts: tuple[HloShape, ...] = ()  # the elements of a tuple
-    on_host: bool = False  # in pinned host memory
+    on_host: bool = False  # whether it is in pinned host memory
 
     @property
     def elements(self) -> int:

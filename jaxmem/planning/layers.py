@@ -169,18 +169,18 @@ class _Operations:
 
     def add(self, jaxpr: Any, inputs: list[int | None]) -> list[int | None]:
         """The numbers of the operations that compute the results; None for an input."""
-        made: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        producers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def maker(x: Any) -> int | None:
-            return None if isinstance(x, Literal) else made.get(x)
+            return None if isinstance(x, Literal) else producers.get(x)
 
         for eqn in jaxpr.eqns:
             sources = [maker(x) for x in eqn.invars]
             inner = None if eqn.primitive.name in LOOPS else _called(eqn)
             if inner is not None:
-                made |= zip(eqn.outvars, self.add(inner, sources), strict=True)
+                producers |= zip(eqn.outvars, self.add(inner, sources), strict=True)
                 continue
-            made |= dict.fromkeys(eqn.outvars, len(self.operations))
+            producers |= dict.fromkeys(eqn.outvars, len(self.operations))
             self.operations.append(self._operation(eqn, tuple(one for one in sources if one is not None)))
         return [maker(x) for x in jaxpr.outvars]
 

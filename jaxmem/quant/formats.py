@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxmem.kernels.codes import FP4, NF4, dynamic_code
 
-Values = Float[Array, "*shape"]  # in the range of the format
+Values = Float[Array, "*shape"]  # values in the range of the format
 Codes = Shaped[Array, "*shape"]
 Draws = Float[Array, "*shape"] | None  # uniform in [0, 1) for stochastic rounding; None: round to nearest
 

@@ -106,6 +106,6 @@ def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Seq
     def specs(tree: Any) -> Any:
         return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)
 
-    made = specs(jax.eval_shape(function, *arrays))
-    run = jax.shard_map(function, mesh=layout.mesh, in_specs=specs(arrays), out_specs=made, check_vma=False)
+    results = specs(jax.eval_shape(function, *arrays))
+    run = jax.shard_map(function, mesh=layout.mesh, in_specs=specs(arrays), out_specs=results, check_vma=False)
     return run(*arrays)

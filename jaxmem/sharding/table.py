@@ -19,7 +19,7 @@ class Axis:
 
     name: str
     if_even: bool = False  # replicated, instead of an error, if not divisible by the mesh axes
-    like_storage: bool = False  # also sharded over STORAGE_AXES, if divisible
+    like_storage: bool = False  # whether it is also sharded over STORAGE_AXES, if divisible
 
 
 Axes = tuple[str | Axis | None, ...]  # a logical axis for each dimension; None: never sharded
@@ -58,7 +58,7 @@ STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are 
 class Rules:
     """For each role, the mesh axes that shard each logical axis. Every logical axis is listed; `()` is replicated."""
 
-    weights: Table  # as stored between steps
+    weights: Table  # the weights as they are stored between steps
     compute: Table  # the weights of one layer while it is computed
     gradients: Table
     optimizer: Table

@@ -143,8 +143,8 @@ def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
     other weight. With `dtype` None, the dtype of each weight."""
 
     def one(w: jax.Array | QTensor) -> jax.Array:
-        wanted = jnp.dtype(w.dtype if dtype is None else dtype)
-        return w if isinstance(w, jax.Array) and w.dtype == wanted else jnp.zeros(w.shape, wanted)
+        target = jnp.dtype(w.dtype if dtype is None else dtype)
+        return w if isinstance(w, jax.Array) and w.dtype == target else jnp.zeros(w.shape, target)
 
     return jax.tree.map(one, params, is_leaf=is_quantized)
 

@@ -188,7 +188,7 @@ def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
 
     def one(x: jax.Array) -> jax.Array:
         before, after = x.shape[:dim], x.shape[dim + 1 :]
-        if x.ndim <= dim:  # the same for all rows
+        if x.ndim <= dim:  # x is the same for all rows
             return jnp.broadcast_to(x, (micro, *x.shape))
         x = jnp.moveaxis(x.reshape(*before, over, micro, -1, *after), dim + 1, 0)
         return x.reshape(micro, *before, -1, *after)

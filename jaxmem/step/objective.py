@@ -25,7 +25,7 @@ from jaxmem.models.own import reseed
 from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
-_NAMES = {"correct": "accuracy"}  # of means, where they differ from those of sums
+_NAMES = {"correct": "accuracy"}  # names of means that differ from the names of sums
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs; STATISTICS of routers
 
 

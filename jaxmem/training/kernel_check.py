@@ -144,8 +144,8 @@ def _matmul(kind: str, implementation: str) -> dict[str, jax.Array]:
         out, pull = jax.vjp(lambda x: kernels.dequant_matmul(x, q.codes, q.scale, **options), x)
         return out, *pull(g)
 
-    made = jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), _normal(LENGTH, COLUMNS, dtype=dtype))
-    return dict(zip(("result", "gradient"), made, strict=True))
+    results = jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), _normal(LENGTH, COLUMNS, dtype=dtype))
+    return dict(zip(("result", "gradient"), results, strict=True))
 
 
 def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:

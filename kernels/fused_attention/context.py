@@ -129,10 +129,10 @@ def _halo(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
     ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0: keys that no device sent
     devices, time = jax.lax.axis_size(axis), q.shape[1]
     assert options.window is not None
-    wanted = min(options.window - 1, (devices - 1) * time)  # keys before the first of this device
+    count = min(options.window - 1, (devices - 1) * time)  # keys before the first of this device
     parts = [(k, v, ids)]
-    for distance in range(1, -(-wanted // time) + 1):
-        size = min(time, wanted - (distance - 1) * time)
+    for distance in range(1, -(-count // time) + 1):
+        size = min(time, count - (distance - 1) * time)
         pairs = [(device, device + distance) for device in range(devices - distance)]
         parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
     k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))

@@ -126,8 +126,8 @@ def _run(
 
 
 def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> Own:
-    held = _shared_rows(COMPUTING, ROWS, like, of, numbers, ids, line)
-    return Own(held, plgpu.Barrier(num_arrivals=len(held), num_barriers=COMPUTING))
+    blocks = _shared_rows(COMPUTING, ROWS, like, of, numbers, ids, line)
+    return Own(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTING))
 
 
 def _stream(

@@ -132,9 +132,9 @@ def _add_to_dq(
         for part in range(COMPUTING):
             plgpu.wgmma(dq, both.at[part].transpose((1, 0)), keys.at[part, :, half])
         plgpu.wgmma(dk[0], ds, dk[1])
-        made, out = plgpu.wgmma_accumulator_load(dq, wait_n=1), together.dq.at[number]
+        gradient, out = plgpu.wgmma_accumulator_load(dq, wait_n=1), together.dq.at[number]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = made
+        out[...] = gradient
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, dq_ref.at[:, half], reduction_op="add")
 

@@ -32,10 +32,10 @@ def multiply(
     if width == call.outputs:
         return part(jnp.zeros((), jnp.int32))
 
-    def step(i: jax.Array, made: jax.Array) -> jax.Array:
+    def step(i: jax.Array, result: jax.Array) -> jax.Array:
         # If the last slice would extend beyond the end, it begins earlier, and computes some values a second time.
         first = jnp.minimum(i * width, call.outputs - width)
-        return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(result, part(first), first, axis=1)
 
     empty = jnp.zeros((x.shape[0], call.outputs), x.dtype)
     return jax.lax.fori_loop(0, -(-call.outputs // width), step, empty)
@@ -51,14 +51,14 @@ def of_activations(
         return g @ decoded(call, codes, scale, g.dtype).T
     own = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's elements
 
-    def put(made: jax.Array, first: Any, count: int) -> jax.Array:
+    def put(result: jax.Array, first: Any, count: int) -> jax.Array:
         some, together = replace(call, inputs=count), call.form.together
         rows = jax.lax.dynamic_slice_in_dim(codes, first // together, -(-count // together))
         lines = jax.lax.dynamic_slice_in_dim(own, first // call.block, -(-count // call.block))
         part = g @ decoded(some, rows, lines, g.dtype).T
-        return jax.lax.dynamic_update_slice_in_dim(made, part, first, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(result, part, first, axis=1)
 
     slices, rest = divmod(call.inputs, height)
-    made = jnp.zeros((g.shape[0], call.inputs), g.dtype)
-    made = jax.lax.fori_loop(0, slices, lambda i, made: put(made, i * height, height), made)
-    return put(made, slices * height, rest) if rest else made
+    result = jnp.zeros((g.shape[0], call.inputs), g.dtype)
+    result = jax.lax.fori_loop(0, slices, lambda i, result: put(result, i * height, height), result)
+    return put(result, slices * height, rest) if rest else result

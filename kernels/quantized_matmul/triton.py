@@ -72,8 +72,8 @@ def multiply(call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, sca
 
 def of_activations(call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """g @ w.T, [tokens, inputs]."""
-    made = _run("dequant_matmul_of_activations", call, _fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
-    return jnp.moveaxis(made, 0, 2).reshape(g.shape[0], call.inputs)
+    result = _run("dequant_matmul_of_activations", call, _fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
+    return jnp.moveaxis(result, 0, 2).reshape(g.shape[0], call.inputs)
 
 
 def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
@@ -99,7 +99,7 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
     )
     shape = (tokens, call.outputs) if forward else (form.together, tokens, rows)
     tiles = -(-call.outputs // blocks.outputs) if forward else -(-rows // blocks.rows)
-    (made,) = launch(
+    (result,) = launch(
         getattr(load_programs(PROGRAMS), name),
         [x, codes, own, groups, mean, listed],
         [jax.ShapeDtypeStruct(shape, x.dtype)],
@@ -109,7 +109,7 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
         stages=blocks.stages,
         flops=2.0 * (call.inputs if forward else call.outputs),
     )
-    return made
+    return result
 
 
 def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:

@@ -57,8 +57,8 @@ def check_arguments(
         checks.require(x.shape == like.shape, f"{name_} has shape {x.shape}; it should be {name}'s, {like.shape}")
     for name_, (x, dtype) in scales.items():
         found[name_] = checks.array(name_, x, None, (dtype,))
-        wanted = f"{name_} has shape {x.shape}; with blocks of {blocks.size} it should be {tuple(lines)}"
-        checks.require(x.shape == tuple(lines), wanted)
+        message = f"{name_} has shape {x.shape}; with blocks of {blocks.size} it should be {tuple(lines)}"
+        checks.require(x.shape == tuple(lines), message)
     return like, found, blocks
 
 
