@@ -246,11 +246,8 @@ class Plan:
         has_speed = self.target.gpu is not None
         return {
             kind: {
-                "executed": one.executed,
-                bytes_key: one.wire_bytes,
-                "exposed_bytes": one.exposed_bytes,
-                "seconds": one.seconds if has_speed else None,
-                "exposed_seconds": one.exposed_seconds if has_speed else None,
+                bytes_key if key == "wire_bytes" else key: value if has_speed or "seconds" not in key else None
+                for key, value in one._asdict().items()
             }
             for kind, one in self.timeline.traffic.items()
             if kind in kinds

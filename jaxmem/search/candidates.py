@@ -4,6 +4,7 @@ Each is estimated, which takes a millisecond. If there are more than MAX_SIZE co
 sample, and with all configs that differ from the given config in a single setting; then it adds neighbours of the best.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -156,20 +157,15 @@ class Space:
             if other.mesh.fsdp == 1:  # with one device ZeRO shards nothing
                 other = other.replace(zero=self._cfg.zero)
             other = other.replace(rules=_plain_rules(other))
-            try:
-                run, error = resolved_on(other, self._target), None
-            except UserError as failure:
-                run, error = other, one_line(failure)
-            canonical = _canonical(run, self._target)
+            canonical = _canonical(other, self._target)
             if canonical not in self._seen:
                 self._seen.add(canonical)
                 settings = {key: _value(other, key) for key in self._keys}
                 distance = sum(value != _value(self._given, key) for key, value in settings.items())
-                guess = Estimate({}, {}, None)
                 try:
-                    guess = guess if error else estimated(other, self._target)
+                    guess, error = estimated(other, self._target), None
                 except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
-                    error = one_line(failure)
+                    guess, error = Estimate({}, {}, None), one_line(failure)
                 found.append(Candidate(other, self._given, settings, distance, guess, error))
         return found
 
@@ -233,6 +229,8 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target, own: Own) 
 
 def _canonical(cfg: Config, target: Target) -> Config:
     """One config for all configs that compile to the same program."""
+    with contextlib.suppress(UserError):  # a kernel does not support the config, which the estimate reports
+        cfg = resolved_on(cfg, target)
     platform = target.platform
     chunks = {"loss_chunk": loss_chunk(cfg, platform) or "auto", "mlp_chunk": mlp_chunk(cfg, platform) or "auto"}
     return cfg.replace(precision={"compute": compute_dtype(cfg.precision, platform).name}, memory=chunks)
