@@ -1,4 +1,4 @@
-"""Errors that a user can correct, and the parts of their messages."""
+"""Errors that a user can correct, and functions that write their texts."""
 
 import difflib
 import errno

@@ -54,7 +54,7 @@ def dynamic8_value(code, signed: tl.constexpr):
         h = place + 1.5
     exponent = (float_bits(h) >> 23) - 127
     power = (float_bits(h) & 0x7F800000).to(tl.float32, bitcast=True)
-    # 0.9e-7 * 5^exponent, as a product of exact factors.
+    # 0.9e-7 * 5^exponent, from exact factors.
     fives = tl.where((exponent & 1) != 0, 5.0, 1.0) * tl.where((exponent & 2) != 0, 25.0, 1.0)
     fives = fives * tl.where((exponent & 4) != 0, 625.0, 1.0) * tl.where((exponent & 8) != 0, 390625.0, 1.0) * 0.9e-7
     # The value of the last code is the end of its interval, since the middle would be above one.

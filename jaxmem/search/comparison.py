@@ -55,7 +55,7 @@ class MethodResult:
         return cls(name, shown, reason=trials.shortage(shown) + more)
 
     def __str__(self) -> str:
-        """One line with bytes and seconds, or with the reason why there are none.
+        """One line with bytes and seconds, or with the reason why it has no result.
 
         >>> str(MethodResult("lora", None, reason="no weights"))
         'lora: no weights'

@@ -1,4 +1,4 @@
-"""Implementations (contestants) that are measured in turns: medians of alternating bursts of calls, so that other load
+"""Implementations (contestants) that take turns: medians of alternating bursts of calls, so that other load
 on the device slows all of them. A contestant that fails, e.g. for lack of memory, is left out, and the others
 continue."""
 
