@@ -2,9 +2,9 @@
 
 On a GPU each shape is measured in a separate process (`isolated.py`): first the results, written to outputs initialized
 with NaN, then the times. Each row reports one pass of a contestant as soon as it is known: the check and its error;
-then the times, and their ratios to other contestants and to a matmul or copy in the same turns; or the reason why it has
-no times. A contestant that hangs or ends its process is left out from then on. On a CPU all shapes are tiny and run in
-this process, which tests the benchmark, but not the speed."""
+then the times, and their ratios to other contestants and to a matmul or copy in the same turns; or the reason why it
+has no times. A contestant that hangs or ends its process is left out from then on. On a CPU all shapes are tiny and run
+in this process, which tests the benchmark, but not the speed."""
 
 import datetime as dt
 import itertools
