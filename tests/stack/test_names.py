@@ -21,7 +21,7 @@ def loss_of(cfg, remat):
     built = program(cfg, jax.devices()[:1])
     network = nnx.eval_shape(lambda: models.build(cfg.model, nnx.Rngs(0), Execution(stack=StackOptions(remat))))
     graphdef, state = nnx.split(network)
-    whole = objective(cfg.objective, cfg.memory)
+    whole = objective(cfg)
     batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in built.spec.batch.items()}
     loss = lambda weights, batch: whole(nnx.merge(graphdef, weights), batch, None)["loss"]  # noqa: E731
     return loss, (nnx.to_pure_dict(state), batch)

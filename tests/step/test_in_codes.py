@@ -64,7 +64,7 @@ def test_a_gradient_is_that_of_the_values(alone):
     one = {name: jnp.asarray(x[0]) for name, x in batch.items()}
 
     def mean(params):
-        sums = objective(cfg.objective, cfg.memory)(nnx.merge(alone.built.model.graphdef, params), one, None)
+        sums = objective(cfg)(nnx.merge(alone.built.model.graphdef, params), one, None)
         return sums["loss"] / sums["count"]
 
     loss, grads = jax.jit(jax.value_and_grad(mean))(values(alone.begun.params))

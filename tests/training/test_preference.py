@@ -72,7 +72,7 @@ def test_the_loss_is_the_formula(config, chunk):
     batch["mask"][5] = 0  # a pair that lacks an answer
     params = jax.tree.map(lambda x: 3 * x, built.initialise().params)
     network = nnx.merge(built.model.graphdef, params)
-    found = jax.jit(lambda batch: (objective(cfg.objective, cfg.memory)(network, batch, None), network(
+    found = jax.jit(lambda batch: (objective(cfg)(network, batch, None), network(
         batch["inputs"], batch["positions"], batch["segment_ids"])))(jax.tree.map(jnp.asarray, batch))  # fmt: skip
     expected = float64(np.asarray(found[1]), batch, 0.5, 0.1)
     assert float(found[0]["count"]) == 2
