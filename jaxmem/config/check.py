@@ -15,7 +15,7 @@ from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import MESH_AXES, Rules, divisors
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, Mlp, OwnModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Vit
 from jaxmem.config.recompute import policy_of
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, one_of, unsupported
@@ -159,10 +159,10 @@ def _objective(cfg: Config) -> Iterator[str]:
     if objective.name == "contrastive":  # negatives are the other rows of a micro-batch
         if batch.global_size < 2:
             yield f"{name} requires batch.global_size of at least 2, not {batch.global_size}; use batch.global_size=2"
-    elif not isinstance(model, Decoder):
+    elif isinstance(model, ImageInput) and (cfg.data.source == "digits" or objective.name != "classify"):
         outputs = DIGIT_CLASSES if objective.name == "classify" else 1
         if model.outputs != outputs:
-            yield f"model.outputs={model.outputs} does not match {name} on digits; use model.outputs={outputs}"
+            yield f"model.outputs={model.outputs} does not match {name}; use model.outputs={outputs}"
 
 
 def _own(cfg: Config) -> Iterator[str]:

@@ -30,7 +30,7 @@ def check_data(cfg: Config) -> Iterator[str]:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
         yield f"objective.name=dpo requires an even number of rows per micro-batch, but {given} has {rows}"
-    if isinstance(model, ImageInput):
+    if isinstance(model, ImageInput) and data.source == "digits":
         if (model.image_size, model.channels) != DIGIT_SHAPE:
             given = f"model.image_size={model.image_size} with model.channels={model.channels}"
             yield f"{given} does not match digits; use model.image_size=8 model.channels=1"

@@ -86,7 +86,11 @@ CONFLICTS = (
     ("data.buckets!=[]", "data.packing=true", "data.packing=false"),
     # The number of tokens of an update depends on its bucket.
     ("data.buckets!=[]", "train.tokens!=null", "train.steps"),
-    ("model.family=vit|convnet|mlp", "data.mixture!=[]", "data.source=digits"),
+    ("model.family=vit|convnet|mlp", "data.mixture!=[]", "data.source=digits or images"),
+    # These need the numbers of digits.
+    ("data.source=images", "objective.name=contrastive|regress_l1|regress_l2", "objective.name=classify or binary"),
+    ("data.source=images", "model.family=own", "the argument data, batches of the script"),
+    ("data.source=images", "model.inputs=one_hot|embedding", "model.inputs=numbers"),
     *(
         ("adapter.kind=none", f"adapter.{key}", "adapter.kind=lora, qlora or another kind")
         for key in ("base!=null", "double_quant=false", "matmul!=auto", "base_run!=null")

@@ -215,7 +215,8 @@ class Config(Section):
         """Whether rows are sequences of tokens, from the sources of text in `data`."""
         if self.objective.name == "own" and self.own.data is not None:
             return False
-        return isinstance(self.model, Decoder) or (isinstance(self.model, OwnModel) and self.data.source != "digits")
+        has_images = isinstance(self.model, OwnModel) and self.data.kind.contents == "images"
+        return isinstance(self.model, Decoder | OwnModel) and not has_images
 
     @property
     def steps(self) -> int:

@@ -25,6 +25,7 @@ SOURCES = {
     "chat": SourceKind("chat:Conversations", "chat", suffixes=(*_LINES, *COLUMNS)),
     "preference": SourceKind("chat:Preferences", "pairs", suffixes=(*_LINES, *COLUMNS)),
     "digits": SourceKind("digits:Digits", "images", needs_path=False),
+    "images": SourceKind("images:ImageFolder", "images", suffixes=(".png", ".jpg", ".jpeg", ".webp", ".bmp")),
     "tokens": SourceKind("cache:TokenCache", "tokens"),
 }
 

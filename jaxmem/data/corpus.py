@@ -35,10 +35,11 @@ class Corpus:
         self._sections: Sequence[Source] = sources_of(cfg)
         names = [source.source for source in self._sections]
         images = not cfg.reads_text
-        if images != ("digits" in names) or (images and len(names) > 1):
+        are_images = {source.kind.contents == "images" for source in self._sections}
+        if are_images != {images} or (images and len(names) > 1):
             raise UserError(
                 f"data.source={', '.join(names)} does not support objective.name={cfg.objective.name}; "
-                f"use {'data.source=digits' if images else 'a source of text'}"
+                f"use {'data.source=digits or images' if images else 'a source of text'}"
             )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         vocab = getattr(cfg.model, "vocab", 0)
@@ -48,6 +49,10 @@ class Corpus:
                 f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         self.sources = [open_source(source, cfg.data, self.tokenizer) for source in self._sections]
+        if images:
+            from jaxmem.data.images import check_classes
+
+            check_classes(cfg, self.sources[0])
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
     def documents(self, source: int, record: int) -> Sequence[Document]:

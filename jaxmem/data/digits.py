@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, each 0 to 16.
 
 The file of the installed package is read directly, since importing scikit-learn takes a second and imports scipy. Each
-image is one record and one row of a batch; `mask` is 0 for rows without an image at the end of a split.
+image is one record and one row of a batch.
 
 Alpaydin, Kaynak 1998, Optical Recognition of Handwritten Digits (UCI).
 """
@@ -11,26 +11,21 @@ from __future__ import annotations
 import gzip
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxmem.config.sections import Config, Data, Source
-from jaxmem.data.packing import Batch, Position, Rows
+from jaxmem.config.sections import Data, Source
+from jaxmem.data.images import ImageForm, ImageSource
 from jaxmem.data.record_order import mix64
-from jaxmem.data.records import RecordSource
 from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
-from jaxmem.step.batches import image_dtype
 
 SIZE = 8  # height and width in pixels
 BRIGHTEST = 16
 
 
-class Digits(RecordSource):
+class Digits(ImageSource):
     """All images, uint8 [image, 8, 8], and their labels."""
-
-    noun = "images"
 
     def __init__(self, *_: object) -> None:
         [path] = self.default_files()
@@ -54,50 +49,16 @@ class Digits(RecordSource):
     def __len__(self) -> int:
         return len(self.images)
 
+    def pixels(self, records: np.ndarray, form: ImageForm) -> np.ndarray:
+        return _as_form(self.images[records], form)
 
-class DigitRows(Rows):
-    """Rows of images [accumulate, columns, 8, 8, 1] and targets."""
+    def views(self, records: np.ndarray, places: np.ndarray, seed: int, form: ImageForm) -> np.ndarray:
+        return _as_form(another_view(self.images[records], places, seed), form)
 
-    def __init__(self, cfg: Config, data: Digits, order: Any, rows: np.ndarray, total: int) -> None:
-        self._cfg, self._data, self._order, self._rows, self._total = cfg, data, order, rows, total
 
-    def _places(self) -> np.ndarray:
-        return self._rows + self.step * self._cfg.batch.global_size
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self._places().min() >= self._total)
-
-    def batch(self) -> Batch:
-        places = self._places()
-        real = places < self._total
-        records = np.zeros(places.shape, np.int64)
-        records[real] = [self._order[int(place)][1] for place in places[real]]
-        images, labels = self._data.images[records], self._data.labels[records]
-        batch = {"inputs": self._pixels(images)}
-        match self._cfg.objective.name:
-            case "classify" | "own":
-                batch["targets"] = labels.astype(np.int32)
-            case "binary":
-                batch["targets"] = (labels % 2).astype(np.float32)
-            case "contrastive":
-                batch["pairs"] = self._pixels(another_view(images, places, self._cfg.seed))
-            case _:
-                batch["targets"] = labels.astype(np.float32)
-        return batch | {"mask": real.astype(np.float32)}
-
-    def _pixels(self, images: np.ndarray) -> np.ndarray:
-        dtype = image_dtype(self._cfg)
-        values = images[..., None].astype(dtype)
-        return values if dtype is np.int32 else values / np.float32(BRIGHTEST)
-
-    @property
-    def position(self) -> Position:
-        return {"rows": [[row, self.step, 0] for row in self._rows.ravel().tolist()]}
-
-    @position.setter
-    def position(self, position: Position) -> None:
-        self.step = position["rows"][0][1]
+def _as_form(images: np.ndarray, form: ImageForm) -> np.ndarray:
+    values = images[..., None].astype(form.dtype)
+    return values if form.dtype is np.int32 else values / np.float32(BRIGHTEST)
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:

@@ -124,10 +124,10 @@ def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int)
     """The rows with these numbers, of `total` records in this order."""
     data, stride, first = cfg.data, cfg.batch.global_size, corpus.sources[0]
     if not cfg.reads_text:
-        from jaxmem.data.digits import DigitRows, Digits
+        from jaxmem.data.images import ImageRows, ImageSource
 
-        assert isinstance(first, Digits)
-        return DigitRows(cfg, first, order, rows, total)
+        assert isinstance(first, ImageSource)
+        return ImageRows(cfg, first, order, rows, total)
     records = OrderedRecords(
         documents=lambda place: corpus.documents(*order[place]),
         total=total,

@@ -29,6 +29,7 @@ OPTIONAL = {
     "tokenizers": ("tokenizers", "", "data.tokenizer: any tokenizer.json"),
     "parquet": ("pyarrow", "[parquet]", "data.source: parquet"),
     "digits": ("scikit-learn", "[digits]", "data.source: digits"),
+    "images": ("pillow", "[images]", "data.source: images"),
     "tensorboard": ("tensorboardX", "[tensorboard]", "train.trackers: [tensorboard]"),
     "wandb": ("wandb", "[wandb]", "train.trackers: [wandb]"),
 }

@@ -108,8 +108,9 @@ def take_state(cfg: Config, rows: list[int], count: int) -> dict[str, Any]:
 def test_objectives_and_sources_that_do_not_fit(config: Make, numbered: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"data\.source=digits does not support .*next_token; use a source of text"):
         data.Loader(config(source="digits"))
+    texts = digits(config).replace(data={"source": "jsonl", "path": numbered})
     with pytest.raises(UserError, match=r"data\.source=jsonl does not support .*classify; use data\.source=digits"):
-        data.Loader(config(path=numbered, objective="classify"))
+        data.Loader(texts)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"requires scikit-learn.*jaxmem\[digits\]"):
         data.Loader(digits(config))

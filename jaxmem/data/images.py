@@ -1,0 +1,125 @@
+"""Batches of images, and images in a directory of classes: PATH/CLASS/*.png. Each image is one record and one row of a
+batch; `mask` is 0 for rows without an image at the end of a split."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem.config.sections import Config
+from jaxmem.data.packing import Batch, Position, Rows
+from jaxmem.data.records import RecordSource
+from jaxmem.errors import UserError, few
+from jaxmem.step.batches import batch_spec
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """The arrays that a model reads: [rows, size, size, channels], float32 from 0 to 1 or int32 categories."""
+
+    size: int
+    channels: int
+    dtype: Any
+
+
+class ImageSource(RecordSource):
+    """Images and their labels."""
+
+    noun = "images"
+    labels: np.ndarray
+
+    def pixels(self, records: np.ndarray, form: ImageForm) -> np.ndarray:
+        """The images with these numbers, [*records, size, size, channels]."""
+        raise NotImplementedError
+
+    def views(self, records: np.ndarray, places: np.ndarray, seed: int, form: ImageForm) -> np.ndarray:
+        """Random other views of the images, which follow from their places in the stream."""
+        raise NotImplementedError
+
+
+class ImageFolder(ImageSource):
+    """Image files below `data.path`. The class of an image is the name of its directory; classes are in the order of
+    their names. Images are scaled to the shorter side and cropped at the center."""
+
+    def __init__(self, files: list[Path], *settings: Any) -> None:
+        super().__init__(files, *settings)
+        names = [file.parent.name for file in files]
+        self.classes = sorted(set(names))
+        self.labels = np.searchsorted(self.classes, names)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def pixels(self, records: np.ndarray, form: ImageForm) -> np.ndarray:
+        images = [_read(self.paths[record], form) for record in records.ravel()]
+        return np.stack(images).reshape(*records.shape, form.size, form.size, form.channels)
+
+
+def _read(path: Path, form: ImageForm) -> np.ndarray:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UserError("data.source=images requires Pillow; run pip install 'jaxmem[images]'") from None
+    try:
+        with Image.open(path) as image:
+            fitted = ImageOps.fit(image.convert("L" if form.channels == 1 else "RGB"), (form.size, form.size))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: cannot be read as an image: {error}; remove it") from error
+    return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
+
+
+def check_classes(cfg: Config, source: RecordSource) -> None:
+    """Refuses a directory whose number of classes is not the number of outputs of the model."""
+    if not isinstance(source, ImageFolder):
+        return
+    found, wanted = len(source.classes), getattr(cfg.model, "outputs", None)
+    if cfg.objective.name == "binary":
+        wanted = 2
+    if wanted is not None and found != wanted:
+        use = "two directories" if cfg.objective.name == "binary" else f"model.outputs={found}"
+        raise UserError(
+            f"data.path={cfg.data.path}: {found} classes ({few(source.classes)}), but {cfg.objective.name} with "
+            f"model.outputs={getattr(cfg.model, 'outputs', 1)} requires {wanted}; use {use}"
+        )
+
+
+class ImageRows(Rows):
+    """Rows of images [accumulate, columns, size, size, channels] and targets."""
+
+    def __init__(self, cfg: Config, data: ImageSource, order: Any, rows: np.ndarray, total: int) -> None:
+        self._cfg, self._data, self._order, self._rows, self._total = cfg, data, order, rows, total
+        shape, dtype, _ = batch_spec(cfg)["inputs"]
+        self._form = ImageForm(shape[-2], shape[-1], dtype)
+
+    def _places(self) -> np.ndarray:
+        return self._rows + self.step * self._cfg.batch.global_size
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._places().min() >= self._total)
+
+    def batch(self) -> Batch:
+        places = self._places()
+        real = places < self._total
+        records = np.zeros(places.shape, np.int64)
+        records[real] = [self._order[int(place)][1] for place in places[real]]
+        batch, labels = {"inputs": self._data.pixels(records, self._form)}, self._data.labels[records]
+        match self._cfg.objective.name:
+            case "classify" | "own":
+                batch["targets"] = labels.astype(np.int32)
+            case "binary":
+                batch["targets"] = (labels % 2).astype(np.float32)
+            case "contrastive":
+                batch["pairs"] = self._data.views(records, places, self._cfg.seed, self._form)
+            case _:
+                batch["targets"] = labels.astype(np.float32)
+        return batch | {"mask": real.astype(np.float32)}
+
+    @property
+    def position(self) -> Position:
+        return {"rows": [[row, self.step, 0] for row in self._rows.ravel().tolist()]}
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.step = position["rows"][0][1]
