@@ -50,7 +50,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
         return found
     if weights is not None:
         raise UserError(
-            f"{file}: is missing and cannot be computed again, since training has changed the weights; restore the file"
+            f"{file}: is missing, and training has changed the weights from which it was computed; restore the file"
         )
     computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
     if jax.process_index() == 0:

@@ -61,16 +61,16 @@ def merge(graphdef: Any, params: Any, randomness: Any, axes: Any, dtype: DTypeLi
     return nnx.merge(graphdef, unflatten_dict(numbered), new)
 
 
-def axes_by_rule(shapes: Mapping[Path, Any], given: AxesByPattern | None, shards: int) -> dict[Path, Axes]:
+def axes_by_rule(shapes: Mapping[Path, Any], by_pattern: AxesByPattern | None, shards: int) -> dict[Path, Axes]:
     """The logical axes of each weight: the axes that it declares, or those of a pattern that matches its name;
     otherwise `embed` for its largest dimension that is divisible by the number of shards."""
     used = set()
 
-    def one(path: Path, variable: Any) -> Axes:
+    def axes_of(path: Path, variable: Any) -> Axes:
         name, shape = _name(path), variable.shape
         if (declared := variable.get_metadata().get("axes")) is not None:
             return declared
-        for pattern, axes in (given or {}).items():
+        for pattern, axes in (by_pattern or {}).items():
             if fnmatchcase(name, pattern):
                 used.add(pattern)
                 return _checked(name, shape, pattern, tuple(axes))
@@ -78,8 +78,8 @@ def axes_by_rule(shapes: Mapping[Path, Any], given: AxesByPattern | None, shards
         largest = sizes.index(max(sizes)) if any(sizes) else None
         return tuple("embed" if dim == largest and len(shape) > 1 else None for dim in range(len(shape)))
 
-    found = {path: one(path, variable) for path, variable in shapes.items()}
-    for pattern in set(given or ()) - used:
+    found = {path: axes_of(path, variable) for path, variable in shapes.items()}
+    for pattern in set(by_pattern or ()) - used:
         raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, map(_name, shapes))}")
     return found
 
