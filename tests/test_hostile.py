@@ -65,7 +65,6 @@ LLAMA = {
         ({"architectures": 3}, r"architectures: must be a list \[text, ...\], not 3"),
         ({"layer_types": [[]]}, "layer_types: must be a list"),
         ({"max_window_layers": "x"}, "max_window_layers: must be a whole number of at least 0"),
-        ({"num_hidden_layers": 9000, "max_window_layers": 1}, "full_attention, sliding_attention is not"),
         ({"rope_scaling": {"rope_type": []}}, r"rope_type \[\] is not supported"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a number above 0"),
     ],

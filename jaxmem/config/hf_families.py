@@ -72,6 +72,28 @@ class HfFamily:
         return {self.activation: (only,), "hidden_act": (only,)}
 
 
+# Architectures that also read images, and the architecture of their text model.
+TEXT_MODELS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+
+
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the text model, if the model also reads images; otherwise the same one."""
+    own = next(
+        (TEXT_MODELS[name] for name in read(settings, "architectures", list[str], []) if name in TEXT_MODELS), None
+    )
+    return settings if own is None else {**read(settings, "text_config", dict[str, Any]), "architectures": [own]}
+
+
+def text_name(name: str) -> str | None:
+    """The name in the text model of a tensor of a model that also reads images; None: it is of the image encoder."""
+    return next((new + name.removeprefix(old) for old, new in _TEXT_PREFIXES.items() if name.startswith(old)), None)
+
+
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {"activation": "gelu_tanh", "norms": "both", "norm_offset": True, "scale_embeddings": True}
 _GEMMA_KEYS = {
@@ -108,7 +130,7 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": HfFamily(
         "gemma3_text",
-        {**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0},
+        {**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0, "vocab_size": 262_208, "num_attention_heads": 8},
         {**_GEMMA, "qk_norm": True},
         _GEMMA_KEYS,
         windows=6,

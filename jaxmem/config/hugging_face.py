@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
-from jaxmem.config.hf_families import ACTIVATIONS, FAMILIES, WINDOWS, HfFamily
+from jaxmem.config.hf_families import ACTIVATIONS, FAMILIES, WINDOWS, HfFamily, text_settings
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder, Rope
 from jaxmem.errors import UserError, one_of
@@ -93,7 +93,8 @@ def decoder_fields(directory: str) -> dict[str, Any]:
 
 
 def family_of(settings: Mapping[str, Any]) -> HfFamily:
-    """The architecture that a config.json names."""
+    """The architecture that a config.json names; the text model's, if it also reads images."""
+    settings = text_settings(settings)
     architectures, model_type = read(settings, "architectures", list[str], []), settings.get("model_type")
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if not architectures:
@@ -108,24 +109,20 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
     return family
 
 
-def is_fused(directory: str | Path) -> bool:
-    """Whether the weights of a directory have one matrix for queries, keys and values."""
-    return family_of(read_json(Path(directory).expanduser() / "config.json")).is_fused
-
-
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    family = family_of(settings)
-    if settings.get("quantization_config"):
+    is_quantized = settings.get("quantization_config")
+    family, settings = family_of(settings), text_settings(settings)
+    if is_quantized or settings.get("quantization_config"):
         raise UnsupportedError(
             "quantization_config: weights that another tool quantized are not supported; use the model without "
             "quantization, and set precision.parameters, for example to nf4"
         )
     check_keys(settings, UNDERSTOOD | family.understood, FIXED | family.fixed, WITHOUT_EFFECT)
+    # An absent key has the default of the class; null has the default of all classes.
+    settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
         raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
-    # An absent key has the default of the class; null has the default of all classes.
-    settings = {**family.defaults, **settings}
     biased = read(settings, "attention_bias", bool, False) if family.biased is None else family.biased
     return {
         **shape,
@@ -223,7 +220,7 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
     sequence of the training.
     """
-    expected = _comparable(model)
+    expected, base = _comparable(model), None if base is None else text_settings(base)
     if base is not None and _read_back(base) == expected:
         return dict(base)
     token_ids = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}

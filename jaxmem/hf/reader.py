@@ -19,8 +19,10 @@ from jax.typing import DTypeLike
 
 from jaxmem import models
 from jaxmem.config import Decoder
+from jaxmem.config.hf_families import text_name, text_settings
 from jaxmem.config.hf_modules import FUSED
-from jaxmem.config.hugging_face import decoder_fields, is_fused
+from jaxmem.config.hf_values import read_json
+from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
     ADAPTER,
@@ -82,7 +84,10 @@ def read_weights(
     # array only when the next array is copied.
     weights = sorted(decoder_weights(params, indices), key=lambda one: one.path[0] != "embedding")
     tensors = Tensors(directory)
-    if is_fused(directory):
+    settings = read_json(Path(directory).expanduser() / "config.json")
+    if text_settings(settings) is not settings:
+        tensors.rename(text_name)
+    if family_of(settings).is_fused:
         tensors.split(FUSED, tensor_shapes(weights))
     if adapter is not None:
         tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)

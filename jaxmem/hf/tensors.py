@@ -86,6 +86,11 @@ class Tensors:
             if entry.dtype not in DTYPES:
                 raise UserError(f"{entry.file}: {name} has dtype {entry.dtype}; save the model in {', '.join(DTYPES)}")
 
+    def rename(self, new_name: Callable[[str], str | None]) -> None:
+        """Renames all tensors; without those whose new name is None."""
+        named = {new_name(name): entry for name, entry in self.entries.items()}
+        self.entries = {name: entry for name, entry in named.items() if name is not None}
+
     def split(self, fused: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Replaces tensors that have the rows of several others by their parts, which have these shapes. `fused`: the
         ends of their names, and of the names of the parts in order."""

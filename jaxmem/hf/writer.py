@@ -20,7 +20,7 @@ from jaxmem import models
 from jaxmem.adapters import Lora, TokenRows, base_of, merged_weight, weights_to_merge
 from jaxmem.config.hf_modules import FUSED
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.hugging_face import DTYPES, config_json, is_fused
+from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
@@ -74,7 +74,7 @@ def save(
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         tensors = model_tensors(model, dtype, indices)
-        write_tensors(place, fuse_tensors(tensors, FUSED) if is_fused(place) else tensors, shard)
+        write_tensors(place, fuse_tensors(tensors, FUSED) if family_of(settings).is_fused else tensors, shard)
 
 
 def model_tensors(model: models.Decoder, dtype: str, indices: Sequence[int] | None = None) -> list[OutputTensor]:

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf, models
-from jaxmem.config import Decoder, load_config
+from jaxmem.config import Adapter, Decoder, load_config
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
@@ -80,6 +80,32 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         "LlamaForCausalLM"
         in config_json(Decoder(**fields_of(compare.config("llama2")) | {"rope": odd}))["architectures"]
     )
+
+
+def test_the_text_model_of_a_model_with_images(tmp_path: Path, directories: Path, compare) -> None:
+    """Under both names that transformers has given its weights; it is written as a model of text alone."""
+    text = compare.config("gemma3")
+    del text["architectures"]
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    tensors = load_file(directories / "gemma3" / "model.safetensors")
+    wanted = hf.load(directories / "gemma3")
+    for prefix in ("language_model.model.", "model.language_model."):
+        place = tmp_path / prefix
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(outer | {"vision_config": {"hidden_size": 8}}))
+        named = {prefix + name.removeprefix("model."): x for name, x in tensors.items()}
+        save_file(named | {"vision_tower.x.weight": np.ones((2, 2), np.float32)}, place / "model.safetensors")
+        found = hf.load(place)
+        assert found.cfg == wanted.cfg
+        jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(one)) for one in (found, wanted)))
+    hf.save(found, tmp_path / "out", base=place)
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+    assert load_file(tmp_path / "out/model.safetensors").keys() == tensors.keys()
+
+
+def test_adapters_of_fused_matrices_are_refused(tmp_path: Path, directories: Path) -> None:
+    with pytest.raises(UserError, match=r"phi3 has one matrix .*qkv_proj.*use --merge"):
+        hf.save_adapter({}, Adapter(kind="lora"), tmp_path / "out", base=str(directories / "phi3"))
 
 
 def test_of_two_scalings_the_one_of_transformers_counts(compare) -> None:
