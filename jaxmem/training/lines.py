@@ -72,7 +72,8 @@ def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
     in_update = cfg.batch.global_size * min(data.sequence_length / tokens, most)
     records = max(round((1 - data.held_out) * len(source)), 1)
     passes = min(cfg.steps * in_update / records, data.epochs or float("inf"))
-    updates = f"{cfg.steps:,} updates are about {passes:,.{0 if passes >= 10 else 1}f} passes over them"
+    digits = 0 if passes >= 10 else 1 if passes >= 0.1 else 3
+    updates = f"{cfg.steps:,} updates are about {passes:,.{digits}f} passes over them"
     lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
     if data.packing and (filled := most * tokens) < data.sequence_length / 2:
         lines.append(
