@@ -73,6 +73,9 @@ class Own:
         return self.loss is not None and _arguments(self.loss) >= 3
 
 
+NO_PARTS = Own()  # of all configs without parts, so that configs with equal settings are equal
+
+
 class OwnBatches:
     """An iterable of batches. The first batch is read early, for the names, shapes and dtypes of the arrays."""
 

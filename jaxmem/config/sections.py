@@ -14,7 +14,7 @@ from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, S
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Model, OwnModel
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import Own
+from jaxmem.config.own import NO_PARTS, Own
 from jaxmem.config.recompute import Memory
 from jaxmem.config.sources import SOURCES, SourceKind, SourceName
 from jaxmem.errors import UserError
@@ -197,7 +197,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     generate: Generate = Generate()
     cluster: Cluster = Cluster()
-    _own: Own = PrivateAttr(default_factory=Own)
+    _own: Own = PrivateAttr(default_factory=lambda: NO_PARTS)
 
     @property
     def own(self) -> Own:
