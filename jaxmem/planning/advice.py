@@ -90,8 +90,9 @@ def _logits(plan: Plan) -> Iterator[PlanWarning]:
     cfg, size, total = plan.program.cfg, plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
     if size > LARGE * total:
         text = f"logits and loss need {format_bytes(size)}, {size / total:.0%} of the total"
-        chunk = loss_chunk(cfg, plan.target.platform)
-        smaller = None if chunk is None or chunk < 8 else f"memory.loss_chunk={chunk // 8}"
+        chunk, small = loss_chunk(cfg, plan.target.platform), LARGE / (1 - LARGE) * (total - size)
+        slices = max(8, 2 ** math.ceil(math.log2(size / small)))  # for logits that are a small part of the new total
+        smaller = None if chunk is None or chunk < slices else f"memory.loss_chunk={chunk // slices}"
         yield PlanWarning("logits", text, _remedies(cfg, smaller, _smaller_micro_batch(cfg), "a larger mesh.tensor"))
 
 
