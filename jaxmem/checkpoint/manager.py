@@ -224,7 +224,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         with suppress(OSError):  # another process has renamed it already
             path.rename(aside)
         raise TemporaryError(
-            f"{error}; renamed to {aside}; run the same command again to resume from the previous checkpoint"
+            f"{error}; this checkpoint was renamed to {aside}; run the same command again to resume from the previous"
+            " checkpoint"
         ) from error
 
     def _report(self, error: UserError) -> None:

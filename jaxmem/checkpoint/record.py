@@ -66,4 +66,4 @@ def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], expected: Map
             wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:
         other = f"checkpoint {checkpoint} is from another model or optimizer"
-        raise UserError(f"{other}: {few(wrong, 3, '; ')}; use the config of its run")
+        raise UserError(f"{other}: {few(wrong, 3, '; ')}; use the config with which it was saved")

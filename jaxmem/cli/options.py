@@ -27,7 +27,7 @@ ConfigOutput = Annotated[
     typer.Option(
         "--write",
         metavar="FILE",
-        help="Write the config to FILE, for `jaxmem train FILE`; `jaxmem fit` writes its best config.",
+        help="Write the config (plan) or the best config (fit) to FILE; then run `jaxmem train FILE`.",
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]

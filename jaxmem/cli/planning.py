@@ -46,9 +46,7 @@ def plan(
     write: ConfigOutput = None,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check/--no-check", help="If the config does not fit, search for configs that do, and exit with code 3."
-        ),
+        typer.Option("--check/--no-check", help="If the config does not fit, search for configs that do."),
     ] = True,
     reserve: Reserve = None,
     simulate: Simulate = None,
@@ -59,7 +57,8 @@ def plan(
 ) -> None:
     """Plan the memory of each device before a run.
 
-    Plan for the devices of this machine or, with --target, for others. If the config does not fit, the exit code is 3.
+    Plan for the devices of this machine or, with --target, for others. If the config does not fit, the exit code is 3
+    (0 with --no-check).
     """
     if target == "list":
         from jaxmem.machine.gpus import GPUS

@@ -48,7 +48,7 @@ REQUIRES: dict[str, tuple[str, tuple[str, ...]]] = {  # keys that have an effect
     "adapter.virtual_tokens": ("adapter.kind", ("prompt",)),
     "adapter.layers": ("adapter.kind", ("last_layers",)),
 }
-OF_SOURCES = {  # requirements of the fields of each source, in `data` and in `data.mixture`
+OF_SOURCES = {  # as REQUIRES, for keys that `data` and each source of `data.mixture` have
     "data.path": ("data.source", NEEDS_PATH),
     "data.field": ("data.source", HAS_FIELDS),
     "data.on_overlong": ("data.source", CHATS),
@@ -75,7 +75,7 @@ CONFLICTS = (
     ("memory.update=during", "mesh.stage!=1", "mesh.stage=1 or memory.update=after"),
     # A contrastive loss runs the network twice.
     ("memory.update=during", "objective.name=contrastive", "another objective or memory.update=after"),
-    # A function of a script is not divided into layers and loss.
+    # A pipeline needs the layers and the loss as separate functions; a script passes one function for both.
     ("objective.name=own", "mesh.stage!=1", "mesh.stage=1"),
     # Negatives are the other rows of a micro-batch.
     ("objective.name=contrastive", "batch.accumulate!=1", "batch.accumulate=1"),
@@ -87,9 +87,9 @@ CONFLICTS = (
     # The number of tokens of an update depends on its bucket.
     ("data.buckets!=[]", "train.tokens!=null", "train.steps"),
     ("model.family=vit|convnet|mlp", "data.mixture!=[]", "data.source=digits or images"),
-    # These need the numbers of digits.
+    # Only data.source=digits has numeric labels, a second view of each image, and integer pixels.
     ("data.source=images", "objective.name=contrastive|regress_l1|regress_l2", "objective.name=classify or binary"),
-    ("data.source=images", "model.family=own", "the argument data, batches of the script"),
+    ("data.source=images", "model.family=own", "the argument data: train(cfg, model=..., data=...)"),
     ("data.source=images", "model.inputs=one_hot|embedding", "model.inputs=numbers"),
     *(
         ("adapter.kind=none", f"adapter.{key}", "adapter.kind=lora, qlora or another kind")

@@ -154,7 +154,7 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     if family.windows == "all":
         if "full_attention" in types:
             raise UnsupportedError(
-                f"layer_types: full_attention is not supported in a {family.model_type} with a window"
+                f"layer_types: full_attention is not supported by model_type={family.model_type} with sliding_window"
             )
         types = []
     elif not types:

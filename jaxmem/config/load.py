@@ -90,7 +90,7 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """The config of a file or dict with `key=value` overrides. All checks run that need no number of devices."""
+    """The config of a file or dict with `key=value` overrides. Checks that need the number of devices run later."""
     return config_of(read_config(source, overrides))
 
 
@@ -108,7 +108,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
 
 
 def config_of(raw: dict[str, Any], own: Own | None = None) -> Config:
-    """The checked config of these settings and objects of a script. Short forms are expanded in place."""
+    """The checked config of these settings. `own`: Python objects that a script passed. Short forms in `raw` are
+    expanded in place."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)

@@ -7,10 +7,10 @@ the number of processes.)
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last document is continued in
 the next row. If a row reaches this limit, its rest is padding, and a warning is printed. The target of a token is the
-next token of the same document, even if that token is the first of the next row. The last token of a record (its
-end-of-document token, or the last token of a piece) has no target: mask 0. Segment ids count the documents in a row
-from 1. Positions begin at 0 with each document and with each row: a document continued in the next row does not attend
-to its beginning.
+next token of the same document, even if that token is the first of the next row. A record is a document, or a piece of
+a document that is too long for one record. The last token of a record has no target: mask 0. Segment ids count the
+documents in a row from 1. Positions begin at 0 with each document and with each row: a document continued in the next
+row does not attend to its beginning.
 
 Without packing, a row is the beginning of one record, then padding: segment 0, mask 0.
 
@@ -47,7 +47,8 @@ class OrderedRecords:
     total: int
     per_record: int = 1  # documents per record; if above 1, each document is one row
     length: Callable[[int], int | None] = lambda _: None  # tokens of a record, if known without reading it
-    references: Callable[[int], np.ndarray] | None = None  # the reference value of each document of a record
+    # For DPO: the log-probability of each document of a record under the reference model.
+    references: Callable[[int], np.ndarray] | None = None
 
     def document(self, number: int) -> Document:
         """The document of this number, counted through all records."""
@@ -55,7 +56,7 @@ class OrderedRecords:
         return self.documents(place)[index]
 
     def reference(self, number: int) -> float:
-        """The reference value of a document; 0 beyond the last record."""
+        """The reference model's log-probability of a document; 0 beyond the last record."""
         assert self.references is not None
         place, index = divmod(number, self.per_record)
         return float(self.references(place)[index]) if place < self.total else 0.0
@@ -160,7 +161,7 @@ class Rows:
 
 
 class TextRows(Rows):
-    """Rows of tokens: [accumulate, columns, length]."""
+    """Rows of tokens: [micro-batches, rows of this process per micro-batch, length]."""
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, length: int, most: int | None) -> None:
         """`most`: documents per row; None: rows are not packed."""

@@ -157,7 +157,7 @@ class _WeightedSelection:
             if later_after == later_before:
                 return source, before - later_before
             before, after = later_before, later_after
-        raise AssertionError("the last source has all remaining records")
+        raise AssertionError("unreachable: the last source provides every record that no other source provides")
 
 
 def round_half_up(numerator: int, denominator: int) -> int:

@@ -3,9 +3,9 @@
 JAX reads the variables of schedulers. This module only corrects cases that JAX does not handle:
 
 - a shell inside an allocation of four tasks (`salloc`, `srun --pty`) is one process, but JAX would wait for three more;
-- JAX would look up the Job of every Kubernetes pod, although only pods of an Indexed Job belong to other pods;
-- JAX assigns to a process one GPU, numbered like the process on its host: a single process of a host would use one of
-  its GPUs, and a task to which Slurm shows a single GPU would look for a GPU that does not exist;
+- JAX would look up the Job of every Kubernetes pod, although only the pods of an Indexed Job form a run together;
+- JAX assigns to process i of a host only GPU i: the only process of a host would leave all GPUs but the first unused,
+  and if Slurm shows each task a single GPU, task 1 would look for a second GPU that it does not have;
 - processes of an unknown launcher would each train the entire run and overwrite each other's files.
 """
 

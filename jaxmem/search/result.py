@@ -15,7 +15,7 @@ from jaxmem.search.comparison import Comparison
 from jaxmem.search.trials import SLOWEST, Trials, save_best, target_json
 
 ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
-KINDS = 2  # number of kinds of bytes in a reason
+KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
 OTHERS = 8  # number of rows for configs that are not on the front
 
 

@@ -214,7 +214,7 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
 
     if cfg.model.family == "own" and cfg.own.model is None:
         raise UserError(
-            f"{cfg.name}: model.family=own requires the model of a script, jaxmem.train(cfg, model=...), not a command"
+            f"{cfg.name}: model.family=own needs a model from Python; use a script with jaxmem.train(cfg, model=...)"
         )
     devices = jax.devices() if devices is None else devices
     cfg = for_devices(cfg, len(devices))

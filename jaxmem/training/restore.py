@@ -46,7 +46,7 @@ def refuse_another_run(
         return 0, {}
     step, position, before = found
     cfg, after = built.cfg, built.cfg.model_dump(mode="json")
-    before = load_config(before).model_dump(mode="json")  # with settings that its version did not have
+    before = load_config(before).model_dump(mode="json")  # adds settings that did not exist when it was saved
     if position:
         refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
         SavedState(built).check_base(position, directory)
@@ -63,7 +63,8 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
 
 
 def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], dict[str, Any]] | None:
-    """As `restore`, with a function that returns the state: it reads a frozen base, which checkpoints do not have."""
+    """Like `restore`, but returns a function instead of the state. The function also reads the frozen base, which is
+    not in the checkpoints, and returns the complete state."""
     if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
         from jaxmem.hf.peft import add_adapters
         from jaxmem.inference.load import base_params

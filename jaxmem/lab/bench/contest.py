@@ -1,6 +1,6 @@
-"""Implementations (contestants) that take turns: medians of alternating bursts of calls, so that other load
-on the device slows all of them. A contestant that fails, e.g. for lack of memory, is left out, and the others
-continue."""
+"""Measures implementations (contestants) in turns: each runs a short burst of calls, then the next one does, and the
+result is the median over its bursts. So other load on the device slows all of them. A contestant that fails, e.g. for
+lack of memory, is left out, and the others continue."""
 
 import contextlib
 import statistics
@@ -22,8 +22,11 @@ RIGHT = 8.0  # largest error of a correct result, in steps (`BenchPass.step`)
 
 @dataclass
 class Contestant:
-    """`call` does `amount` (TFLOP or GB) of work. In each turn, `seconds` per call, and `enqueued`: seconds until the
-    first call returned."""
+    """An implementation of one pass. Each `call` does `amount` of work, in TFLOP or GB.
+
+    `seconds` and `enqueued` have one element per burst: the seconds per call, and the seconds until the first call
+    returned.
+    """
 
     name: str
     of: str  # the name of the measured pass

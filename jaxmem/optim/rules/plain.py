@@ -1,8 +1,8 @@
-"""AdamW, SGD and Lion: optax's, with state in the dtype of the weights, and as rules for one matrix.
+"""AdamW, SGD and Lion, in two forms: transformations of optax, and rules for a single matrix.
 
-optax's Adam has one counter for a tree and moments in the dtype of the weights. The rules update one layer or some of
-its rows, in float32, for any stored format of the moments; other optimizers also use Adam for vectors and projected
-matrices.
+The transformations have one step counter for all weights, and state in the dtype of the weights. The rules update one
+layer or some of its rows, in float32, for any stored format of the moments. Other optimizers also use the rule `Adam`
+for vectors and projected matrices.
 """
 
 from dataclasses import dataclass
