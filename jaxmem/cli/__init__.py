@@ -90,7 +90,7 @@ def _message(error: UserError | typer.TyperException) -> str:
 
 
 def _place_of(option: str, context: typer.Context) -> str:
-    """A hint for an option that a command lacks: the commands that have it, or the key that it means."""
+    """A hint for an option that a command does not have: commands that have it, or a config key of a similar name."""
     from jaxmem.config.explain import key_of_option
 
     commands = getattr(context.parent and context.parent.command, "commands", {})

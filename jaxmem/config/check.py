@@ -36,7 +36,8 @@ def check(cfg: Config) -> Config:
 def _run(cfg: Config) -> Iterator[str]:
     train, checkpoint = cfg.train, cfg.checkpoint
     if not re.fullmatch(r"\w[\w.-]*", cfg.name):
-        yield f"name={as_yaml(cfg.name)} cannot name a directory; use letters, digits and, not first, . _ -"
+        use = "use letters, digits, _ . - and begin with a letter, digit or _"
+        yield f"name={as_yaml(cfg.name)} cannot name a directory; {use}"
     if (train.steps is None) == (train.tokens is None):
         yield f"train.steps and train.tokens are both {'set' if train.steps else 'null'}; set exactly one of them"
     else:
@@ -124,7 +125,7 @@ def _layer_types(model: Decoder) -> Iterator[str]:
     if model.window is not None and not any(model.windows):
         yield f"model.window={model.window} requires sliding_attention in model.layer_types; use model.window=null"
     if model.sliding_rope is not None and not any(model.windows):
-        yield "model.sliding_rope requires model.window, not null; use model.sliding_rope=null"
+        yield "model.sliding_rope requires model.window to be set; set it, or use model.sliding_rope=null"
 
 
 def _image_model(cfg: Config) -> Iterator[str]:

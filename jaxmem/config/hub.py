@@ -55,7 +55,7 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
             f"{what}: is neither a directory here nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
-            " reached; copy the model's files to a directory and set that"
+            " reached; copy the model's files to a directory and use its path instead"
         ) from None
     except errors.HFValidationError:
         raise UserError(f"{what}: is neither a directory here nor a valid id of the hub, org/name") from None

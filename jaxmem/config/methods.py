@@ -69,7 +69,7 @@ METHODS = {
     ),
     "qlora": Method(
         "low-rank adapters, frozen weights in 4 bits (nf4)",
-        "as lora, with frozen weights quantized to 4 bits",
+        "as lora, but quantization changes the frozen weights",
         {"precision": {"parameters": "float32"}, "adapter": {"kind": "qlora"}},
     ),
 }

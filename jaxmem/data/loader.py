@@ -166,7 +166,9 @@ def merge_states(states: Iterable[State]) -> State:
     for state in states:
         for row in state["rows"]:
             if rows.setdefault(row[0], list(row)) != list(row):
-                raise ValueError(f"two processes are at different positions of row {row[0]}: {rows[row[0]]}, {row}")
+                raise ValueError(
+                    f"processes are at different positions in the data of batch row {row[0]}: {rows[row[0]]}, {row}"
+                )
     if sorted(rows) != list(range(size)):
         raise ValueError(f"the states contain {len(rows)} of {size} rows")
     return {"step": step, "global_size": size, "rows": [rows[row] for row in range(size)]}

@@ -119,7 +119,7 @@ class Block(nnx.Module):
 
 
 def _normal(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
-    """The result of a norm, and its name for activation checkpointing; x if there is no norm."""
+    """The result of a norm, named `name` for activation checkpointing; x if there is no norm."""
     if norm is None:
         return x
     return norm(x) if name is None else checkpoint_name(norm(x), name)

@@ -97,8 +97,8 @@ def apply_updates(
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key. So updating a single layer of
     every stack (`layer=i`), or some rows of a vocabulary matrix (`vocab_slice`), rounds in the same way as updating
     everything. Quantized weights are dequantized and quantized in place, layer by layer, at most 8 M elements at a
-    time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers; `auto`: only of weights
-    whose blocks are all complete.
+    time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers; `auto` uses it only for
+    weights whose blocks are all complete.
     """
 
     def add(path: Any, w: Any, u: jax.Array, names: Axes) -> Any:

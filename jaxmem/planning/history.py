@@ -1,8 +1,8 @@
 """The memory of a device over one step: every moment of the schedule, at its estimated time.
 
 The body of a loop is in the schedule once, and is shown once, over the entire time of the loop. Arguments and results
-are in memory during the entire step, a temporary from where it is computed to its last use. Bytes that packing leaves
-free at the peak count as `other` during the entire step, so the peak equals the total of the plan exactly.
+are in memory during the entire step, a temporary from where it is computed to its last use. Gaps between buffers
+at the peak count as `other` during the entire step, so the peak equals the total of the plan exactly.
 """
 
 import math
@@ -78,7 +78,7 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
 
     peak = max(breakdown.peaks, key=lambda one: one[0].size, default=None)
     at = peak[1].time if peak else 0
-    permanent["other"] += total - bytes_at(at).total()  # bytes that packing leaves free
+    permanent["other"] += total - bytes_at(at).total()  # gaps between buffers
     changes = sorted({0, *(edge for lives in spans for (first, last), _ in lives for edge in (first, last + 1))})
     changes = [edge for edge in changes if edge < len(edges) - 1]
     steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
@@ -152,8 +152,9 @@ def _pass(one: Instruction) -> str | None:
 
 
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[dict[str, Any]]:
-    """The passes of the step, in order. A schedule mixes the passes a little, and micro-batches repeat them in a loop;
-    the cuts between passes maximize the seconds that are in the pass to which they belong."""
+    """The passes of the step, in order, one interval per pass. A schedule mixes the passes a little, and micro-batches
+    repeat them in a loop. So the intervals are chosen such that operations with the largest total time are inside the
+    interval of their own pass."""
     count = len(PASSES)
     # For the best cuts that end in each pass: the seconds in the right pass, and the moment at which each pass begins.
     cuts: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,) * count)] * count

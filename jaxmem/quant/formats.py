@@ -122,8 +122,9 @@ class Float8:
 def _count_below(x: Values, ascending: np.ndarray) -> Int[Array, "*shape"]:
     """For each x, the number of values in `ascending` that are less than x.
 
-    The leading bits of a float32 (sign, exponent, some of the mantissa) determine the count except for one value, which
-    is compared. So two lookups in small tables suffice for any number of values; a binary search needs one per bit.
+    A bin contains the floats with the same leading bits (sign, exponent, some of the mantissa). The bins are so narrow
+    that each contains at most one of the values: a table has the number of values below the bin, and x is compared with
+    the value in it. So two lookups in small tables suffice for any number of values; a binary search needs one per bit.
     """
     bits = next(bits for bits in range(15, 24) if int(_bins(ascending, bits)[1].max()) <= 1)
     key = jax.lax.bitcast_convert_type(x, jnp.uint32) >> (32 - bits)

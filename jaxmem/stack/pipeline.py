@@ -4,11 +4,11 @@ All devices run one program (Xu et al., arXiv:2105.04663): the inputs of all sta
 each tick runs every stage on its shard and sends the results to the next stage by a collective-permute. `stages.py` has
 the schedule.
 
-For L layers on p stages, m micro-batches, v rounds, boundaries of B bytes, and K bytes that `memory.remat` saves per
-layer, each device saves (m + (p - 1) / v) (L / p) K bytes for the backward pass: for 1/p of the layers, but for all
-micro-batches at once. The inputs and outputs of the stack are distributed over the stages, (m / p) B each, and shift
-by one stage per tick. A tick sends 2 B. Weights are not sent. In the ticks of the bubble a device computes results
-that are discarded.
+For L layers on p stages, m micro-batches, v rounds, B bytes of the input of a layer for one micro-batch, and K bytes
+that `memory.remat` saves per layer, each device saves (m + (p - 1) / v) (L / p) K bytes for the backward pass: for 1/p
+of the layers, but for all micro-batches at once. The inputs and outputs of the stack are distributed over the stages,
+(m / p) B each. In each tick a stage sends 2 B: its result to the next stage, and one of these inputs or outputs to the
+stage before. Weights are not sent. In the ticks of the bubble a device computes results that are discarded.
 """
 
 from dataclasses import replace
@@ -123,7 +123,7 @@ def _through_stages(p: Pipeline, call: StackCall, has_micro_inputs: Any, has_mic
     waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), call.x)
 
     # `_pass_on` is linear, so without the checkpoint only its masks would be saved, which are as large as what they
-    # mask. The partial is new in each call, because jax caches the trace of a function together with its devices.
+    # mask. Each call makes a new partial: jax caches traces by function, and a trace contains its devices.
     pass_on = jax.checkpoint(partial(_pass_on, p))
 
     def tick(carry: tuple[Any, Any, Any], t: jax.Array) -> tuple[tuple[Any, Any, Any], None]:
@@ -150,8 +150,9 @@ def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
     output of the stage before; the input of the first stage is a waiting micro-batch, or in later rounds the output of
     the last stage.
 
-    `waiting` is [stages, slots / stages, ...]. When the first stage reads a micro-batch from its shard of a column, the
-    column moves up by one stage, and the last stage stores its output in the free position.
+    `waiting` is [stages, slots / stages, ...]; a column has one micro-batch per stage. When the first stage reads its
+    micro-batch of a column, each other stage sends its own to the stage before, and the last stage stores its output
+    in the position that becomes free.
     """
     group, within = jnp.divmod(t, p.rounds * p.stages)
     arrives = within < p.stages
@@ -170,8 +171,8 @@ def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
 
 
 def _collect(p: Pipeline, done: jax.Array) -> jax.Array:
-    """The results in the order of the micro-batches. After the last tick they are shifted by `stages` columns, and are
-    at the end if there are more slots than micro-batches."""
+    """The results in the order of the micro-batches. After the last tick they are shifted by `stages` columns. If
+    there are more slots than micro-batches, the results are in the last slots."""
     empty = p.slots - p.micro_batches
     done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
     done = done.reshape(p.slots, *done.shape[2:])

@@ -109,7 +109,7 @@ def _own(own: Own, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
     if not hasattr(loss, "dtype") or jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
         found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__
         raise UserError(
-            f"loss returned {found}; it must return the mean loss of the rows, a scalar, or (loss, metrics)"
+            f"loss returned {found}; it must return a scalar (the mean loss of the rows) or a tuple (scalar, metrics)"
         )
     if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
         raise UserError(f"loss: the metric {wrong[0]} must be a scalar with another name than loss and count")

@@ -1,5 +1,5 @@
 """The Triton programs of the matmul; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
-time."""
+time; `s.together` is the number of codes per byte. `listed_ptr`: the values of a format with a codebook, e.g. nf4."""
 
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
@@ -26,8 +26,9 @@ def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
 
 @program
 def decoded(tile, output, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
-    """The values of a tile of codes in float32, of the first and of the second code of each byte; for int8 both are the
-    same. Rows and columns beyond the end of the weight have arbitrary finite values."""
+    """A tile of the weight in float32, as two arrays: the values of the first and of the second code of each byte. For
+    int8, with one code per byte, both are the same. Rows and columns beyond the end of the weight have arbitrary finite
+    values."""
     row = tile * s.rows + tl.arange(0, s.rows)
     real = (row < s.code_rows)[:, None] & (output < s.outputs)[None, :]
     codes_ptr += row.to(tl.int64)[:, None] * s.outputs + output[None, :]
@@ -65,7 +66,7 @@ def write_tokens(ptr, x, token, column, width: tl.constexpr, s: tl.constexpr):
 def dequant_matmul(
     x_ptr, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, out_ptr, s: tl.constexpr
 ):  # fmt: skip
-    """x is [together, tokens, rows of codes]."""
+    """x @ w: [tokens, outputs]. x is [together, tokens, rows of codes]."""
     token = tl.program_id(0) * s.tile_tokens + tl.arange(0, s.tile_tokens)
     output = tl.program_id(1) * s.tile_outputs + tl.arange(0, s.tile_outputs)
     plane: tl.constexpr = s.tokens * s.code_rows
@@ -85,7 +86,7 @@ def dequant_matmul(
 def dequant_matmul_of_activations(
     g_ptr, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, out_ptr, s: tl.constexpr
 ):  # fmt: skip
-    """The result is [together, tokens, rows of codes]."""
+    """The gradient of x, g @ w.T: [together, tokens, rows of codes]. g is [tokens, outputs]."""
     token = tl.program_id(0) * s.tile_tokens + tl.arange(0, s.tile_tokens)
     tile = tl.program_id(1)
     plane: tl.constexpr = s.tokens * s.code_rows

@@ -1,4 +1,4 @@
-"""Quantized weights: the bytes of 70 B of them, the error of their values, and the accuracy of a trained model.
+"""Quantized weights: the size of 70 billion weights, the error of their values, and the accuracy of a trained model.
 
 A value is stored as a code of b bits, with a scale for all values, for those of a channel, or for a block of 64; affine
 codes also have a zero point. The levels of nf4 are the quantiles of a normal distribution (Dettmers et al.,
@@ -26,7 +26,7 @@ from jaxmem.training.run import run
 
 MODEL = "llama3-70b"
 BLOCK = 64
-SIZE = 1024  # rows and columns of the matrix of normal numbers
+SIZE = 1024  # rows and columns of the matrix of normally distributed values
 TRAINED = CONFIGS["quantization"]["trained"]
 BITS = (8, 6, 5, 4, 3, 2)
 Quantizer = Callable[[jax.Array], Any]
@@ -104,7 +104,7 @@ def _bytes(stored: Any) -> int:
 
 
 def is_matrix(x: Any) -> bool:
-    """Whether an array is quantized: the norms of a stack of layers have two dimensions, but are vectors."""
+    """Whether an array is quantized. The weights of norms are vectors, although a stack of them has two dimensions."""
     return x.ndim > 1 and min(x.shape[-2:]) >= BLOCK
 
 
