@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
 
-import numpy as np
-
 from jaxmem.errors import UserError
 
 FAMILY = OBJECTIVE = "own"
@@ -85,7 +83,7 @@ class OwnBatches:
         self.source, self.argument = source, argument
 
     @cached_property
-    def _started(self) -> tuple[dict[str, np.ndarray], Iterator[Any]]:
+    def _started(self) -> tuple[dict[str, Any], Iterator[Any]]:
         batches = iter(self.source)
         first = next(batches, None)
         if first is None:
@@ -93,7 +91,7 @@ class OwnBatches:
         return self.arrays(first), itertools.chain([first], batches)
 
     @property
-    def first(self) -> dict[str, np.ndarray]:
+    def first(self) -> dict[str, Any]:
         return self._started[0]
 
     @property
@@ -104,10 +102,12 @@ class OwnBatches:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.source) if self.repeats else self._started[1]
 
-    def arrays(self, batch: Any) -> dict[str, np.ndarray]:
+    def arrays(self, batch: Any) -> dict[str, Any]:
         """The arrays of a batch."""
         if not isinstance(batch, Mapping) or not batch:
             raise UserError(f"{self.argument}: a batch is a {type(batch).__name__}; it must be a dict of arrays")
+        import numpy as np  # importing the config is fast
+
         found = {name: np.asarray(value) for name, value in batch.items()}
         for name, array in found.items():
             if array.dtype == object or not array.ndim:

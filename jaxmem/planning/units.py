@@ -35,7 +35,7 @@ def format_seconds(seconds: float) -> str:
 def format_command(words: Iterable[object], width: int | None = None) -> str:
     """A command that can be pasted: one line, or lines of at most `width` characters that end with a backslash.
 
-    >>> print(format_command(["jaxmem", "plan", "a b.yaml", "zero=3"], width=24))
+    >>> print(format_command(["jaxmem", "plan", "a b.yaml", "zero=3"], width=26))
       jaxmem plan 'a b.yaml' \\
           zero=3
     """

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from jaxmem.kernels.choice import Operation, capability
 
 from .arguments import CHECKS, check_arguments
-from .optional_window import with_optional_window
 from .support import OPERATION, PLAIN, Request, refusal
 
 IMPLEMENTATIONS: dict[str, Any] = {
@@ -73,9 +72,15 @@ def attention(
     CHECKS.require(not with_lse or extras.has_window is None, "return_lse does not support has_window")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not segment_ids
     request = Request.of(*arrays[:2], options, extras, keys_have_own=keys_have_own)
+
+    def attend(module: Any) -> Any:
+        from .optional_window import with_optional_window
+
+        return with_optional_window(module, extras).attend(*arrays, options, extras)
+
     out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
-        lambda module: with_optional_window(module, extras).attend(*arrays, options, extras),
+        attend,
         (arrays, extras),
         kind=request.kind,
         sizes=request.sizes,

@@ -61,5 +61,5 @@ def test_a_prompt_is_read_before_every_text(alone):
 
 
 def test_merging_a_prompt_is_an_error(alone):
-    with pytest.raises(UserError, match="merge does not support a prompt"):
+    with pytest.raises(UserError, match=r"merge does not support adapter\.kind=prompt"):
         adapters.merge(nnx.merge(alone.built.model.graphdef, alone.state.params))

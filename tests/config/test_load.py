@@ -105,7 +105,7 @@ def test_an_override_below_a_value():
 
 
 def test_missing_file_names_the_nearest(file):
-    assert refused(file.with_name("aa.yaml")) == f"{file.with_name('aa.yaml')}: no such file; did you mean a.yaml?"
+    assert refused(file.with_name("aa.yaml")) == f"{file.with_name('aa.yaml')}: no such file; did you mean {file}?"
     nowhere = file.parent / "none" / "a.yaml"
     assert refused(nowhere) == f"{nowhere}: the directory {nowhere.parent} does not exist"
 
@@ -233,4 +233,15 @@ def test_importing_sections_loads_nothing_that_reads_or_checks_them():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("jaxmem.config.") for name in done.stdout.split()}
-    assert loaded == {"adapter", "base", "mesh", "names", "networks", "optimizers", "recompute", "sections", "sources"}
+    assert loaded == {
+        "adapter",
+        "base",
+        "mesh",
+        "names",
+        "networks",
+        "optimizers",
+        "own",
+        "recompute",
+        "sections",
+        "sources",
+    }

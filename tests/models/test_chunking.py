@@ -40,7 +40,7 @@ def test_a_chunked_block_equals_the_whole():
         graphdef, state = nnx.split(block(chunking))
 
         def loss(weights, x):
-            y, _ = nnx.merge(graphdef, weights)(x, Tokens(turned, documents), keys)
+            y, *_ = nnx.merge(graphdef, weights)(x, Tokens(turned, documents), keys)
             return jnp.sum(jnp.sin(y)), y
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(nnx.to_pure_dict(state), x)

@@ -52,8 +52,8 @@ FAULTS = {
     "segments": Fault(
         "packed documents that see each other",
         "jaxmem/models/attention.py",
-        "return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)",
-        "return run(q, k, v)",
+        '"segment_ids": ids}',
+        '"segment_ids": None}',
         "tests/models/test_decoder.py::test_packed_documents_do_not_attend_to_each_other",
     ),
     "micro-batch": Fault(

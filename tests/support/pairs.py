@@ -185,6 +185,8 @@ UNTRIED = {
     "memory.budget": "planning replaces it by a policy of memory.remat",
     "memory.spill": "CUDA only",
     "adapter.hf": "reads a directory",
+    "adapter.shared_a": "a mixture of experts: tests/step/test_experts.py",
+    "mesh.expert": "a mixture of experts: tests/step/test_experts.py",
     "adapter.base_run": "reads a directory",
 }
 # Settings of memory and communication: the loss is the same without them.

@@ -88,7 +88,7 @@ def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pyte
 
     def near(within: Plan) -> list[nearest.Nearest]:
         limits.append(within.limit)
-        return [nearest.Nearest(["memory.remat=full"], None, total)]
+        return [nearest.Nearest(["memory.remat=full"], None, [], total)]
 
     monkeypatch.setattr(nearest, "nearest_fitting", near)
     with pytest.raises(OutOfMemoryError) as caught, explained_out_of_memory(plan):

@@ -336,7 +336,7 @@ def test_a_start_that_fails_leaves_no_directory(config, tmp_path, monkeypatch):
     def fail(_):
         raise UserError("no weights")
 
-    monkeypatch.setattr("jaxmem.training.run._initial_state", fail)
+    monkeypatch.setattr("jaxmem.inference.load.initial_state", fail)
     with pytest.raises(UserError, match="no weights"):
         run(config(train={"steps": 1}))
     assert not (tmp_path / "run").exists()

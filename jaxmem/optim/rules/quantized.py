@@ -104,8 +104,8 @@ def scale_by_adam8bit(settings: AdamW8bitSettings, spec: ParameterSpec) -> Matri
     >>> state["m"].value.nbytes, state["v"].value.nbytes
     (532480, 532480)
     """
-    axis, size = blocks(spec, 256)
-    is_even = spec.shape[axis] % size == 0 if spec.shape else False
+    axis, size = blocks(spec, 256) if spec.shape else (0, 1)
+    is_even = bool(spec.shape) and spec.shape[axis] % size == 0
     is_fused = settings.kernel == "triton" or (settings.kernel == "auto" and is_even)
     return quantized(Adam(settings), ADAM8, kind=FusedAdam8bit if is_fused else Quantized)(spec)
 
