@@ -116,8 +116,9 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
     memory |= IN_PIECES.get(name, {})
-    method = {"context_method": METHODS.get(name, "ulysses")} if "context" in mesh else {}
-    cfg = dropping(mesh=mesh | method, zero=zero, memory=memory)
+    method = METHODS.get(name, "ulysses")
+    named = {"context_method": method} if "context" in mesh else {}
+    cfg = dropping(mesh=mesh | named, zero=zero, memory=memory)
     trained = Trained(cfg, devices_of(mesh), updates=2, begin=alone)
     trained.agrees_with(alone)
     for real, promised in zip(jax.tree.leaves(trained.state), jax.tree.leaves(trained.built.spec.state), strict=True):
