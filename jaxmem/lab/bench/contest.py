@@ -1,4 +1,4 @@
-"""Measures implementations (contestants) in turns: each runs a short burst of calls, then the next one does, and the
+"""Measures implementations (contestants) alternately: each runs a short burst of calls, then the next one does, and the
 result is the median over its bursts. So other load on the device slows all of them. A contestant that fails, e.g. for
 lack of memory, is left out, and the others continue."""
 
