@@ -186,7 +186,9 @@ def test_memory_follows_the_schedule():
         built = program(cfg, jax.devices()[:stages])
         return built.lower_step().compile().memory_analysis().temp_size_in_bytes
 
-    grown = (temporaries(16) - temporaries(8)) / 8
+    # With fewer micro-batches the peak may lie elsewhere, and the growth depends on how XLA packs the buffers.
+    grown = (temporaries(32) - temporaries(16)) / 16
     boundary = rows * length * embed * 4
     kept, in_and_out = layers / stages * boundary, boundary / stages
-    assert kept <= grown <= kept + 4 * in_and_out
+    angles, integers = rows * length * 8 * 4, rows * length * 4  # of all micro-batches on every stage; head_dim is 8
+    assert kept <= grown <= kept + 3 * in_and_out + angles + integers
