@@ -77,6 +77,8 @@ CONFLICTS = (
     ("memory.update=during", "objective.name=contrastive", "another objective or memory.update=after"),
     # A pipeline needs the layers and the loss as separate functions; a script passes one function for both.
     ("objective.name=own", "mesh.stage!=1", "mesh.stage=1"),
+    # With `context`, tokens are in another order, on which the loss of a script may depend.
+    ("objective.name=own", "mesh.context!=1", "mesh.context=1"),
     # Negatives are the other rows of a micro-batch.
     ("objective.name=contrastive", "batch.accumulate!=1", "batch.accumulate=1"),
     # The log-probabilities of the reference model are stored next to a single source.

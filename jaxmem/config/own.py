@@ -14,10 +14,7 @@ from typing import Any, TypedDict
 
 from jaxmem.errors import UserError
 
-FAMILY = OBJECTIVE = "own"
 Axes = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
-
-
 OwnData = Iterable[Mapping[str, Any]]
 
 

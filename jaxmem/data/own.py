@@ -18,6 +18,7 @@ from jaxmem.data.corpus import Split
 from jaxmem.data.loader import Loader
 from jaxmem.data.packing import Batch
 from jaxmem.errors import UserError
+from jaxmem.step.batches import batch_spec
 
 State = dict[str, Any]
 
@@ -32,6 +33,7 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
                 "train.evaluate_every requires the argument held_out, an iterable of batches; or set it to null"
             )
         self._cfg, self._rows, self._batches, self.corpus = cfg, rows, batches, self
+        self._spec = batch_spec(cfg)
         self.rewind()
 
     def rewind(self) -> None:
@@ -49,32 +51,31 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
         if batch is None:
             raise StopIteration
         self._count += 1
-        return self._split(self._checked(self._batches.arrays(batch)))
+        return self._placed(self._batches.arrays(batch))
 
-    def _checked(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The batch; an error if its rows, names or shapes differ from those of the first batch."""
-        argument, rows = self._batches.argument, len(self._rows) * self._cfg.batch.accumulate
-        first = self._cfg.own.data.first if self._cfg.own.data else {}
-        if batch.keys() != first.keys():
-            raise UserError(
-                f"{argument}: batch {self._count} has {', '.join(batch)}; the first of data has {', '.join(first)}"
-            )
-        for name, array in batch.items():
-            expected = (rows, *first[name].shape[1:])
-            if array.shape != expected:
-                size = self._cfg.batch.global_size
-                raise UserError(
-                    f"{argument}: batch {self._count} has {name} of shape {list(array.shape)}, but the first batch and "
-                    f"the rows of this process in batch.global_size={size} require {list(expected)}"
-                )
-        return batch
-
-    def _split(self, batch: dict[str, np.ndarray]) -> Batch:
+    def _placed(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """The batch [micro-batches, rows, ...] with the names and shapes that the step reads; otherwise an error."""
         count = self._cfg.batch.accumulate
-        split = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}
+        rows = len(self._rows) * count
+        for name, array in arrays.items():
+            self._check_shape(name, array.shape, (rows, *array.shape[1:]))
+        batch = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in arrays.items()}
         if self._cfg.objective.name != "own":
-            split = with_defaults(split)
-        return {"mask": np.ones((count, len(self._rows)), np.float32), **split}
+            batch = with_defaults(batch)
+        batch = {"mask": np.ones((count, len(self._rows)), np.float32), **batch}
+        if batch.keys() != self._spec.keys():
+            found, expected = (", ".join(sorted(each.keys() - {"mask"})) for each in (batch, self._spec))
+            raise UserError(f"{self._batches.argument}: batch {self._count} has {found}; the step reads {expected}")
+        for name, (shape, _, _) in self._spec.items():
+            self._check_shape(name, (rows, *batch[name].shape[2:]), (rows, *shape[2:]))
+        return {name: batch[name].astype(dtype, copy=False) for name, (_, dtype, _) in self._spec.items()}
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
+            raise UserError(
+                f"{self._batches.argument}: batch {self._count} has {name} of shape {list(shape)}, but the step reads "
+                f"{list(expected)}; the first dimension has the rows of this process in batch.global_size"
+            )
 
     def state(self) -> State:
         """The position after the last batch that was returned."""
@@ -93,7 +94,7 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
             pass
 
     def check(self) -> float:
-        self._checked(self._batches.first)
+        self._placed(self._batches.first)
         return 0.0  # the length of documents is unknown
 
     def summary(self) -> list[str]:

@@ -63,7 +63,7 @@ class Passes(NamedTuple):
     one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     d_queries: Callable[..., jax.Array] | None = None  # the same arguments -> dq
     d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same arguments -> dk, dv
-    two_kernels: Any = None  # the Passes whose d_queries and d_keys are used; None: these Passes Passes
+    two_kernels: Any = None  # the Passes whose d_queries and d_keys are used; None: these Passes
     min_block: int = 16  # least number of positions of a block
 
 

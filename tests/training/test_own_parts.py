@@ -176,6 +176,13 @@ class WithStatistics(nnx.Module):
         ({"memory": {"update": "during"}}, {}, "memory.update=during.*execution"),
         ({"adapter": {"kind": "lora"}}, {}, "adapter.kind=lora.*execution"),
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
+        ({"mesh": {"context": 2, "fsdp": 4}, "model": DECODER}, {"model": None}, "objective.name=own.*mesh.context"),
+        ({"model": DECODER}, {"model": None, "loss": None}, "data: batch 0 has image, label.*inputs"),
+        (
+            {"model": DECODER, "data": {"sequence_length": 32}},
+            {"model": None, "loss": None, "data": [{"inputs": np.ones((ROWS, 16), np.int32)}]},
+            r"inputs of shape \[16, 16\].*\[16, 32\]",
+        ),
         ({"optimizer": {"beta1": 0.5}}, {"optimizer": optax.sgd(1e-2)}, "optimizer.beta1"),
         ({"train": {"steps": 2, "evaluate_every": 1}}, {}, "held_out"),
     ],
