@@ -1,4 +1,5 @@
-"""The value of each code of the formats that are lists of values. The values of a block are scaled to [-1, 1]."""
+"""The value of each code of the formats that are lists of values. The values of a block are scaled to [-1, 1] (E2M1: to
+[-6, 6])."""
 
 import numpy as np
 
@@ -10,6 +11,8 @@ NF4 = (
 )  # fmt: skip
 _FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # three lower bits; the highest is the sign
 FP4 = (*_FP4, *(-value for value in _FP4))
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1, *(-value for value in _E2M1))  # 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0)
 
 
 def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ ListOf = Annotated[tuple[Item, ...], Field(strict=False)]  # a list in YAML
 Texts = ListOf[str]
 StoredFormat = Literal[
     "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
-    "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
+    "uint3", "uint2", "nf4", "fp4", "mxfp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
 ]  # fmt: skip
 
 

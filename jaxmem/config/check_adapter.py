@@ -9,7 +9,7 @@ from jaxmem.config.networks import Convnet, Decoder
 from jaxmem.config.sections import Config
 from jaxmem.errors import required, unsupported
 
-MATMUL_FORMATS = ("nf4", "fp4", "int4", "int8")  # formats that kernels.dequant_matmul supports
+MATMUL_FORMATS = ("nf4", "fp4", "mxfp4", "int4", "int8")  # formats that kernels.dequant_matmul supports
 
 
 def check_adapter(cfg: Config) -> Iterator[str]:

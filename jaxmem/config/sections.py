@@ -95,7 +95,7 @@ class Precision(Section):
     """Formats of stored parameters, computation and gradients."""
 
     parameters: StoredFormat = setting("float32", "stored format of the parameters")
-    block_size: Count | None = setting(None, "weights per block scale; null: 256, or 64 below 8 bits")
+    block_size: Count | None = setting(None, "weights per block scale; null: 256, or 64 below 8 bits (mxfp4: 32)")
     compute: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"
     )

@@ -93,7 +93,7 @@ def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: s
     x, q = jax.lax.optimization_barrier((x, q))  # only when x is available
     q, layout = gather_quantized(q, axes), current()
     double_quant = isinstance(q.scale, QTensor)
-    scale = kernels.QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scale
+    scale = kernels.QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scales
     run = partial(
         kernels.dequant_matmul,
         format=q.format,

@@ -7,6 +7,7 @@ Each block of values is scaled into the range of the format, by its absmax (symm
     uint2 ... uint8        evenly spaced in [0, 1], affine
     nf4                    quantiles of a normal distribution (Dettmers et al., arXiv:2305.14314)
     fp4                    1 sign, 2 exponent, 1 mantissa bit, with a zero
+    mxfp4                  such floats (E2M1), scaled by powers of two in 8 bits (OCP Microscaling Formats 1.0)
     fp8_e4m3, fp8_e5m2     8-bit floats (Micikevicius et al., arXiv:2209.05433)
     dynamic8, udynamic8    each decade divided evenly, larger decades into more values; udynamic8: non-negative values
     dynamic4, udynamic4    the same in 4 bits (8-bit optimizers: Dettmers et al., arXiv:2110.02861)
@@ -20,16 +21,16 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from jaxmem.kernels.codes import FP4, NF4, dynamic_code
+from jaxmem.kernels.codes import E2M1, FP4, NF4, dynamic_code
 
 Values = Float[Array, "*shape"]  # values in the range of the format
 Codes = Shaped[Array, "*shape"]
 Draws = Float[Array, "*shape"] | None  # uniform in [0, 1) for stochastic rounding; None: round to nearest
 
 # A format has `bits` per code and encodes values in its range. `affine`: blocks are scaled by minimum and range to
-# [0, 1], else by their absmax to [-1, 1].
+# [0, 1], else by their absmax to [-1, 1]. `block_size`: values per scale where a config does not set it.
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Uniform:
 
     bits: int
     affine: bool = False
+
+    @property
+    def block_size(self) -> int:
+        return 256 if self.bits == 8 else 64
 
     @property
     def steps(self) -> int:
@@ -69,6 +74,10 @@ class Codebook:
     def bits(self) -> int:
         return (len(self.values) - 1).bit_length()
 
+    @property
+    def block_size(self) -> int:
+        return 256 if self.bits == 8 else 64
+
     @cached_property
     def _order(self) -> np.ndarray:
         """The codes in ascending order of their values; for equal values only the first code."""
@@ -93,12 +102,35 @@ class Codebook:
 
 
 @dataclass(frozen=True)
+class Microscaled(Codebook):
+    """A list of values whose scales are powers of two, stored as E8M0: an exponent in 8 bits, 2^(code - 127)."""
+
+    block_size = 32
+
+    def scale_codes(self, absmax: Values) -> UInt8[Array, "*shape"]:
+        """The E8M0 scales of blocks: the least powers of two with which no value exceeds the largest of the format."""
+        bits = jax.lax.bitcast_convert_type(absmax / max(self.values), jnp.int32)
+        return jnp.minimum((bits + (1 << 23) - 1) >> 23, 255).astype(jnp.uint8)  # 255: NaN or infinite
+
+
+def power_of_two(codes: UInt8[Array, "*shape"]) -> Values:
+    """The values of E8M0 codes, exact: 2^(code - 127); 0 for code 0, because XLA flushes 2^-127 to 0; NaN for 255.
+
+    >>> power_of_two(jnp.asarray([126, 127, 129], jnp.uint8)).tolist()
+    [0.5, 1.0, 4.0]
+    """
+    values = jax.lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
+    return jnp.where(codes == 255, jnp.nan, values)
+
+
+@dataclass(frozen=True)
 class Float8:
     """An 8-bit float, scaled so that its largest finite value is 1."""
 
     dtype: str
     bits: int = 8
     affine: bool = False
+    block_size: int = 256
 
     @cached_property
     def _max(self) -> float:
@@ -147,6 +179,7 @@ FORMATS: dict[str, Format] = {
     **{f"uint{bits}": Uniform(bits, affine=True) for bits in (2, 3, 4, 5, 6, 8)},
     "nf4": Codebook(NF4),
     "fp4": Codebook(FP4),
+    "mxfp4": Microscaled(E2M1),
     "fp8_e4m3": Float8("float8_e4m3fn"),
     "fp8_e5m2": Float8("float8_e5m2"),
     **{f"dynamic{bits}": Codebook(dynamic_code(bits, signed=True)) for bits in (4, 8)},

@@ -2,8 +2,8 @@
 
 Codes and scales have the rank of the original, so that its sharding applies to them, and a layer sliced from a stack,
 or one element of a vmap, is a QTensor too. With b bits and blocks of k values it takes b + 32 / k bits per value
-(affine: b + 64 / k). Double quantization stores the scales in 8 bits, in groups of up to 256 blocks: slightly more
-than b + 8 / k bits (4.13 for nf4 in blocks of 64; Dettmers et al., arXiv:2305.14314, section 3).
+(affine: b + 64 / k; mxfp4: b + 8 / k). Double quantization stores the scales in 8 bits, in groups of up to 256 blocks:
+slightly more than b + 8 / k bits (4.13 for nf4 in blocks of 64; Dettmers et al., arXiv:2305.14314, section 3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, Shaped, UInt32
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.quant.formats import FORMATS
+from jaxmem.quant.formats import FORMATS, Microscaled, power_of_two
 from jaxmem.quant.packing import pack, unpack, values_per_group
 
 GROUP = 256  # the most block scales that share a scale of the second level
@@ -32,7 +32,7 @@ class QTensor:
     """value = decode(code) * scale + offset, in each block."""
 
     codes: Shaped[Array, "*packed"]  # below 8 bits, several codes per byte along `axis`
-    scale: Any  # float32, one per block; with double quantization a QTensor
+    scale: Any  # float32, one per block; for mxfp4 uint8 (E8M0); with double quantization a QTensor
     offset: Float[Array, "*blocks"] | None  # the minimum of each block in affine formats
     format: str = field(metadata={"static": True})
     axis: int = field(metadata={"static": True})  # the dimension of the blocks, negative
@@ -60,14 +60,17 @@ class QTensor:
         """The values, by default in the dtype of the original."""
         form = FORMATS[self.format]
         codes = unpack(self.codes, form.bits, self.axis, self.size)
-        values = _split_blocks(form.decode(codes), self.axis, self.block_size) * _per_block(self._scales, self.axis)
+        values = _split_blocks(form.decode(codes), self.axis, self.block_size) * _per_block(self.scales, self.axis)
         if self.offset is not None:
             values = values + _per_block(self.offset, self.axis)
         return _join_blocks(values, self.axis, self.size).astype(dtype or self.dtype)
 
     @property
-    def _scales(self) -> jax.Array:
-        return self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
+    def scales(self) -> Float[Array, "*blocks"]:
+        """The scale of each block, dequantized."""
+        if isinstance(self.scale, QTensor):
+            return self.scale.dequantize()
+        return power_of_two(self.scale) if self.scale.dtype == jnp.uint8 else self.scale
 
     def with_aligned_blocks(self, parts: int) -> QTensor | None:
         """The same values, in blocks that do not cross the boundaries between `parts` equal parts of `axis`; None if a
@@ -83,7 +86,7 @@ class QTensor:
             more = jnp.repeat(x, self.block_size // block, axis=self.axis)
             return jax.lax.slice_in_dim(more, 0, self.size // block, axis=self.axis + self.ndim)
 
-        return dataclasses.replace(self, scale=repeat(self._scales), offset=repeat(self.offset), block_size=block)
+        return dataclasses.replace(self, scale=repeat(self.scales), offset=repeat(self.offset), block_size=block)
 
     def requantize(self, x: Float[Array, "*shape"], seeds: UInt32[Array, "*blocks"] | None = None) -> QTensor:
         """`x` quantized with the format, blocks and original dtype of this array."""
@@ -106,8 +109,8 @@ def quantize(
     """Quantizes `x`, with one scale per `block_size` values along `axis`. The last block may be shorter.
 
     With `block_size=None` there is one scale per slice along `axis` (per channel), with `axis=None` one scale for x.
-    `double_quant` also quantizes the scales. With a `key`, or a 32-bit seed per block (`seeds`), values are rounded
-    stochastically.
+    `double_quant` also quantizes the scales (of mxfp4 they always have 8 bits). With a `key`, or a 32-bit seed per
+    block (`seeds`), values are rounded stochastically.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes
@@ -127,9 +130,13 @@ def quantize(
         values = values - low
     else:
         low, high = None, jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
+    stored = high
+    if isinstance(form, Microscaled):
+        stored, double_quant = form.scale_codes(high), False
+        high = power_of_two(stored)
     inverse = jnp.where(high > 0, 1 / jnp.where(high > 0, high, 1), 0)  # 0 for a block of zeros
     codes = _join_blocks(form.encode(values * inverse, _draws(key, seeds, values, dim)), along, size)
-    scale: Any = jnp.squeeze(high, dim)
+    scale: Any = jnp.squeeze(stored, dim)
     return QTensor(
         pack(codes, form.bits, along),
         _quantize_scales(scale, along) if double_quant else scale,

@@ -191,9 +191,10 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
     axis = -1 if axes[:1] == ("vocab",) else -2
     if w.ndim < 2 or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w
-    limit = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
+    limit = precision.block_size or FORMATS[precision.parameters].block_size
     size = w.shape[axis]
-    block = even_block_size(size, limit) or min(limit, size)
+    is_fixed = precision.parameters == "mxfp4" and size % limit == 0  # files have blocks of 32
+    block = limit if is_fixed else even_block_size(size, limit) or min(limit, size)
     q = quantize(w, precision.parameters, block, axis, double_quant=storage.double_quant)
     return dataclasses.replace(q, dtype="bfloat16")
 

@@ -6,6 +6,7 @@ from typing import Any
 from jaxmem.config import Config, Decoder
 from jaxmem.config.check_adapter import MATMUL_FORMATS
 from jaxmem.kernels.choice import Choice, triton_refusal
+from jaxmem.quant import FORMATS
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.step.attention_choice import attention_choice
 
@@ -14,7 +15,6 @@ ATTENTION, MATMUL, UPDATE = "memory.attention", "adapter.matmul", "optimizer.ker
 # bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes, multiplies at 530
 # TFLOP/s, and decodes each weight once per 128 tokens in about 10 instructions; it issues 33 T instructions per second.
 FEW_TOKENS = 400
-BLOCKS = {"int8": 256}  # default block sizes of stored formats; otherwise 64
 
 
 def kernel_choices(cfg: Config, platform: str, capability: int | None, device: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def matmul_choice(cfg: Config, platform: str, capability: int | None) -> Choice 
 
 
 def _has_even_blocks(cfg: Config) -> bool:
-    model, block = cfg.model, cfg.base_precision.block_size or BLOCKS.get(cfg.base_precision.parameters, 64)
+    model, block = cfg.model, cfg.base_precision.block_size or FORMATS[cfg.base_precision.parameters].block_size
     if not isinstance(model, Decoder) or block % 32:
         return False
     return all(width % (8 * block) == 0 for width in (model.embed, model.mlp, model.heads * model.head_dim))

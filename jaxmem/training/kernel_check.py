@@ -25,7 +25,7 @@ from jaxmem.kernels import choice, triton_launch
 from jaxmem.kernels.fused_attention.support import Request
 from jaxmem.kernels.validation import PLAIN
 from jaxmem.machine.devices import cudnn_remedy
-from jaxmem.quant import quantize
+from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
@@ -137,11 +137,11 @@ def _attention(call: Request, implementation: str) -> dict[str, jax.Array]:
 
 def _matmul(kind: str, implementation: str) -> dict[str, jax.Array]:
     form, dtype = kind.split()
-    q = quantize(_normal(ROWS, COLUMNS), form, 256 if form == "int8" else 64, 0)
+    q = quantize(_normal(ROWS, COLUMNS), form, FORMATS[form].block_size, 0)
     options = {"format": form, "block_size": q.block_size, "implementation": implementation}
 
     def both(x: jax.Array, g: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda x: kernels.dequant_matmul(x, q.codes, q.scale, **options), x)
+        out, pull = jax.vjp(lambda x: kernels.dequant_matmul(x, q.codes, q.scales, **options), x)
         return out, *pull(g)
 
     results = jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), _normal(LENGTH, COLUMNS, dtype=dtype))

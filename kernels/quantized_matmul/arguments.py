@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxmem.kernels.codes import FP4, NF4
+from jaxmem.kernels.codes import E2M1, FP4, NF4
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
 
@@ -22,7 +22,7 @@ class QuantizedScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """An encoding of values from -1 to 1."""
+    """An encoding of values from -1 to 1 (mxfp4: from -6 to 6)."""
 
     bits: int
     listed: tuple[float, ...] | None = None  # the value of each code; None: evenly spaced
@@ -38,7 +38,7 @@ class Form:
         return 2 ** (self.bits - 1) - 1
 
 
-FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "int4": Form(4), "int8": Form(8)}
+FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "mxfp4": Form(4, E2M1), "int4": Form(4), "int8": Form(8)}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def normal(rng, *shape):
 @settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_dequant_matmul(data):
-    form = data.draw(st.sampled_from(["nf4", "fp4", "int4", "int8"]))
+    form = data.draw(st.sampled_from(["nf4", "fp4", "mxfp4", "int4", "int8"]))
     block = 2 ** data.draw(st.integers(5, 7))  # what the kernel takes of every format
     tokens, inputs, outputs = data.draw(SIZES), 2 * data.draw(st.integers(1, 90)), data.draw(SIZES)
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))

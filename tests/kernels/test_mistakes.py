@@ -108,8 +108,8 @@ REFUSED = {
         ({"kv_segment_ids": ((2, 8), "int32")}, "segment_ids is missing"),
     ],
     "dequant_matmul": [
-        ({"format": 4}, "format is 4; it should be one of nf4, fp4, int4, int8"),
-        ({"format": "nf3"}, "format is 'nf3'; it should be one of nf4, fp4, int4, int8"),
+        ({"format": 4}, "format is 4; it should be one of nf4, fp4, mxfp4, int4, int8"),
+        ({"format": "nf3"}, "format is 'nf3'; it should be one of nf4, fp4, mxfp4, int4, int8"),
         ({"x": ()}, "x has shape (); it should be [..., inputs], with no empty dimension"),
         ({"x": (0, 64)}, "x has shape (0, 64); it should be [..., inputs], with no empty dimension"),
         ({"x": "int32"}, "x is int32; it should be one of"),

@@ -18,6 +18,7 @@ CASES = {
     "nf4": ((37, 256, 150), "nf4", 64, True, "float32"),
     "nf4, small blocks": ((5, 200, 33), "nf4", 8, True, "float32"),
     "fp4": ((16, 96, 40), "fp4", 32, False, "bfloat16"),
+    "mxfp4": ((12, 96, 33), "mxfp4", 32, False, "float32"),
     "int4": ((10, 128, 70), "int4", 128, False, "float32"),
     "int8": ((20, 130, 65), "int8", 65, False, "float32"),
 }
@@ -38,7 +39,7 @@ def drawn(case):
 
 def arguments(q):
     double = isinstance(q.scale, QTensor)
-    scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+    scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scales
     return (q.codes, scale), {"format": q.format, "block_size": q.block_size}
 
 

@@ -1,5 +1,6 @@
 """Codes bitwise equal to those of bitsandbytes; errors and bits of the papers; shapes, axes, stacks."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -103,7 +104,8 @@ def test_nf4_with_double_quantization_takes_4_135_bits_on_real_weights(shape):
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_are_those_of_the_codes_and_the_block_scales(name):
     q = quantize(suited(name, normal(16, 512)), name, 64)
-    assert bits(q) == FORMATS[name].bits + (64 if FORMATS[name].affine else 32) / 64
+    scale = 8 if name == "mxfp4" else 64 if FORMATS[name].affine else 32
+    assert bits(q) == FORMATS[name].bits + scale / 64
     assert q.shape == (16, 512)
     assert q.ndim == q.codes.ndim == q.scale.ndim
 
@@ -139,6 +141,26 @@ def test_stochastic_rounding_is_unbiased(name):
     spread = np.asarray(drawn).std(axis=0).max()  # a value near one of the format's is hardly ever moved
     np.testing.assert_array_less(np.abs(np.asarray(drawn).mean(axis=0) - x), 5 * spread / 4000**0.5 + 1e-6)
     assert float(jnp.abs(drawn - nearest).max()) > 0 or float(jnp.abs(nearest - x).max()) < 1e-6
+
+
+def test_mxfp4_decodes_every_code_with_every_scale_exactly():
+    """E2M1 and E8M0 of the OCP specification, by their definitions in float64."""
+    codes, exponents = np.arange(16), np.arange(1, 255)
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    e2m1 = np.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1)) * np.where(
+        codes > 7, -1, 1
+    )
+    q = quantize(jnp.zeros((254, 32)), "mxfp4", 32)
+    packed = jnp.asarray(np.tile(codes[::2] << 4 | codes[1::2], (254, 2)).astype(np.uint8))
+    q = dataclasses.replace(q, codes=packed, scale=jnp.asarray(exponents[:, None].astype(np.uint8)))
+    expected = np.tile(e2m1, 2) * 2.0 ** (exponents[:, None] - 127)
+    normal_range = (np.abs(expected) >= 2.0**-126) & (np.abs(expected) < 2.0**128) | (expected == 0)
+    found = np.asarray(q.dequantize(), np.float64)
+    np.testing.assert_array_equal(found[normal_range], expected[normal_range])
+    assert np.isnan(dataclasses.replace(q, scale=jnp.full_like(q.scale, 255)).dequantize()).all()
+    # The values of the format stay what they are.
+    same = dataclasses.replace(q, codes=packed[20:230], scale=q.scale[20:230])
+    np.testing.assert_array_equal(quantize(same.dequantize(), "mxfp4", 32).dequantize(), same.dequantize())
 
 
 # ------------------------------------------------------------------ shapes
