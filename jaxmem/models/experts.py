@@ -163,11 +163,10 @@ class _Mixture:
         count, top_k = self.cfg.count // self.experts, self.cfg.top_k
         if self.experts > 1:
             choices = choices - jax.lax.axis_index("expert").astype(choices.dtype) * count
-        groups, order = sort_rows(choices.reshape(-1, top_k), count)
-        if self.cfg.capacity_factor is not None:
-            capacity = math.ceil(self.cfg.capacity_factor * order.size / self.cfg.count)
-            groups = groups._replace(stops=jnp.minimum(groups.stops, groups.starts + capacity))
-        inputs = x.reshape(-1, x.shape[-1]), shares.reshape(-1)[order], groups
+        factor = self.cfg.capacity_factor
+        capacity = None if factor is None else math.ceil(factor * choices.size / self.cfg.count)
+        groups = sort_rows(choices.reshape(-1, top_k), count, capacity)
+        inputs = x.reshape(-1, x.shape[-1]), shares.reshape(-1)[groups.order], groups
         y = map_groups(partial(_swiglu, self.parts), trainable, frozen, *inputs, counts_blocks=self.experts > 1)
         y = y.astype(x.dtype).reshape(x.shape)
         if self.scatters:

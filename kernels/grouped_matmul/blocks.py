@@ -30,16 +30,26 @@ class Groups(NamedTuple):
     rows: Int[Array, " sorted"]
     starts: Int[Array, " groups"]
     stops: Int[Array, " groups"]
+    order: Int[Array, " sorted"]  # the order of the choices [rows x choices] that sorts them
 
 
-def sort_rows(groups: Int[Array, "rows choices"], count: int) -> tuple[Groups, Int[Array, " sorted"]]:
-    """The rows of each of `count` groups, and the order of the choices [rows x choices] that sorts them. Each row
-    belongs to several different groups (`choices`); indices outside of the range belong to no group."""
+def sort_rows(groups: Int[Array, "rows choices"], count: int, capacity: int | None = None) -> Groups:
+    """The rows of each of `count` groups, of which each row belongs to several (`choices`). Indices outside of the
+    range belong to no group, and rows beyond the first `capacity` of a group do not belong to it."""
     flat = groups.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    edges = jnp.searchsorted(flat[order], jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
-    return Groups(order // groups.shape[-1], edges[:-1], edges[1:]), order
+
+    def edges(ascending: jax.Array) -> jax.Array:
+        return jnp.searchsorted(ascending, jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
+
+    found = edges(flat[order])
+    if capacity is not None:
+        place = jnp.arange(flat.size, dtype=jnp.int32) - found[flat[order]]
+        flat = flat.at[order].set(jnp.where(place < capacity, flat[order], count))
+        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        found = edges(flat[order])
+    return Groups(order // groups.shape[-1], found[:-1], found[1:], order)
 
 
 def map_groups(
@@ -131,19 +141,9 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, groups: Groups, limit: int) -> "_Blocks":
-        length, number = groups.rows.shape[0], groups.starts.shape[0]
-        size = block_size(length, number)
-        counts = -(-(groups.stops - groups.starts) // size)
-        ends = jnp.cumsum(counts, dtype=jnp.int32)
-        most = length // size + min(number, length)
-        i = jnp.arange(most, dtype=jnp.int32)
-        used = jnp.minimum(i, jnp.maximum(ends[-1] - 1, 0))
-        group = jnp.minimum(jnp.searchsorted(ends, used, side="right").astype(jnp.int32), number - 1)
-        within = used - (ends - counts)[group]
-        start, stop = groups.starts[group] + within * size, groups.stops[group]
-        stop = jnp.where(i < ends[-1], stop, start)
-        is_first = (within == 0) & (i == used)
-        return cls(size, ends[-1], start, stop, group, is_first, groups.rows, limit)
+        size = usual_rows(groups.rows.shape[0], groups.starts.shape[0])
+        start, stop, group, is_first, used = block_table(groups.starts, groups.stops, size, groups.rows.shape[0])
+        return cls(size, used, start, stop, group, is_first, groups.rows, limit)
 
     def read(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The rows of x, their places among the sorted rows, and the group of a block. Padding is out of bounds."""
@@ -159,11 +159,26 @@ class _Blocks(NamedTuple):
             return jax.lax.fori_loop(0, self.used if counts_blocks else most, step, begin)
 
 
-def block_size(rows: int, groups: int) -> int:
+def block_table(starts: jax.Array, stops: jax.Array, size: int, length: int) -> tuple[jax.Array, ...]:
+    """The first row of each block of `size` rows, the end of its group, its group, whether it is the first of its
+    group, and the number of blocks with rows. `length`: the number of sorted rows."""
+    number = starts.shape[0]
+    counts = -(-(stops - starts) // size)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    i = jnp.arange(length // size + min(number, length), dtype=jnp.int32)
+    used = jnp.minimum(i, jnp.maximum(ends[-1] - 1, 0))
+    group = jnp.minimum(jnp.searchsorted(ends, used, side="right").astype(jnp.int32), number - 1)
+    within = used - (ends - counts)[group]
+    start = starts[group] + within * size
+    stop = jnp.where(i < ends[-1], stops[group], start)
+    return start, stop, group, (within == 0) & (i == used), ends[-1]
+
+
+def usual_rows(rows: int, groups: int) -> int:
     """A power of two near the number of rows of a group: smaller blocks slice and decode weights more often, larger
     blocks have more padding.
 
-    >>> block_size(16384, 128), block_size(16, 128), block_size(1 << 20, 8)
+    >>> usual_rows(16384, 128), usual_rows(16, 128), usual_rows(1 << 20, 8)
     (128, 16, 512)
     """
     return min(max(1 << (max(rows // groups, 1).bit_length() - 1), MIN_BLOCK), MAX_BLOCK)

@@ -65,14 +65,14 @@ class Tiling:
 
 def multiply(call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """x @ w, [tokens, outputs]."""
-    blocks = _fitting(call, x.shape[0], USUAL["forward"])
+    blocks = fitting(call, x.shape[0], USUAL["forward"])
     columns = jnp.moveaxis(x.reshape(x.shape[0], codes.shape[0], call.form.together), 2, 0)
     return _run("dequant_matmul", call, blocks, columns, codes, scale)
 
 
 def of_activations(call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """g @ w.T, [tokens, inputs]."""
-    result = _run("dequant_matmul_of_activations", call, _fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
+    result = _run("dequant_matmul_of_activations", call, fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
     return jnp.moveaxis(result, 0, 2).reshape(g.shape[0], call.inputs)
 
 
@@ -112,7 +112,7 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
     return result
 
 
-def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:
+def fitting(call: Call, tokens: int, most: Blocks) -> Blocks:
     """Sizes for this call: a tile of codes is inside one block, or has a power of two of blocks."""
     together = call.form.together
     rows = block_size(most.rows, -(-call.inputs // together))

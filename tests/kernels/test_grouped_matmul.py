@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmem.kernels import QuantizedScales
 from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
+from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul, sum_of_groups
+from jaxmem.kernels.quantized_matmul import FORMS, Call
+from jaxmem.quant import quantize
 
 CASES = {  # rows, choices of each, groups, inputs, outputs; some groups have no rows
     "several": (40, 2, 4, 8, 6),
@@ -35,8 +39,8 @@ def test_results_and_gradients_are_those_of_float64(case, counts_blocks):
     chosen, (x, w, shares), g, frozen = arrays(case)
 
     def run(x, w, shares):
-        groups, order = sort_rows(jnp.asarray(chosen), w.shape[0])
-        values = shares.reshape(-1)[order]
+        groups = sort_rows(jnp.asarray(chosen), w.shape[0])
+        values = shares.reshape(-1)[groups.order]
         frozen32 = {"w": jnp.asarray(frozen, jnp.float32)}
         return map_groups(matmul, {"w": w}, frozen32, x, values, groups, counts_blocks=counts_blocks)
 
@@ -53,8 +57,8 @@ def test_results_and_gradients_are_those_of_float64(case, counts_blocks):
 
 def test_under_vmap():
     chosen, (x, w, shares), _, frozen = arrays("several")
-    groups, order = sort_rows(jnp.asarray(chosen), w.shape[0])
-    own, values = {"w": jnp.asarray(w, jnp.float32)}, jnp.asarray(shares, jnp.float32).reshape(-1)[order]
+    groups = sort_rows(jnp.asarray(chosen), w.shape[0])
+    own, values = {"w": jnp.asarray(w, jnp.float32)}, jnp.asarray(shares, jnp.float32).reshape(-1)[groups.order]
 
     def run(x):
         return map_groups(matmul, own, {"w": jnp.asarray(frozen, jnp.float32)}, x, values, groups)
@@ -64,11 +68,11 @@ def test_under_vmap():
 
 
 def test_sorting_leaves_out_rows_of_other_groups():
-    groups, order = sort_rows(jnp.asarray([[1, 5], [-1, 0], [1, 2]]), 2)
+    groups = sort_rows(jnp.asarray([[1, 5], [-1, 0], [1, 2]]), 2)
     assert groups.starts.tolist() == [0, 1]
     assert groups.stops.tolist() == [1, 3]
     assert groups.rows[:3].tolist() == [1, 0, 2]
-    assert order[:3].tolist() == [3, 0, 4]
+    assert groups.order[:3].tolist() == [3, 0, 4]
 
 
 def test_temporary_memory_does_not_grow_with_the_number_of_groups():
@@ -76,8 +80,8 @@ def test_temporary_memory_does_not_grow_with_the_number_of_groups():
 
     def temporaries(groups):
         def loss(x, w, chosen):
-            own, order = sort_rows(chosen, groups)
-            values = jnp.ones(order.shape, jnp.float32)
+            own = sort_rows(chosen, groups)
+            values = jnp.ones(own.order.shape, jnp.float32)
             y = map_groups(lambda weights, _, x, __: jax.nn.silu(x @ weights), w, {}, x, values, own)
             return jnp.sum(y)
 
@@ -89,3 +93,63 @@ def test_temporary_memory_does_not_grow_with_the_number_of_groups():
     few, many = temporaries(8), temporaries(128)
     assert many < 1.2 * few
     assert many < 4 * 2048 * (64 + 64) * 4  # x and y in float32, and what one block needs
+
+
+FUSED = {  # rows, choices, groups, inputs, outputs, dtype, format; the last rows belong to no group
+    "float32": (40, 2, 4, 70, 33, "float32", None),
+    "bfloat16": (20, 3, 5, 24, 130, "bfloat16", None),
+    "one group": (30, 1, 1, 16, 16, "float32", None),
+    "nf4": (24, 2, 3, 128, 48, "float32", "nf4"),
+    "int8": (24, 1, 3, 64, 40, "bfloat16", "int8"),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_the_fused_matmul_equals_float64(case):
+    """Rows read through their index, biases, and gradients of all arguments."""
+    rows, choices, count, inputs, outputs, dtype, form = FUSED[case]
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((rows, count)), axis=1)[:, :choices].astype(np.int32)
+    chosen[-2:] = count
+    groups = sort_rows(jnp.asarray(chosen), count)
+    shapes = (rows, inputs), (count, inputs, outputs), (count, outputs), (rows * choices,), (rows, outputs)
+    x, w, bias, shares, g = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    quantized, exact = None, w
+    if form is not None:
+        q = quantize(w, form, 32, -2, double_quant=form == "nf4")
+        scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if form == "nf4" else q.scale
+        quantized = QuantizedMatrices(q.codes, scale, Call(FORMS[form], 32, inputs, outputs))
+        exact = q.dequantize(dtype)
+
+    def run(x, w, bias, shares):
+        y = grouped_matmul(x, w if quantized is None else quantized, bias, shares, groups, True)
+        return sum_of_groups(y, groups, rows), y
+
+    def back(x, w, bias, shares, g):
+        y, pull, sorted_y = jax.vjp(run, x, w, bias, shares, has_aux=True)
+        return y, sorted_y, pull(g)
+
+    y, sorted_y, grads = jax.jit(back)(x, w, bias, shares, g)
+    x, w, bias, shares, g = (np.asarray(a, np.float64) for a in (x, exact, bias, shares, g))
+    group, source = np.append(chosen.reshape(-1), count)[np.asarray(groups.order)], np.asarray(groups.rows)
+    real = group < count
+    group, source, shares = group[real], source[real], shares[real]
+    each = np.einsum("ri,rio->ro", x[source], w[group]) + shares[:, None] * bias[group]
+    wanted_y, of_x, of_w, of_bias = (np.zeros(a.shape) for a in (g, x, w, bias))
+    np.add.at(wanted_y, source, each)
+    np.add.at(of_x, source, np.einsum("ro,rio->ri", g[source], w[group]))
+    np.add.at(of_w, group, np.einsum("ri,ro->rio", x[source], g[source]))
+    np.add.at(of_bias, group, shares[:, None] * g[source])
+    of_shares = np.append(np.sum(g[source] * bias[group], axis=1), np.zeros((~real).sum()))
+    tolerance = 3e-6 if dtype == "float32" else 2**-6
+    pairs = [(y, wanted_y), (grads[0], of_x), (grads[2], of_bias), (grads[3], of_shares)]
+    for found, wanted in pairs if form else [*pairs, (grads[1], of_w)]:
+        assert np.abs(np.asarray(found, np.float64) - wanted).max() < tolerance * np.abs(wanted).max()
+    assert not np.asarray(sorted_y[real.sum() :], np.float32).any()
+
+
+def test_rows_beyond_the_capacity_belong_to_no_group():
+    groups = sort_rows(jnp.asarray([[0], [1], [0], [0], [1]]), 2, capacity=2)
+    assert groups.starts.tolist() == [0, 2]
+    assert groups.stops.tolist() == [2, 4]
+    assert groups.rows.tolist() == [0, 2, 1, 4, 3]

@@ -135,4 +135,4 @@ def test_what_the_kernel_cannot_cut_is_said():
 def test_the_kernel_has_tiles_for_the_named_shapes():
     for shape in shapes.SHAPES.values():
         call = Call(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)
-        assert triton._fitting(call, shape.tokens, triton.USUAL["forward"]).rows >= 16
+        assert triton.fitting(call, shape.tokens, triton.USUAL["forward"]).rows >= 16

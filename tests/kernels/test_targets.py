@@ -17,6 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
 from jaxmem.kernels.fused_attention import flash
 from jaxmem.kernels.fused_attention.block import Blocks
+from jaxmem.kernels.grouped_matmul import sort_rows
+from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
+from jaxmem.kernels.quantized_matmul import FORMS, Call
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
@@ -31,6 +34,7 @@ TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 TARGETS = ("a100-40gb", "a6000-48gb", "rtx4090-24gb", "h100-80gb", "b200-180gb", "rtx5090-32gb")
 KERNELS = {"triton", "shared", "straight"}  # implementations that are not plain JAX
 PRODUCTS, UPDATES = {"dequant_matmul", "dequant_matmul_of_activations"}, {"adam8_update", "int8_add"}
+GROUPED = {"grouped_matmul", "grouped_matmul_of_inputs", "grouped_matmul_of_weights"}
 WINDOWS = {"sliding_max_straight", "sliding_max_shared"}
 CALL = "triton_kernel_call"  # jax-triton's kernels in HLO
 # What a program has: codes, how blocks run that are updated, and its kernels. fp4 is decoded
@@ -101,20 +105,10 @@ def test_every_kernel_fits_each_gpu(form, target, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
     made = compiled(KERNELS, form, target, {})
 
-    major, minor = parse_target(target).gpu.compute_capability.split(".")
-    found = {}
-    for source in tmp_path.rglob("*.ptx"):
-        text = source.read_text()
-        name = re.search(rf"\.target (sm_{major}{minor}\w*)", text)[1]
-        command = [ptxas(), "-v", f"--gpu-name={name}", source, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        for entry in re.findall(r"\.entry (\w+)", text):
-            found[entry] = re.findall(r"(\d+) bytes spill stores", said)
-            if entry in WINDOWS:  # numbers go between threads through shared memory
-                assert ("ld.shared" in text) == (entry == "sliding_max_shared")
+    found = spills(tmp_path, target)
     _, own = PROGRAMS[form]
     assert set(found) == own
-    assert all(set(spills) == {"0"} for spills in found.values()), found
+    assert all(set(stores) == {"0"} for stores in found.values()), found
     # The metadata that a plan counts.
     module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     assert total_flops(module) == pytest.approx(2 * 2 * TOKENS * INPUTS * OUTPUTS, rel=1e-6)
@@ -165,6 +159,62 @@ def test_triton_says_what_has_no_room(monkeypatch):
     ):
         lowered(run, "rtx4090-24gb", shape)
     lowered(run, "h100-80gb", shape)
+
+
+def grouped(x, chosen, g, weight):
+    """A matmul of rows with the matrices of their groups, and its gradients."""
+    groups = sort_rows(chosen, 16)
+
+    def run(x, weight):
+        return grouped_matmul(x, weight, None, None, groups, True)
+
+    if isinstance(weight, QuantizedMatrices):
+        y, pull = jax.vjp(lambda x: run(x, weight), x)
+    else:
+        y, pull = jax.vjp(run, x, weight)
+    return y, pull(g)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "target"),
+    [
+        *((None, "bfloat16", target) for target in TARGETS),
+        (None, "float32", "rtx4090-24gb"),
+        *(("nf4", "bfloat16", target) for target in ("rtx4090-24gb", "b200-180gb")),
+    ],
+)
+def test_grouped_matmuls_fit_each_gpu(form, dtype, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
+
+    def run(x, chosen, g, w):
+        if form is None:
+            return grouped(x, chosen, g, w)
+        q = quantize(w, form, 64, -2, double_quant=True)
+        scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset)
+        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, Call(FORMS[form], 64, INPUTS, OUTPUTS)))
+
+    # 128 rows of each group and more: the largest tiles
+    shapes = ((2 * TOKENS, INPUTS), dtype), ((2 * TOKENS, 4), jnp.int32), ((8 * TOKENS, OUTPUTS), dtype)
+    lowered(run, target, *shapes, ((16, INPUTS, OUTPUTS), dtype))  # jax-triton compiles kernels for this
+    found = spills(tmp_path, target)
+    assert set(found) == (GROUPED if form is None else GROUPED - {"grouped_matmul_of_weights"})
+    assert all(set(stores) == {"0"} for stores in found.values()), found
+
+
+def spills(directory, target):
+    """Bytes of register spills of each kernel that jax-triton compiled, by ptxas."""
+    major, minor = parse_target(target).gpu.compute_capability.split(".")
+    found = {}
+    for source in directory.rglob("*.ptx"):
+        text = source.read_text()
+        name = re.search(rf"\.target (sm_{major}{minor}\w*)", text)[1]
+        command = [ptxas(), "-v", f"--gpu-name={name}", source, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for entry in re.findall(r"\.entry (\w+)", text):
+            found[entry] = re.findall(r"(\d+) bytes spill stores", said)
+            if entry in WINDOWS:  # numbers go between threads through shared memory
+                assert ("ld.shared" in text) == (entry == "sliding_max_shared")
+    return found
 
 
 def ptxas():

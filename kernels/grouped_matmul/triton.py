@@ -1,0 +1,230 @@
+"""Grouped matmuls as Triton kernels: the tiles of all groups run at once, each with the matrix of one group (Gale et
+al., arXiv:2211.15841).
+
+A table, computed in the program, has the rows and the group of each tile; only the last tile of a group is padded. Rows
+are read through their index, so rows of x are not copied into the order of groups. Codes of quantized matrices are
+dequantized in registers, as in `quantized_matmul`. Sums are in float32. Arrays are as large as results: [sorted,
+outputs], [groups, inputs, outputs] for the gradient of matrices, and the gradient of x for all sorted rows before it is
+summed over the groups of each row."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmem.kernels.launch import block_size
+from jaxmem.kernels.quantized_matmul import Call, QuantizedScales
+from jaxmem.kernels.quantized_matmul import triton as one_matrix
+from jaxmem.kernels.triton_launch import launch, load_programs
+
+from .blocks import Groups, block_table, usual_rows
+
+PROGRAMS = "jaxmem.kernels.grouped_matmul.triton_programs"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedMatrices:
+    """Frozen quantized matrices of all groups: the arrays of `dequant_matmul`, with a leading dimension of groups."""
+
+    codes: Any  # an array
+    scale: Any  # an array, or QuantizedScales
+    call: Call = field(metadata={"static": True})
+
+
+Weight = jax.Array | QuantizedMatrices
+# Tile sizes for weights in 2 bytes: 128 x 128 results, in steps of 64.
+USUAL = {
+    "grouped_matmul": one_matrix.Blocks(128, 64, 128, 8, 3),
+    "grouped_matmul_of_inputs": one_matrix.Blocks(128, 128, 64, 8, 3),
+    "grouped_matmul_of_weights": one_matrix.Blocks(64, 128, 128, 8, 3),
+}
+
+
+@dataclass(frozen=True)
+class Tiling(one_matrix.Tiling):
+    """Compile-time values of a program. `tokens`: rows of x."""
+
+    sorted: int
+    groups: int
+    tiles: int
+    quantized: bool
+    gathers: bool  # whether the rows of x are read through their index; otherwise they are sorted
+    has_bias: bool
+    has_shares: bool
+    scale_groups: int  # groups of scales of a matrix, with double quantization
+    means: int  # number of means of a matrix: 1 with double quantization
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def grouped_matmul(
+    x: Float[Array, "rows inputs"],
+    weight: Weight,
+    bias: Float[Array, "groups outputs"] | None,
+    shares: Float[Array, " sorted"] | None,
+    groups: Groups,
+    gathers: bool,
+) -> Float[Array, "sorted outputs"]:
+    """For each sorted row: x @ weight + bias, with the matrix and the bias of its group; the bias is multiplied by
+    `shares`. x has the sorted rows; with `gathers`, the rows that `groups.rows` selects. Results of rows that belong to
+    no group are 0. Quantized matrices have no gradient."""
+    together, inputs, outputs = _sizes(weight)
+    planes = jnp.moveaxis(x.reshape(x.shape[0], inputs // together, together), 2, 0) if together > 1 else x
+    static, arrays, warps = _prepare("grouped_matmul", x, weight, groups, gathers)
+    static = replace(static, has_bias=bias is not None, has_shares=shares is not None)
+    unused = jnp.zeros(1, x.dtype)
+    (y,) = launch(
+        load_programs(PROGRAMS).grouped_matmul,
+        [planes, groups.rows, *arrays, unused if bias is None else bias, unused if shares is None else shares],
+        [jax.ShapeDtypeStruct((static.sorted, outputs), x.dtype)],
+        grid=(static.tiles, -(-outputs // static.tile_outputs)),
+        static=static,
+        flops=2.0 * inputs,
+        **warps,
+    )
+    return y
+
+
+def _of_inputs(g: Float[Array, "sorted outputs"], weight: Weight, groups: Groups) -> Float[Array, "sorted inputs"]:
+    together, inputs, outputs = _sizes(weight)
+    static, arrays, warps = _prepare("grouped_matmul_of_inputs", g, weight, groups, False)
+    (result,) = launch(
+        load_programs(PROGRAMS).grouped_matmul_of_inputs,
+        [g, *arrays],
+        [jax.ShapeDtypeStruct((together, g.shape[0], inputs // together), g.dtype)],
+        grid=(static.tiles, -(-static.code_rows // static.rows)),
+        static=static,
+        flops=2.0 * outputs,
+        **warps,
+    )
+    return jnp.moveaxis(result, 0, 2).reshape(g.shape[0], inputs)
+
+
+def _of_weights(x: jax.Array, g: jax.Array, weight: jax.Array, groups: Groups, gathers: bool) -> jax.Array:
+    static, _, warps = _prepare("grouped_matmul_of_weights", x, weight, groups, gathers)
+    (result,) = launch(
+        load_programs(PROGRAMS).grouped_matmul_of_weights,
+        [x, groups.rows, g, jnp.stack([groups.starts, groups.stops])],
+        [jax.ShapeDtypeStruct(weight.shape, weight.dtype)],
+        grid=(-(-weight.shape[1] // static.rows), -(-weight.shape[2] // static.tile_outputs), weight.shape[0]),
+        static=static,
+        flops=2.0 * g.shape[0] / weight.shape[0],  # the mean over groups
+        **warps,
+    )
+    return result
+
+
+def _backward(gathers: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    x, weight, bias, shares, groups = saved
+    of_x = _of_inputs(g, weight, groups)
+    of_x = _sum_of_choices(of_x, groups, x.shape[0]) if gathers else of_x
+    of_weight = None if isinstance(weight, QuantizedMatrices) else _of_weights(x, g, weight, groups, gathers)
+    of_bias, of_shares = None, None
+    if bias is not None:  # a matrix with one input
+        column = (jnp.ones(g.shape[0], g.dtype) if shares is None else shares.astype(g.dtype))[:, None]
+        of_bias = _of_weights(column, g, bias[:, None], groups, False)[:, 0]
+        of_shares = None if shares is None else _of_inputs(g, bias[:, None], groups)[:, 0].astype(shares.dtype)
+    elif shares is not None:
+        of_shares = jnp.zeros_like(shares)
+    return of_x, of_weight, of_bias, of_shares, None
+
+
+grouped_matmul.defvjp(
+    lambda *arguments: (grouped_matmul(*arguments), arguments[:-1]),
+    _backward,
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sum_of_groups(y: Float[Array, "sorted width"], groups: Groups, rows: int) -> Float[Array, "rows width"]:
+    """The sum of the results of each of `rows` rows over its groups, in float32, rounded to the dtype of y."""
+    return _sum_of_choices(y, groups, rows)
+
+
+def _sum_of_choices(y: jax.Array, groups: Groups, rows: int) -> jax.Array:
+    places = (
+        jnp.zeros_like(groups.order)
+        .at[groups.order]
+        .set(jnp.arange(groups.order.size, dtype=groups.order.dtype), unique_indices=True)
+    )
+    own = y[places].reshape(rows, -1, y.shape[1])
+    return jnp.sum(own, axis=1, dtype=jnp.float32).astype(y.dtype)
+
+
+sum_of_groups.defvjp(
+    lambda y, groups, rows: (_sum_of_choices(y, groups, rows), groups),
+    lambda _, groups, g: (g[groups.rows], None),
+)
+
+
+def _sizes(weight: Weight) -> tuple[int, int, int]:
+    """Codes per byte, inputs and outputs."""
+    if isinstance(weight, QuantizedMatrices):
+        return weight.call.form.together, weight.call.inputs, weight.call.outputs
+    return 1, weight.shape[1], weight.shape[2]
+
+
+def _prepare(
+    name: str, x: jax.Array, weight: Weight, groups: Groups, gathers: bool
+) -> tuple[Tiling, list[jax.Array], dict[str, Any]]:
+    """Compile-time values, the arrays of the tiles and of the weight, and the warps and stages."""
+    together, inputs, outputs = _sizes(weight)
+    length, count = groups.rows.shape[0], groups.starts.shape[0]
+    unused = jnp.zeros(1, jnp.float32)
+    if isinstance(weight, QuantizedMatrices):
+        call, codes, scale = weight.call, weight.codes, weight.scale
+        # Half as many rows as for one matrix, since their index needs registers too.
+        usual = one_matrix.USUAL["forward" if name == "grouped_matmul" else "backward"]
+        usual = usual._replace(tokens=usual.tokens // 2)
+        sizes = one_matrix.fitting(call, usual.tokens, usual)
+        double = isinstance(scale, QuantizedScales)
+        own, of_groups, mean = (scale.codes, scale.scale, scale.mean) if double else (scale, unused, unused)
+        listed = unused if call.form.listed is None else jnp.asarray(call.form.listed, jnp.float32)
+        blocks, scale_groups = own.shape[1], of_groups.shape[1] if double else 1
+        kind = (call.unit, call.form.steps, call.form.listed is not None, double)
+        arrays = [codes, own, of_groups, mean, listed]
+    else:
+        sizes = USUAL[name]
+        if x.dtype.itemsize == 4:  # half the depth of a step, for the shared memory
+            depth = {"grouped_matmul": "rows", "grouped_matmul_of_inputs": "outputs"}.get(name, "tokens")
+            sizes = sizes._replace(**{depth: getattr(sizes, depth) // 2})
+        sizes = sizes._replace(rows=block_size(sizes.rows, inputs), outputs=block_size(sizes.outputs, outputs))
+        blocks, scale_groups, kind, arrays = 1, 1, (1, 1, False, False), [weight, *[unused] * 4]
+    if name != "grouped_matmul_of_weights":
+        # About two tiles per group, so that padding is a third of the rows at most.
+        sizes = sizes._replace(tokens=min(sizes.tokens, max(16, usual_rows(length, count) // 2)))
+        if sizes.tokens <= 32:
+            sizes = sizes._replace(warps=4)
+    ends = jnp.full(1, length, jnp.int32)
+    starts, stops = (jnp.concatenate(pair) for pair in ((groups.starts, groups.stops[-1:]), (groups.stops, ends)))
+    start, stop, group, *_ = block_table(starts, stops, sizes.tokens, length)
+    unit, steps, is_listed, double = kind
+    static = Tiling(
+        tokens=x.shape[0],
+        outputs=outputs,
+        code_rows=inputs // together,
+        blocks=blocks,
+        blocks_of_group=-(-blocks // scale_groups),
+        tile_tokens=sizes.tokens,
+        rows=sizes.rows,
+        tile_outputs=sizes.outputs,
+        unit=unit,
+        together=together,
+        steps=steps,
+        listed=is_listed,
+        double=double,
+        sorted=length,
+        groups=count,
+        tiles=start.shape[0],
+        quantized=isinstance(weight, QuantizedMatrices),
+        gathers=gathers,
+        has_bias=False,
+        has_shares=False,
+        scale_groups=scale_groups,
+        means=int(double),
+    )
+    tables = [] if name == "grouped_matmul_of_weights" else [jnp.stack([start, stop, group])]
+    return static, [*tables, *arrays], {"warps": sizes.warps, "stages": sizes.stages}

@@ -1,0 +1,126 @@
+"""The Triton programs of the matmuls; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
+time.
+
+`tiles_ptr` is the table [3, tiles] of `blocks.block_table`: the first row of each tile, the row after its last, and its
+group. The group `s.groups` has the rows that belong to no group; their results are zeros."""
+
+import triton.language as tl
+from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
+
+from jaxmem.kernels.quantized_matmul.triton_programs import decoded
+from jaxmem.kernels.triton_functions import program
+
+
+@program
+def rows_of_tile(tiles_ptr, tile, s: tl.constexpr):
+    """The rows of a tile, which of them are real, and their group."""
+    row = tl.load(tiles_ptr + tile) + tl.arange(0, s.tile_tokens)
+    return row, row < tl.load(tiles_ptr + s.tiles + tile), tl.load(tiles_ptr + 2 * s.tiles + tile)
+
+
+@program
+def row_tile(ptr, row, real, column, width: tl.constexpr):
+    """A tile of a matrix [rows, width]."""
+    mask = real[:, None] & (column < width)[None, :]
+    return tl.load(ptr + row.to(tl.int64)[:, None] * width + column[None, :], mask=mask, other=0.0)
+
+
+@program
+def weight_tile(step, output, group, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
+    """A tile of the matrix of a group. For quantized weights as in `decoded`; otherwise both arrays are the same."""
+    at = group.to(tl.int64)
+    w_ptr += at * (s.code_rows * s.outputs)
+    if s.quantized:
+        scale_ptr += at * (s.blocks * s.outputs)
+        groups_ptr += at * (s.scale_groups * s.outputs)
+        mean_ptr += at * s.means
+        first, second = decoded(step, output, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s)
+    else:
+        row = step * s.rows + tl.arange(0, s.rows)
+        first = row_tile(w_ptr, row, row < s.code_rows, output, s.outputs)
+        second = first
+    return first, second
+
+
+@program
+def grouped_matmul(
+    x_ptr, source_ptr, tiles_ptr, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, bias_ptr, shares_ptr, out_ptr,
+    s: tl.constexpr,
+):  # fmt: skip
+    """x[source] @ w[group] + shares * bias[group]: [sorted rows, outputs]. x is [together, tokens, rows of codes]."""
+    row, real, group = rows_of_tile(tiles_ptr, tl.program_id(0), s)
+    if tl.max(real.to(tl.int32), 0) > 0:
+        output = tl.program_id(1) * s.tile_outputs + tl.arange(0, s.tile_outputs)
+        source = tl.load(source_ptr + row, mask=real, other=0) if s.gathers else row
+        total = tl.zeros((s.tile_tokens, s.tile_outputs), tl.float32)
+        if group < s.groups:
+            for step in range((s.code_rows + s.rows - 1) // s.rows):
+                inner = step * s.rows + tl.arange(0, s.rows)
+                first, second = weight_tile(
+                    step, output, group, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s
+                )  # fmt: skip
+                x = row_tile(x_ptr, source, real, inner, s.code_rows)
+                total = tl.dot(x, first.to(x.dtype), total, input_precision="ieee")
+                if s.together == 2:
+                    x = row_tile(x_ptr + s.tokens * s.code_rows, source, real, inner, s.code_rows)
+                    total = tl.dot(x, second.to(x.dtype), total, input_precision="ieee")
+            if s.has_bias:
+                bias = tl.load(bias_ptr + group * s.outputs + output, mask=output < s.outputs, other=0.0).to(tl.float32)
+                if s.has_shares:
+                    shares = tl.load(shares_ptr + row, mask=real, other=0.0).to(tl.float32)
+                    total += shares[:, None] * bias[None, :]
+                else:
+                    total += bias[None, :]
+        mask = real[:, None] & (output < s.outputs)[None, :]
+        at = row.to(tl.int64)[:, None] * s.outputs + output[None, :]
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@program
+def grouped_matmul_of_inputs(
+    g_ptr, tiles_ptr, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, out_ptr, s: tl.constexpr
+):  # fmt: skip
+    """The gradient of the sorted inputs, g @ w[group].T: [together, sorted rows, rows of codes]."""
+    row, real, group = rows_of_tile(tiles_ptr, tl.program_id(0), s)
+    if tl.max(real.to(tl.int32), 0) > 0:
+        step = tl.program_id(1)
+        of_first = tl.zeros((s.tile_tokens, s.rows), tl.float32)
+        of_second = tl.zeros((s.tile_tokens, s.rows), tl.float32)
+        if group < s.groups:
+            for j in range((s.outputs + s.tile_outputs - 1) // s.tile_outputs):
+                output = j * s.tile_outputs + tl.arange(0, s.tile_outputs)
+                first, second = weight_tile(
+                    step, output, group, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s
+                )  # fmt: skip
+                g = row_tile(g_ptr, row, real, output, s.outputs)
+                of_first = tl.dot(g, tl.trans(first.to(g.dtype)), of_first, input_precision="ieee")
+                if s.together == 2:
+                    of_second = tl.dot(g, tl.trans(second.to(g.dtype)), of_second, input_precision="ieee")
+        inner = step * s.rows + tl.arange(0, s.rows)
+        mask = real[:, None] & (inner < s.code_rows)[None, :]
+        at = row.to(tl.int64)[:, None] * s.code_rows + inner[None, :]
+        tl.store(out_ptr + at, of_first.to(out_ptr.dtype.element_ty), mask=mask)
+        if s.together == 2:
+            at += s.sorted * s.code_rows
+            tl.store(out_ptr + at, of_second.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@program
+def grouped_matmul_of_weights(x_ptr, source_ptr, g_ptr, edges_ptr, out_ptr, s: tl.constexpr):
+    """The gradient of the weights, x[source].T @ g over the rows of each group: [groups, inputs, outputs]. `edges_ptr`:
+    the first row of each group, and the row after its last, [2, groups]."""
+    group = tl.program_id(2)
+    inner = tl.program_id(0) * s.rows + tl.arange(0, s.rows)
+    output = tl.program_id(1) * s.tile_outputs + tl.arange(0, s.tile_outputs)
+    start, stop = tl.load(edges_ptr + group), tl.load(edges_ptr + s.groups + group)
+    total = tl.zeros((s.rows, s.tile_outputs), tl.float32)
+    for first in range(start, stop, s.tile_tokens):
+        row = first + tl.arange(0, s.tile_tokens)
+        real = row < stop
+        source = tl.load(source_ptr + row, mask=real, other=0) if s.gathers else row
+        x = row_tile(x_ptr, source, real, inner, s.code_rows)
+        g = row_tile(g_ptr, row, real, output, s.outputs)
+        total = tl.dot(tl.trans(x), g, total, input_precision="ieee")
+    mask = (inner < s.code_rows)[:, None] & (output < s.outputs)[None, :]
+    at = (group.to(tl.int64) * s.code_rows + inner)[:, None] * s.outputs + output[None, :]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
