@@ -4,7 +4,10 @@ Their weights are sharded by a rule: over `mesh.fsdp`, along the largest dimensi
 gathers the weights of the complete module in the compute dtype; XLA runs each gather shortly before its first use.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +21,7 @@ from jaxmem.config.own import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.table import DEFAULT_TABLE
-from jaxmem.sharding.weights import apply_hooks
+from jaxmem.sharding.weights import StoredWeight, apply_hooks
 
 Path = tuple[str, ...]
 
@@ -37,28 +40,79 @@ class Functions(nnx.Module):
         return self.apply(params, *inputs, **options)
 
 
-def split(network: Any) -> tuple[Any, dict[Path, nnx.Variable], Any]:
-    """The structure, the parameters by path, and the states of random number generators of a module."""
-    graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
-        network, nnx.Param, nnx.RngState, ...
-    )
-    for path, variable in nnx.to_flat_state(rest):
-        raise UserError(
-            f"model: {_name(path)} is a {type(variable).__name__}, which an update would have to change outside of the "
-            "optimizer; use layers with parameters only, such as LayerNorm or GroupNorm for BatchNorm"
+@dataclass(frozen=True)
+class PlainModel:
+    """The structure of a module, without the values of its variables."""
+
+    graphdef: Any
+    randomness: Any  # the states of random number generators
+    variables: Mapping[Path, nnx.Variable]  # the parameters, and what the forward pass changes
+    state: frozenset[Path]  # variables that the forward pass changes, for example the statistics of BatchNorm
+    axes: Mapping[Path, Axes]
+
+    @classmethod
+    def of(cls, create: Callable[[], Any], by_pattern: AxesByPattern | None, shards: int) -> PlainModel:
+        """`shards`: the number of devices over which the weights are sharded."""
+        network = nnx.eval_shape(create)
+        graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
+            network, nnx.Param, nnx.RngState, ...
         )
-    return graphdef, {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(params)}, randomness
+        weights, state = _flat(params), _flat(rest)
+        replicated: dict[Path, Axes] = {path: (None,) * len(variable.shape) for path, variable in state.items()}
+        axes = axes_by_rule(weights, by_pattern, shards) | replicated
+        return cls(graphdef, randomness, weights | state, frozenset(state), axes)
+
+    def network(self, params: Any, dtype: DTypeLike) -> PlainNetwork:
+        """The module with gathered weights in the compute dtype."""
+        flat = flatten_dict(apply_hooks(params))
+        arrays = {
+            path: _stored(x) if path in self.state else gather(x, self.axes[path], dtype) for path, x in flat.items()
+        }
+        # Indices of lists are numbers in the state of a module.
+        numbered = {tuple(int(key) if key.isdigit() else key for key in path): x for path, x in arrays.items()}
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+        new = jax.tree.map(lambda x: jax.random.key(0) if is_key(x) else jnp.zeros(x.shape, x.dtype), self.randomness)
+        return PlainNetwork(self, nnx.merge(self.graphdef, unflatten_dict(numbered), new), dtype)
 
 
-def merge(graphdef: Any, params: Any, randomness: Any, axes: Any, dtype: DTypeLike) -> Any:
-    """The module with gathered weights in the compute dtype."""
-    named = flatten_dict(axes)
-    gathered = {path: gather(w, named[path], dtype) for path, w in flatten_dict(apply_hooks(params)).items()}
-    # Indices of lists are numbers in the state of a module.
-    numbered = {tuple(int(key) if key.isdigit() else key for key in path): w for path, w in gathered.items()}
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    new = jax.tree.map(lambda x: jax.random.key(0) if is_key(x) else jnp.zeros(x.shape, x.dtype), randomness)
-    return nnx.merge(graphdef, unflatten_dict(numbered), new)
+@dataclass(frozen=True)
+class PlainNetwork:
+    """A module with the values of its variables."""
+
+    model: PlainModel
+    module: Any
+    dtype: DTypeLike
+
+    def prepared(self, keys: jax.Array | None) -> Any:
+        """The module for a pass over a batch: its random number generators begin at the key of the first row. Without
+        keys, dropout is off and BatchNorm uses its statistics."""
+        if keys is None:
+            self.module.eval()
+            return self.module
+        self.module.train()
+        for number, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(self.module, nnx.RngKey))):
+            variable.set_value(jax.random.fold_in(keys.ravel()[0], number))
+        return self.module
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The variables that the forward pass changed."""
+        flat = _flat(nnx.state(self.module))
+        return unflatten_dict({path: flat[path].get_value() for path in self.model.state})
+
+
+def variables_of(network: Any) -> dict[Path, Any]:
+    """The values of the variables of a module, except for the states of random number generators."""
+    flat = _flat(nnx.state(network, nnx.Not(nnx.RngState)))
+    return {path: variable.get_value() for path, variable in flat.items()}
+
+
+def _flat(state: Any) -> dict[Path, nnx.Variable]:
+    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def _stored(x: Any) -> jax.Array:
+    return x.stored if isinstance(x, StoredWeight) else x
 
 
 def axes_by_rule(shapes: Mapping[Path, Any], by_pattern: AxesByPattern | None, shards: int) -> dict[Path, Axes]:
@@ -91,17 +145,6 @@ def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axe
         if axis is not None and axis not in DEFAULT_TABLE:
             raise UserError(f"axes: {pattern} has the axis {axis}{nearest(str(axis), DEFAULT_TABLE)}")
     return axes
-
-
-def reseed(network: Any, keys: jax.Array | None) -> None:
-    """Sets new keys of the random number generators of a module, from the key of the first row of a batch. Without
-    keys, turns dropout off."""
-    if keys is None:
-        network.eval()
-        return
-    network.train()
-    for number, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(network, nnx.RngKey))):
-        variable.set_value(jax.random.fold_in(keys.ravel()[0], number))
 
 
 def _name(path: Any) -> str:

@@ -14,7 +14,7 @@ unless they are used elsewhere, since XLA removes unused computations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -54,6 +54,10 @@ class Selection:
                 found[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
         sizes = {path: x.shape[0] for path, _, x in named if found.get(path) is not None}
         return cls({path: None if some and len(some) == sizes[path] else some for path, some in found.items()})
+
+    def without(self, paths: Collection[tuple[str, ...]]) -> Selection:
+        """The selection without the parameters at these paths."""
+        return Selection({path: x for path, x in self.layers.items() if tuple(key.key for key in path) not in paths})
 
     def select(self, tree: Any) -> Any:
         """A tree of weights or axes with None for frozen parameters, and the trainable layers of stacks."""

@@ -33,7 +33,7 @@ from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Layout, Role, constrain, current, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
-from jaxmem.step.objective import Batch, Sums
+from jaxmem.step.objective import STATE, Batch, Sums
 
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
 
@@ -46,12 +46,17 @@ def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axe
 
 
 def accumulate(
-    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
+    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike, state: Any = None
 ) -> tuple[Params, Sums]:
     """Gradients of micro-batches one after the other, accumulated in float32. Leaves of the batch and `keys` are
-    [micro-batches, rows, ...]; `dtype` is the dtype of communication."""
+    [micro-batches, rows, ...]; `dtype` is the dtype of communication.
+
+    `state` is what the forward pass changes, for example the statistics of BatchNorm. Each micro-batch begins with the
+    state that the previous one returned. Statistics are those of all rows of a micro-batch, so each micro-batch is one
+    batch on all devices, whose gradients are reduced at once."""
     layout = current()
-    local = _LocalGradients(layout, axes, dtype) if layout is not None and layout.local_gradient_axes else None
+    is_local = layout is not None and layout.local_gradient_axes and not state
+    local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
 
     def micro(batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         return (
@@ -60,19 +65,26 @@ def accumulate(
             else local.gradients(loss, params, batch, keys)
         )
 
-    def add(total: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, micro(*one)), None
+    def add(carry: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        (total, state), (batch, keys) = carry, one
+        grads, sums = micro({**batch, STATE: state} if state else batch, keys)
+        state = sums.pop(STATE, None)
+        return (jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (grads, sums)), state), None
 
     looped = (batch, keys) if local is None else jax.tree.map(lambda x: x[:-1], (batch, keys))
     last = jax.tree.map(lambda x: x[-1], (batch, keys))
     groups = () if local is None else (local.groups,)
     zeros = (
         jax.tree.map(lambda w: jnp.zeros((*groups, *w.shape), jnp.float32), params),
-        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(loss, params, *last)[1]),
+        {
+            name: jnp.zeros(x.shape, jnp.float32)
+            for name, x in jax.eval_shape(loss, params, *last)[1].items()
+            if name != STATE
+        },
     )
-    grads, sums = jax.lax.scan(add, zeros, looped)[0]
+    (grads, sums), state = jax.lax.scan(add, (zeros, state or None), looped)[0]
     if local is None:
-        return grads, sums
+        return grads, sums | ({STATE: state} if state else {})
     grads, own = local.reduced(loss, params, grads, *last)
     return grads, jax.tree.map(jnp.add, sums, own)
 

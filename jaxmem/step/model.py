@@ -12,7 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
-from jaxmem.config import Adapter, Config, Convnet, Memory, Save
+from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
 from jaxmem.config.networks import OwnModel
 from jaxmem.errors import UserError
@@ -59,20 +59,33 @@ class ModelSpec:
             adapters.attach(network, self._adapter, jax.random.key(0))
             return network
 
-        if self.is_plain:
-            graphdef, variables, randomness = own.split(nnx.eval_shape(partial(self._build, jax.random.key(0))))
-            shards = self.cfg.mesh.fsdp * self.cfg.mesh.context
-            named = own.axes_by_rule(variables, self.cfg.own.axes, shards)
-            shapes = {path: variable.get_value() for path, variable in variables.items()}
-            return (graphdef, randomness), unflatten_dict(named), unflatten_dict(shapes)
+        if (plain := self.plain) is not None:
+            shapes = {path: variable.get_value() for path, variable in plain.variables.items()}
+            return plain.graphdef, unflatten_dict(dict(plain.axes)), unflatten_dict(shapes)
         graphdef, state = nnx.split(nnx.eval_shape(network))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
 
+    @cached_property
+    def plain(self) -> own.PlainModel | None:
+        """The model that a script passed without jaxmem's layers."""
+        if self.cfg.own.model is None or self.cfg.own.passes_execution:
+            return None
+        shards = self.cfg.mesh.fsdp * self.cfg.mesh.context
+        return own.PlainModel.of(partial(self._build, jax.random.key(0)), self.cfg.own.axes, shards)
+
     @property
-    def is_plain(self) -> bool:
-        """Whether a script passed the model, without jaxmem's layers."""
-        return self.cfg.own.model is not None and not self.cfg.own.passes_execution
+    def forward_state(self) -> frozenset[tuple[str, ...]]:
+        """The paths of arrays that the forward pass changes, for example the statistics of BatchNorm. They are stored
+        with the parameters, but they are neither trainable nor quantized."""
+        return frozenset() if self.plain is None else self.plain.state
+
+    def forward_state_of(self, params: Params) -> Params:
+        return unflatten_dict({path: x for path, x in flatten_dict(params).items() if path in self.forward_state})
+
+    def with_forward_state(self, params: Params, new: Params | None) -> Params:
+        """`params` with other values of the arrays that the forward pass changes; None: unchanged."""
+        return unflatten_dict(flatten_dict(params) | flatten_dict(new)) if new else params
 
     @property
     def graphdef(self) -> Any:
@@ -80,10 +93,9 @@ class ModelSpec:
 
     def network(self, params: Params) -> Any:
         """The network with these weights."""
-        if not self.is_plain:
+        if self.plain is None:
             return nnx.merge(self.graphdef, params)
-        graphdef, randomness = self.graphdef
-        return own.merge(graphdef, params, randomness, self.axes, compute_dtype(self.cfg.precision, self.platform))
+        return self.plain.network(params, compute_dtype(self.cfg.precision, self.platform))
 
     @property
     def axes(self) -> Any:
@@ -95,10 +107,16 @@ class ModelSpec:
         """The shape of each parameter before it is converted to the form in which it is stored."""
         return self._split[2]
 
+    @property
+    def _parameter_shapes(self) -> Any:
+        """`shapes`, with None for what the forward pass changes."""
+        flat = flatten_dict(self.shapes)
+        return unflatten_dict({path: None if path in self.forward_state else x for path, x in flat.items()})
+
     @cached_property
     def parameters(self) -> int:
         """The number of parameters, without identity layers."""
-        return _count(self.shapes)
+        return _count(self._parameter_shapes)
 
     @cached_property
     def trainable(self) -> int:
@@ -108,7 +126,7 @@ class ModelSpec:
     @cached_property
     def active(self) -> int:
         """The number of parameters that a token uses, where it uses some experts only."""
-        return self._active(self.shapes)
+        return self._active(self._parameter_shapes)
 
     @cached_property
     def active_trainable(self) -> int:
@@ -126,10 +144,10 @@ class ModelSpec:
     def selection(self) -> Selection | None:
         """Which parameters are trainable; None: all."""
         patterns = self.cfg.trainable_patterns
-        if not patterns:
+        if not patterns and not self.forward_state:
             return None
         Selection.of(self.axes, patterns)  # refuses ranges of layers for weights that are not stacked
-        return Selection.of(self.shapes, patterns)
+        return Selection.of(self.shapes, patterns or ("*",)).without(self.forward_state)
 
     @property
     def partial_stacks(self) -> Mapping[Any, tuple[int, ...]]:
@@ -147,6 +165,8 @@ class ModelSpec:
     def storage(self, path: Sequence[str]) -> Storage:
         """How the weight at a path is stored."""
         cfg, selection = self.cfg, self.selection
+        if path in self.forward_state:
+            return Storage(Precision())
         if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
             return Storage(cfg.precision)
         double_quant = cfg.adapter.double_quant and cfg.base_precision != cfg.precision
@@ -164,11 +184,10 @@ class ModelSpec:
         network is traced twice, and XLA removes what is not used."""
 
         def create(storage: Storage) -> Params:
-            if self.is_plain:
-                variables, named = own.split(self._build(key))[1], flatten_dict(self.axes)
-                return unflatten_dict(
-                    {path: store(x.get_value(), named[path], storage) for path, x in variables.items()}
-                )
+            if self.plain is not None:
+                axes, state = self.plain.axes, self.forward_state
+                values = own.variables_of(self._build(key)).items()
+                return unflatten_dict({p: x if p in state else store(x, axes[p], storage) for p, x in values})
             with storing_as(storage):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from jaxmem import config
 from jaxmem.config.own import Own
@@ -21,10 +20,11 @@ from jaxmem.models import losses
 from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Network
-from jaxmem.models.own import reseed
+from jaxmem.models.own import PlainNetwork
 from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
+STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
 _NAMES = {"correct": "accuracy"}  # names of means that differ from the names of sums
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs; STATISTICS of routers
 
@@ -100,9 +100,10 @@ def _own(own: Own, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
     rows = batch["mask"].shape[0]
     if own.data is not None:
         batch = {name: x for name, x in batch.items() if name in own.data.first}
-    if own.model is not None and not own.passes_execution:
-        reseed(network, keys)
-        batch = _in_dtype_of(network, batch)
+    if isinstance(network, PlainNetwork):
+        floating = {name: x for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        batch = batch | {name: x.astype(network.dtype) for name, x in floating.items()}
+        network = network.prepared(keys)
     with jax.numpy_dtype_promotion("standard"):
         result = own.loss(network, batch, keys) if own.loss_needs_keys else own.loss(network, batch)
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -114,12 +115,6 @@ def _own(own: Own, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
     if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
         raise UserError(f"loss: the metric {wrong[0]} must be a scalar with another name than loss and count")
     return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": jnp.float32(rows)}
-
-
-def _in_dtype_of(network: Any, batch: Batch) -> Batch:
-    """The batch, with numbers in the compute dtype of the network's weights."""
-    dtype = jnp.result_type(*jax.tree.leaves(nnx.state(network, nnx.Param)))
-    return {name: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in batch.items()}
 
 
 def trained_sum(sums: Sums) -> jax.Array:

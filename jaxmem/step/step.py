@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import optim
+from jaxmem.errors import UserError
 from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, differentiate, differentiate_all
-from jaxmem.step.objective import Batch, Sums, means, objective, trained_sum
+from jaxmem.step.objective import STATE, Batch, Sums, means, objective, trained_sum
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 
 Metrics = dict[str, jax.Array]
@@ -37,20 +38,27 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
         write = partial(optim.apply_updates, key=rounding, kernel=spec.update_kernel)
         if cfg.memory.update == "during":
+            if spec.model.forward_state:
+                name = ".".join(min(spec.model.forward_state))
+                raise UserError(
+                    f"memory.update=during does not support a model whose forward pass changes state ({name}, as of "
+                    "BatchNorm); use memory.update=after"
+                )
             from jaxmem.step.update_during import update_during_backward
 
             params, opt_state, sums, squares = update_during_backward(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
+        after = sums.pop(STATE, None)
         squares = nonfinite.squared_norms(grads, spec.model.select(spec.model.axes), spec.model.partial_stacks)
         metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
         if state.loss_scale is None and cfg.train.on_nan != "skip":
-            return TrainState(state.step + 1, *_update(spec, state, grads, norm, write)), metrics
+            return TrainState(state.step + 1, *_update(spec, state, grads, norm, write, after)), metrics
         finite = jnp.isfinite(norm)
         params, opt_state = jax.lax.cond(
             finite,
-            lambda grads: _update(spec, state, grads, norm, write),
+            lambda grads: _update(spec, state, grads, norm, write, after),
             lambda _: (state.params, state.opt_state),
             grads,
         )
@@ -74,8 +82,11 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        network = model.network(with_gradients(state.params, at, model.partial_stacks))
-        sums = sums_of(network, batch, keys)
+        before = model.with_forward_state(state.params, batch.get(STATE))
+        network = model.network(with_gradients(before, at, model.partial_stacks))
+        sums = sums_of(network, {name: x for name, x in batch.items() if name != STATE}, keys)
+        if model.forward_state:
+            sums = sums | {STATE: network.state}
         return trained_sum(sums) * scale, sums
 
     at = differentiable(model.select(state.params), spec.gradient_dtype)
@@ -87,13 +98,16 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         micro_batch = jax.tree.map(lambda x: x[0], batch)
         grads, sums = differentiate(partial(loss, losses), at, micro_batch, row_keys[0], axes)
     else:
-        grads, sums = accumulate(partial(loss, losses), at, batch, row_keys, axes, compute)
+        begin = model.forward_state_of(state.params)
+        grads, sums = accumulate(partial(loss, losses), at, batch, row_keys, axes, compute, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 
 
-def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write) -> tuple[Params, Any]:
-    """Returns new parameters and optimizer state."""
+def _update(
+    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write, after: Params | None
+) -> tuple[Params, Any]:
+    """Returns new parameters and optimizer state. `after`: what the forward pass changed."""
     model = spec.model
     params, axes = model.select(state.params), model.select(model.axes)
     if spec.offloads("optimizer"):
@@ -105,7 +119,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
         new = write(params, updates, axes=axes)
         # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
         new = constrain_tree(new, stored_axes(axes, new), "optimizer")
-    return model.replace(state.params, new), opt_state
+    return model.with_forward_state(model.replace(state.params, new), after), opt_state
 
 
 def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
