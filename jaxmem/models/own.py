@@ -111,7 +111,7 @@ def _flat(state: Any) -> dict[Path, nnx.Variable]:
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def _stored(x: Any) -> jax.Array:
+def _stored(x: Any) -> Any:
     return x.stored if isinstance(x, StoredWeight) else x
 
 

@@ -83,7 +83,7 @@ class ModelSpec:
     def forward_state_of(self, params: Params) -> Params:
         return unflatten_dict({path: x for path, x in flatten_dict(params).items() if path in self.forward_state})
 
-    def with_forward_state(self, params: Params, new: Params | None) -> Params:
+    def with_forward_state(self, params: Params, new: Any) -> Params:
         """`params` with other values of the arrays that the forward pass changes; None: unchanged."""
         return unflatten_dict(flatten_dict(params) | flatten_dict(new)) if new else params
 

@@ -105,7 +105,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
 
 def _update(
-    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write, after: Params | None
+    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write, after: Any
 ) -> tuple[Params, Any]:
     """Returns new parameters and optimizer state. `after`: what the forward pass changed."""
     model = spec.model
