@@ -15,7 +15,7 @@ from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import MESH_AXES, Rules, divisors
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Rope, Vit
 from jaxmem.config.recompute import policy_of
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, one_of, unsupported
@@ -96,14 +96,11 @@ def _decoder(cfg: Config) -> Iterator[str]:
         return
     if model.heads % model.kv_heads:
         yield _indivisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
-    if (experts := model.experts) is not None:
-        if experts.top_k > experts.count:
-            given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
-            yield f"{given}; use top_k={experts.count} or less"
-        if model.mlp_bias:
-            yield unsupported("model.experts", "model.mlp_bias=true", "model.mlp_bias=false")
-    if model.head_dim % 2:
-        yield f"model.head_dim={model.head_dim} must be even for rotary positions; use {model.head_dim + 1}"
+    if (experts := model.experts) is not None and experts.top_k > experts.count:
+        given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
+        yield f"{given}; use top_k={experts.count} or less"
+    for rope in model.ropes:
+        yield from _rope(rope, model.head_dim)
     if model.hf is not None and model.preset is not None:
         yield f"model.hf={model.hf} and model.preset={model.preset} are both set; remove one of them"
     yield from _layer_types(model)
@@ -114,6 +111,17 @@ def _decoder(cfg: Config) -> Iterator[str]:
         config_json(model)
     except UserError as error:  # such a model could be trained, but not exported
         yield str(error)
+
+
+def _rope(rope: Rope, head_dim: int) -> Iterator[str]:
+    size = int(head_dim * rope.share)
+    if size % 2 or not size:
+        what = f"{size} of model.head_dim={head_dim}" if rope.share < 1 else f"model.head_dim={head_dim}"
+        use = f"model.rope.share={2 * max(size // 2, 1) / head_dim}" if rope.share < 1 else str(head_dim + 1)
+        yield f"{what} must be even for rotary positions; use {use}"
+    if rope.scaling == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {size // 2}:
+        given = f"{len(rope.short_factors)} short_factors and {len(rope.long_factors)} long_factors"
+        yield f"model.rope.scaling=longrope requires {size // 2} values for each list, not {given}"
 
 
 def _layer_types(model: Decoder) -> Iterator[str]:
@@ -224,8 +232,9 @@ def _context(cfg: Config, model: Decoder) -> Iterator[str]:
     attention, method = cfg.memory.attention, f"mesh.context_method={cfg.mesh.context_method}"
     if attention == "reference":
         yield unsupported(f"mesh.context={cfg.mesh.context}", f"memory.attention={attention}", "memory.attention=auto")
-    if model.windows_differ and cfg.mesh.context_method not in ("auto", "ulysses"):
-        yield unsupported(method, "layers with and without a window", "mesh.context_method=ulysses")
+    if cfg.mesh.context_method not in ("auto", "ulysses") and (model.windows_differ or model.attention_sinks):
+        what = "layers with and without a window" if model.windows_differ else "model.attention_sinks=true"
+        yield unsupported(method, what, "mesh.context_method=ulysses")
     elif cfg.mesh.context_method == "all_gather" and model.window is not None:
         yield unsupported(method, f"model.window={model.window}", "mesh.context_method=ring")
     if attention == "cudnn" and cfg.mesh.context_method in ("ring", "all_gather"):

@@ -27,9 +27,10 @@ class Rope(Section):
     """Rotary positions: the base frequency, and its scaling for longer contexts."""
 
     theta: Positive = setting(10_000.0, "base of the frequencies")
-    scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how the frequencies are scaled")
+    share: Annotated[float, Field(gt=0, le=1)] = setting(1.0, "share of the dimensions of a head that are rotated")
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = setting("none", "how the frequencies are scaled")
     factor: Positive = setting(1.0, "how many times longer the context becomes")
-    original_length: Count = setting(8192, "llama3, yarn: context length before scaling")
+    original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
         1.0, "llama3: frequencies with fewer wavelengths per original_length: divided by factor"
     )
@@ -38,7 +39,14 @@ class Rope(Section):
     )
     beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length: not changed")
     beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer rotations per original_length: divided by factor")
-    attention_factor: Positive | None = setting(None, "yarn: factor on cosine and sine; null: 0.1 ln(factor) + 1")
+    truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
+    short_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies, up to original_length")
+    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies in longer sequences")
+    attention_factor: Positive | None = setting(
+        None,
+        "yarn, longrope: factor on cosine and sine; null: 0.1 ln(factor) + 1; "
+        "longrope: sqrt(1 + ln(factor) / ln(original_length))",
+    )
 
 
 class Experts(Section):
@@ -52,10 +60,13 @@ class Experts(Section):
     )
     balance_loss: NotNegative = setting(0.0, "weight of the load-balance loss; 0.001 to 0.02 in published models")
     z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer of the router")
+    shared: Count | None = setting(
+        None, "hidden width of a shared expert, which computes every token, weighted by a sigmoid; null: none"
+    )
 
 
 class Decoder(Family):
-    """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4: attention and a gated MLP."""
+    """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4, Mixtral, gpt-oss: attention and a gated MLP, or experts."""
 
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
@@ -72,7 +83,9 @@ class Decoder(Family):
     head_dim: Count = setting(..., "width of a head")
     rope: Rope = Rope()
     norm_epsilon: Positive = setting(1e-5, "added to the mean square in RMSNorm")
-    activation: Literal["silu", "gelu_tanh"] = setting("silu", "activation of the gate; gelu_tanh: approximate GELU")
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = setting(
+        "silu", "activation of the gate; gelu_tanh: approximate GELU; swiglu_clamped: as in gpt-oss"
+    )
     norms: Literal["pre", "post", "both"] = setting(
         "pre", "norms of each layer: before, after, or around attention and MLP"
     )
@@ -86,9 +99,10 @@ class Decoder(Family):
     attention_soft_cap: Positive | None = setting(None, "c: attention scores s become c tanh(s / c)")
     logit_soft_cap: Positive | None = setting(None, "c: logits y become c tanh(y / c)")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
+    attention_sinks: bool = setting(False, "a trained logit for each head in the softmax of attention, without a value")
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
-    mlp_bias: bool = setting(False, "biases of the MLP")
+    mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")
     tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
     window: Count | None = setting(None, "keys that a query attends to, including its own; null: all previous ones")
     layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
@@ -97,6 +111,12 @@ class Decoder(Family):
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
     experts: Experts | None = setting(None, "a mixture of experts in each layer instead of one MLP")
     dropout: Fraction = setting(0.0, _DROPOUT)
+
+    def dims(self) -> dict[str, dict[str, int]]:
+        found = super().dims()
+        if self.experts is not None and self.experts.shared is not None:
+            found["mlp"]["experts.shared"] = self.experts.shared
+        return found
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmem import kernels
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
 from jaxmem.models.kv_cache import CacheSlot, KVCache, attend_to_cache
-from jaxmem.models.layers import Keys, RMSNorm, fold_keys
+from jaxmem.models.layers import Keys, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
@@ -53,6 +53,7 @@ class AttentionSpec:
     qk_norm: float | None = None  # the epsilon of an RMS norm of q and k
     joint_qk_norm: bool = False  # whether this norm is over all heads together, instead of each head
     norm_offset: float = 0.0
+    sinks: bool = False  # whether each head has a trained logit in its softmax, without a value
 
     def options(self, has_window: jax.Array | None) -> dict[str, Any]:
         """Options of `kernels.attention` for a layer. `has_window`: whether it has a window; None: all layers agree."""
@@ -69,6 +70,8 @@ class Attention(nnx.Module):
         self.k = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
         self.v = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
         self.o = Linear(rngs, heads, spec.embed, ("heads", "embed"), bias=spec.output_bias)
+        if spec.sinks:
+            self.sinks = new_constant(0.0, (spec.heads,), ("heads",))
         self.q_norm, self.k_norm = self._norm(spec, "heads", heads), self._norm(spec, "kv_heads", kv_heads)
         self.spec, self.execution = spec, execution
 
@@ -87,11 +90,10 @@ class Attention(nnx.Module):
         if slot is not None:
             # XLA's partitioner shards attention to the cache; it cannot shard the kernels in PER_DEVICE.
             implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
-            mixed, cache = attend_to_cache(
-                q, k, v, slot, self.spec.options(tokens.has_window) | {"implementation": implementation}
-            )
+            options = {"implementation": implementation, "sinks": _sinks(self._inner)}
+            mixed, cache = attend_to_cache(q, k, v, slot, self.spec.options(tokens.has_window) | options)
         else:
-            mixed = self._attend(q, k, v, tokens)
+            mixed = self._attend(q, k, v, tokens, _sinks(self._inner))
         joined = mixed.reshape(*x.shape[:-1], -1)
         return self.o(constrain(joined, "batch", "time", "heads"), outer), cache
 
@@ -123,7 +125,7 @@ class Attention(nnx.Module):
         def attend(own: dict[str, Any], x: jax.Array) -> jax.Array:
             flat = map_token_chunks(project, own, x, (tokens.angles, inner_keys), size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.spec.head_dim) for y in flat)
-            return self._attend(q, k, v, tokens)
+            return self._attend(q, k, v, tokens, _sinks(own))
 
         inner = {**({} if norm is None else {"norm": norm}), **self._inner}
         heads = {"heads": self.spec.heads, "kv_heads": self.spec.kv_heads}
@@ -157,7 +159,7 @@ class Attention(nnx.Module):
     @property
     def _inner(self) -> dict[str, Any]:
         """Attention without the output projection."""
-        own = {"q": self.q, "k": self.k, "v": self.v, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        own = {name: getattr(self, name, None) for name in ("q", "k", "v", "q_norm", "k_norm", "sinks")}
         return {name: module for name, module in own.items() if module is not None}
 
     def _project(
@@ -169,8 +171,8 @@ class Attention(nnx.Module):
         k = self._split_heads(own["k"](x, of_k), "kv_heads", own.get("k_norm"), angles)
         return q, k, self._split_heads(own["v"](x, of_v), "kv_heads")
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> jax.Array:
-        return sharded_attention(q, repeat_kv_heads(k), repeat_kv_heads(v), tokens, self.spec, self.execution)
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
+        return sharded_attention(q, repeat_kv_heads(k), repeat_kv_heads(v), tokens, self.spec, self.execution, sinks)
 
     def _split_heads(
         self,
@@ -196,6 +198,7 @@ def sharded_attention(
     tokens: Tokens,
     spec: AttentionSpec,
     execution: Execution,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """`kernels.attention` of arrays sharded over batch, heads and sequence."""
     layout, segment_ids = current(), tokens.segment_ids
@@ -204,8 +207,9 @@ def sharded_attention(
     over = () if layout is None else layout.over("activations", "time")
     how = {"deterministic": execution.deterministic, "max_segments": execution.max_segments}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, has_window: Any) -> jax.Array:
-        options = spec.options(has_window) | how | {"implementation": execution.attention, "segment_ids": ids}
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, has_window: Any, sinks: Any) -> jax.Array:
+        options = {"implementation": execution.attention, "segment_ids": ids, "sinks": sinks}
+        options |= spec.options(has_window) | how
         if not over:
             return kernels.attention(q, k, v, causal=spec.causal, kv_segment_ids=ids, **options)
         from jaxmem.kernels.fused_attention.context import attention_over
@@ -213,13 +217,17 @@ def sharded_attention(
         options["implementation"] = execution.attention or "blockwise"
         return attention_over(over[0], execution.context_method, q, k, v, **options)
 
-    arrays = q, k, v, segment_ids, tokens.has_window
+    arrays = q, k, v, segment_ids, tokens.has_window, sinks
     if layout is None or (not over and execution.attention not in PER_DEVICE):
         return local(*arrays)
     heads, rows = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
-    each = heads, heads, heads, rows, layout.spec("activations", ())
+    each = heads, heads, heads, rows, layout.spec("activations", ()), layout.spec("activations", ("heads",))
     specs = tuple(None if x is None else spec for x, spec in zip(arrays, each, strict=True))
     return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
+
+
+def _sinks(own: dict[str, Any]) -> Float[Array, " heads"] | None:
+    return fetch(own["sinks"], jnp.float32) if "sinks" in own else None
 
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:

@@ -30,7 +30,13 @@ def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate, approximate=True) * up
 
 
-_GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU as in gpt-oss: clamped at 7, a steeper sigmoid, and a hidden unit of 1 for up = 0."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh, "swiglu_clamped": _swiglu_clamped}
 
 
 class GatedMlp(nnx.Module):
@@ -45,7 +51,7 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: Features, keys: Keys | None = None) -> Features:
         own = fold_keys(keys, 3)
         gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
-        hidden = recompute_from_inputs(_GATES[self.activation], gate, up)
+        hidden = recompute_from_inputs(GATES[self.activation], gate, up)
         hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
         return self.down(hidden, own[2])
 

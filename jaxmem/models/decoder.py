@@ -1,4 +1,4 @@
-"""Decoder-only language models: Llama, Mistral, Qwen, Gemma, OLMo 2, Phi."""
+"""Decoder-only language models: Llama, Mistral, Qwen, Gemma, OLMo 2, Phi, Mixtral, gpt-oss."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -65,13 +65,14 @@ class Decoder(Network):
             qk_norm=cfg.norm_epsilon if cfg.qk_norm else None,
             joint_qk_norm=cfg.qk_norm == "all_heads",
             norm_offset=float(cfg.norm_offset),
+            sinks=cfg.attention_sinks,
         )
         attention = Attention(rngs, spec, self.execution)  # first: the order determines the random weights
         mlp: Any
         if cfg.experts is not None:
             from jaxmem.models.experts import Experts
 
-            mlp = Experts(rngs, cfg.embed, cfg.mlp, cfg.experts)
+            mlp = Experts(rngs, cfg)
         else:
             mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
         before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")

@@ -4,7 +4,8 @@ arXiv:1701.06538), so a token uses top_k / count of the parameters.
 The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped
 unless `capacity_factor` is set. Two losses can be added: the load-balance loss (Fedus et al., arXiv:2101.03961), count
 times the sum over experts of (choices per token) x (mean probability), as in transformers: top_k if both are uniform;
-and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer.
+and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer. A shared expert (Dai et
+al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 
 The tokens of each expert are computed in blocks (`kernels.grouped_matmul`): no result of a matmul exists for all
 choices of tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass recomputes
@@ -17,6 +18,7 @@ instead of to all others. Along `tensor`, the hidden units of each expert are sh
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,8 @@ from jaxmem.config import networks
 from jaxmem.config.recompute import MATMUL
 from jaxmem.errors import UserError
 from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
-from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_weight
+from jaxmem.models.block import GATES, GatedMlp
+from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized
@@ -45,21 +48,24 @@ Shares = Float[Array, "batch time top_k"]  # the weights of the results of these
 class Router(nnx.Module):
     """A linear layer whose weight is never quantized."""
 
-    def __init__(self, rngs: nnx.Rngs, embed: int, count: int):
+    def __init__(self, rngs: nnx.Rngs, embed: int, count: int, *, bias: bool = False):
         self.weight = new_weight(rngs, (embed, count), ("embed", "router"))
+        self.bias = new_constant(0.0, (count,), ("router",)) if bias else None
 
     def __call__(self, x: Features) -> Float[Array, "batch time experts"]:
         # GPUs would round float32 inputs to TF32.
-        return jnp.matmul(x.astype(jnp.float32), fetch(self.weight, jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        y = jnp.matmul(x.astype(jnp.float32), fetch(self.weight, jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return y if self.bias is None else y + fetch(self.bias, jnp.float32)
 
 
 class ExpertLinear(Linear):
     """A matrix for each expert, [experts, inputs, outputs], with an optional adapter for each expert. `Experts` reads
     the arrays itself, since it multiplies with the matrix of one expert at a time."""
 
-    def __init__(self, rngs: nnx.Rngs, count: int, inputs: int, outputs: int, axes: tuple[str, str]):
-        self.weight = new_weight(rngs, (count, inputs, outputs), ("expert", *axes), scale=inputs**-0.5)
-        self.bias, self.lora, self.dequant_matmul = None, nnx.data(None), None
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str, str], *, bias: bool = False):
+        self.weight = new_weight(rngs, shape, ("expert", *axes), scale=shape[1] ** -0.5)
+        self.bias = new_constant(0.0, (shape[0], shape[2]), ("expert", axes[1])) if bias else None
+        self.lora, self.dequant_matmul = nnx.data(None), None
 
     def frozen(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has no gradient; quantized weights are not dequantized."""
@@ -73,9 +79,10 @@ class ExpertLinear(Linear):
         return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
 
     def trainable(self, dtype: DTypeLike) -> Tree:
-        """The weight, if it has a gradient, and the weights of the adapter: A [experts, inputs, rank], B, scaled, and
-        the bias. An A that all experts share is repeated."""
+        """The weight, if it has a gradient, the bias, and the weights of the adapter: A [experts, inputs, rank], B,
+        scaled, and its bias, added to the other. An A that all experts share is repeated."""
         own = {} if self.frozen(dtype) else {"weight": fetch(self.weight, dtype)}
+        own |= {} if self.bias is None else {"bias": fetch(self.bias, dtype)}
         if self.lora is None:
             return own
         scale, count = self.lora.scale_in(dtype), self.weight.get_value().shape[0]
@@ -85,7 +92,8 @@ class ExpertLinear(Linear):
             if param is not None:
                 array = fetch(param, dtype) * factors[name]
                 is_shared = "expert" not in param.get_metadata()["axes"]
-                own[name] = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
+                array = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
+                own[name] = own[name] + array if name in own else array
         return own
 
     @property
@@ -97,32 +105,41 @@ class ExpertLinear(Linear):
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts (Shazeer, arXiv:2002.05202) with a router."""
+    """Gated experts (Shazeer, arXiv:2002.05202) with a router, and an optional shared expert."""
 
     hidden = None  # no intermediate is stored for all tokens, so chunks of tokens would save nothing
 
-    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, cfg: networks.Experts):
-        self.cfg = cfg
-        self.router = Router(rngs, embed, cfg.count)
-        self.gate = ExpertLinear(rngs, cfg.count, embed, mlp, ("embed", "mlp"))
-        self.up = ExpertLinear(rngs, cfg.count, embed, mlp, ("embed", "mlp"))
-        self.down = ExpertLinear(rngs, cfg.count, mlp, embed, ("mlp", "embed"))
+    def __init__(self, rngs: nnx.Rngs, model: networks.Decoder):
+        assert model.experts is not None
+        cfg, embed, bias = model.experts, model.embed, model.mlp_bias
+        self.cfg, self.activation = cfg, model.activation
+        self.router = Router(rngs, embed, cfg.count, bias=bias)
+        into, back = (cfg.count, embed, model.mlp), (cfg.count, model.mlp, embed)
+        self.gate = ExpertLinear(rngs, into, ("embed", "mlp"), bias=bias)
+        self.up = ExpertLinear(rngs, into, ("embed", "mlp"), bias=bias)
+        self.down = ExpertLinear(rngs, back, ("mlp", "embed"), bias=bias)
+        if cfg.shared is not None:
+            self.shared = GatedMlp(rngs, embed, cfg.shared, activation=model.activation)
+            self.shared_gate = Router(rngs, embed, 1)
 
     def __call__(self, x: Features, keys: Keys | None = None) -> tuple[Features, Float[Array, "batch time statistics"]]:
         """Also returns the statistics of the router for each token (STATISTICS)."""
-        del keys  # adapters of experts have no dropout
         choices, shares, statistics = self._route(x)
         modules = {"gate": self.gate, "up": self.up, "down": self.down}
         trainable = {name: module.trainable(x.dtype) for name, module in modules.items()}
         frozen = {name: module.frozen(x.dtype) for name, module in modules.items()}
         layout = current()
         arrays = trainable, frozen, x, choices, shares
+        mixture = _Mixture(self.cfg, self.activation)
         if layout is None or layout.mesh.size == 1:
-            y = _Mixture(self.cfg)(*arrays)
+            y = mixture(*arrays)
         else:
             axes = {name: module.axes for name, module in modules.items()}
-            y = _Mixture.over(self.cfg, layout).sharded(layout, axes, *arrays)
-        return checkpoint_name(y, MATMUL), constrain(statistics, "batch", "stream", None)
+            y = mixture.over(layout).sharded(layout, axes, *arrays)
+        y = checkpoint_name(y, MATMUL)
+        if self.cfg.shared is not None:
+            y = y + jax.nn.sigmoid(self.shared_gate(x)).astype(x.dtype) * self.shared(x, keys)
+        return y, constrain(statistics, "batch", "stream", None)
 
     def _route(self, x: Features) -> tuple[Choices, Shares, jax.Array]:
         cfg, logits = self.cfg, self.router(x)
@@ -145,17 +162,18 @@ class _Mixture:
     """The weighted sum of the results of the experts of each token, on one device."""
 
     cfg: networks.Experts
+    activation: str
     experts: int = 1  # number of devices along `expert`
     gathers: bool = False  # whether the devices along `expert` have different tokens
     tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
     parts: int = 1  # number of devices along the axes `tensor`
     scatters: bool = False  # whether the devices along `tensor` store different tokens of the result
 
-    @classmethod
-    def over(cls, cfg: networks.Experts, layout: Layout) -> "_Mixture":
+    def over(self, layout: Layout) -> "_Mixture":
         tensor, stream = layout.over("compute", "mlp"), layout.over("activations", "stream")
         experts, gathers = layout.parts("compute", "expert"), "expert" in layout.over("activations", "batch")
-        return cls(cfg, experts, gathers, tensor, layout.size(tensor), bool(tensor) and set(tensor) <= set(stream))
+        scatters = bool(tensor) and set(tensor) <= set(stream)
+        return _Mixture(self.cfg, self.activation, experts, gathers, tensor, layout.size(tensor), scatters)
 
     def __call__(self, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array) -> jax.Array:
         if self.gathers:
@@ -167,7 +185,8 @@ class _Mixture:
         capacity = None if factor is None else math.ceil(factor * choices.size / self.cfg.count)
         groups = sort_rows(choices.reshape(-1, top_k), count, capacity)
         inputs = x.reshape(-1, x.shape[-1]), shares.reshape(-1)[groups.order], groups
-        y = map_groups(partial(_swiglu, self.parts), trainable, frozen, *inputs, counts_blocks=self.experts > 1)
+        mlp = partial(_gated_mlp, GATES[self.activation], self.parts)
+        y = map_groups(mlp, trainable, frozen, *inputs, counts_blocks=self.experts > 1)
         y = y.astype(x.dtype).reshape(x.shape)
         if self.scatters:
             y = jax.lax.psum_scatter(y, self.tensor, scatter_dimension=1, tiled=True)
@@ -209,10 +228,17 @@ class _Mixture:
         return run(trainable, frozen, *tokens)
 
 
-def _swiglu(parts: int, trainable: Tree, frozen: Tree, x: jax.Array, shares: jax.Array) -> Float[Array, "rows embed"]:
+def _gated_mlp(
+    activate: Callable[[jax.Array, jax.Array], jax.Array],
+    parts: int,
+    trainable: Tree,
+    frozen: Tree,
+    x: jax.Array,
+    shares: jax.Array,
+) -> Float[Array, "rows embed"]:
     """The MLP of one expert, or of one of `parts` shards of its hidden units."""
     own = {name: trainable[name] | frozen[name] for name in trainable}
-    hidden = jax.nn.silu(_linear(own["gate"], x)) * _linear(own["up"], x)
+    hidden = activate(_linear(own["gate"], x), _linear(own["up"], x))
     return _linear(own["down"], hidden, parts).astype(jnp.float32) * shares[:, None]
 
 

@@ -1,7 +1,9 @@
-"""Rotary position embeddings (Su et al., arXiv:2104.09864) and three ways to extend them to longer contexts.
+"""Rotary position embeddings (Su et al., arXiv:2104.09864) and four ways to extend them to longer contexts.
 
 `linear` divides every frequency; `llama3` divides low frequencies, and interpolates between two wavelengths; `yarn`
-(Peng et al., arXiv:2309.00071) interpolates between two numbers of rotations, and sharpens the softmax.
+(Peng et al., arXiv:2309.00071) interpolates between two numbers of rotations, and sharpens the softmax; `longrope`
+(Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own, with other factors in batches that have
+positions beyond the original length.
 """
 
 import math
@@ -22,12 +24,18 @@ class Angles(NamedTuple):
     sin: Float[Array, "batch time half"]
 
 
-def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position for each pair of dimensions, and a factor on cosine and sine."""
-    base = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+def frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> tuple[np.ndarray, float]:
+    """Radians per position for each pair of the dimensions that are rotated, and a factor on cosine and sine.
+    `is_long`: for sequences longer than the original length (longrope)."""
+    size = rotated(rope, head_dim)
+    base = rope.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     stretched = base / rope.factor
     if rope.scaling == "none":
         return base, 1.0
+    if rope.scaling == "longrope":
+        sharpen = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length)) if rope.factor > 1 else 1.0
+        factors = rope.long_factors if is_long else rope.short_factors
+        return base / np.asarray(factors), rope.attention_factor or sharpen
     if rope.scaling == "linear":
         return stretched, 1.0
     turns = rope.original_length * base / (2 * math.pi)  # full rotations within the original length
@@ -38,17 +46,29 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
     def pair(rotations: float) -> float:
         """The (fractional) index of the pair of dimensions with this number of rotations within the original length."""
-        return head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return size * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), head_dim - 1)
-    stretch = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    stretch = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
     sharpen = rope.attention_factor or (0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
     return stretch * stretched + (1 - stretch) * base, sharpen
 
 
+def rotated(rope: Rope, head_dim: int) -> int:
+    """The number of dimensions of a head that are rotated."""
+    return int(head_dim * rope.share)
+
+
 def angles(positions: Int[Array, "batch time"], rope: Rope, head_dim: int) -> Angles:
     radians, factor = frequencies(rope, head_dim)
-    phase = positions[..., None].astype(jnp.float32) * jnp.asarray(radians, jnp.float32)
+    steps = jnp.asarray(radians, jnp.float32)
+    if rope.scaling == "longrope":  # as in transformers, the longest sequence of a batch decides
+        long = jnp.asarray(frequencies(rope, head_dim, is_long=True)[0], jnp.float32)
+        steps = jnp.where(jnp.max(positions) >= rope.original_length, long, steps)
+    phase = positions[..., None].astype(jnp.float32) * steps
     return Angles(jnp.cos(phase) * factor, jnp.sin(phase) * factor)
 
 
@@ -58,7 +78,10 @@ def select(which: jax.Array, angles: Angles, other: Angles) -> Angles:
 
 
 def rotate(x: Float[Array, "batch time heads head_dim"], angles: Angles) -> Float[Array, "batch time heads head_dim"]:
-    """x with dimensions i and i + head_dim / 2 rotated, in float32."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """x with dimensions i and i + r / 2 of the first r dimensions rotated, in float32."""
     cos, sin = angles.cos[:, :, None, :], angles.sin[:, :, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    a, b, *others = jnp.split(x, [half, 2 * half][: 1 if 2 * half == x.shape[-1] else 2], axis=-1)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*turned, *others], axis=-1)

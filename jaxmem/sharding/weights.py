@@ -181,7 +181,12 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array 
     Optimizers treat a quantized weight as bfloat16.
     """
     stored = _convert(w, axes, storage)
-    return to_host(stored) if storage.on_host and w.ndim > 1 else stored
+    return to_host(stored) if storage.on_host and is_matrix(axes) else stored
+
+
+def is_matrix(axes: Axes) -> bool:
+    """Whether a weight with these axes is a matrix, for each layer and each expert."""
+    return sum(axis not in ("layer", "expert") for axis in axes) > 1
 
 
 def _convert(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
@@ -189,7 +194,7 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
     if not precision.is_quantized:
         return w.astype(getattr(jnp, precision.parameters))
     axis = -1 if axes[:1] == ("vocab",) else -2
-    if w.ndim < 2 or w.shape[axis] < MIN_BLOCK or "router" in axes:
+    if not is_matrix(axes) or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w
     limit = precision.block_size or FORMATS[precision.parameters].block_size
     size = w.shape[axis]

@@ -98,7 +98,7 @@ def _methods(cfg: Config) -> list[str]:
     counts = head_group_counts(heads, kv_heads, cfg.mesh.context) if heads % kv_heads == 0 else []
     excluded = set() if counts and groups in ("auto", *counts) else {"ulysses"}
     excluded |= set() if cfg.model.window is None else {"all_gather"}
-    excluded |= {"ring"} if cfg.model.windows_differ else set()
+    excluded |= {"ring", "all_gather"} if cfg.model.windows_differ or cfg.model.attention_sinks else set()
     return [method for method in METHODS if method not in excluded]
 
 

@@ -9,6 +9,7 @@ from jax.extend.mlir import ir
 from jaxmem.errors import UserError
 from jaxmem.sharding import Axes, axis_name, is_axes
 from jaxmem.sharding.host import HOST, to_host
+from jaxmem.sharding.weights import is_matrix
 
 Tree = Any
 
@@ -27,7 +28,7 @@ def offloaded_weights(axes: Tree, trainable: Tree, stored: Tree) -> Tree:
     `stored` has the axes of these arrays; `trainable` has None for frozen parameters."""
 
     def one(axes: Axes, trainable: Axes | None, stored: Tree) -> Tree:
-        is_frozen_matrix = trainable is None and len(axes) - (axes[:1] == ("layer",)) > 1
+        is_frozen_matrix = trainable is None and is_matrix(axes)
         return jax.tree.map(lambda _: is_frozen_matrix, stored, is_leaf=is_axes)
 
     return jax.tree.map(one, axes, trainable, stored, is_leaf=is_axes)

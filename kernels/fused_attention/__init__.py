@@ -35,6 +35,7 @@ def attention(
     implementation: str | None = None,
     has_window: ArrayLike | None = None,
     window_share: tuple[int, int] | None = None,
+    sinks: ArrayLike | None = None,
 ) -> Any:  # an array; with `return_lse` a pair
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
@@ -51,7 +52,8 @@ def attention(
     queries] in float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
     `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
     one of them, so layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies
-    to how many (first), for the planner.
+    to how many (first), for the planner. `sinks`: a logit for each head, [heads], that is part of each softmax without
+    a value; differentiable.
     """
     arrays, options, extras = check_arguments(
         q,
@@ -67,16 +69,19 @@ def attention(
         max_segments=max_segments,
         has_window=has_window,
         window_share=window_share,
+        sinks=sinks,
     )
     with_lse = CHECKS.flag("return_lse", return_lse)
     CHECKS.require(not with_lse or extras.has_window is None, "return_lse does not support has_window")
+    CHECKS.require(not with_lse or extras.sinks is None, "return_lse does not support sinks")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not segment_ids
     request = Request.of(*arrays[:2], options, extras, keys_have_own=keys_have_own)
 
     def attend(module: Any) -> Any:
         from .optional_window import with_optional_window
+        from .sinks import with_sinks
 
-        return with_optional_window(module, extras).attend(*arrays, options, extras)
+        return with_sinks(with_optional_window(module, extras), extras).attend(*arrays, options, extras)
 
     out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,

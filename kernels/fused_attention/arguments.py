@@ -35,6 +35,7 @@ class Extras(NamedTuple):
     segment_ids: Int32[Array, "batch queries"] | None = None
     kv_segment_ids: Int32[Array, "batch keys"] | None = None
     has_window: Bool[Array, ""] | None = None  # whether the window applies; None: it applies
+    sinks: Float[Array, " heads"] | None = None  # a logit for each head in the softmax, without a value
 
 
 def visible(
@@ -70,6 +71,7 @@ def check_arguments(
     max_segments: Any = None,
     has_window: Any = None,
     window_share: Any = None,
+    sinks: Any = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError names a wrong argument."""
     q, k, v = (
@@ -109,8 +111,12 @@ def check_arguments(
         _require(window is not None, "has_window is set without window; it needs both")
         is_flag = has_window.shape == () and has_window.dtype == bool
         _require(is_flag, f"has_window is {describe(has_window)}; it should be one boolean")
+    if sinks is not None:
+        sinks = jnp.asarray(sinks)
+        is_right = sinks.shape == (heads,) and sinks.dtype in DTYPES
+        _require(is_right, f"sinks is {describe(sinks)}; it should be floats of shape [{heads}], one per head")
     options = Options(causal, window, scale, soft_cap, deterministic, max_segments, window_share)
-    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, has_window)
+    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, has_window, sinks)
 
 
 def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import blockwise, ring
+from . import sinks as attention_sinks
 from .arguments import CHECKS, Extras, check_arguments
 from .optional_window import with_optional_window
 from .ring import Shard
@@ -53,12 +54,13 @@ def attention_over(
     why = refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
     kernel = with_optional_window(importlib.import_module(f"{__package__}.{implementation}"), extras)
-    shard = Shard(kernel, axis, options)
+    shard = Shard(attention_sinks.with_sinks(kernel, extras), axis, options)
     if method == "ulysses":
         return _attend(METHODS[method], shard, q, k, v, extras)
     CHECKS.require(extras.has_window is None, f"has_window is set; {method} does not support it, use ulysses")
     if method == "ring" and window is not None:
-        return _halo(shard, q, k, v, extras.segment_ids)
+        return _halo(shard, q, k, v, extras)
+    CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
     return _attend(METHODS[method], shard, q, k, v, extras.segment_ids)
 
 
@@ -73,7 +75,9 @@ def _attend_forward(method: Any, shard: Shard, *own: Any) -> tuple[jax.Array, An
 
 
 def _attend_backward(method: Any, shard: Shard, saved: Any, d_out: jax.Array) -> Any:
-    return *(d.astype(x.dtype) for d, x in zip(method[1](shard, *saved, d_out), saved[0], strict=False)), None
+    dq, dk, dv, *of_others = method[1](shard, *saved, d_out)
+    found = zip((dq, dk, dv), saved[0], strict=False)
+    return *(d.astype(x.dtype) for d, x in found), *(of_others or [None])
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -91,9 +95,14 @@ def _ulysses(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.
 def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
     axis, (q, k, v, extras) = shard.axis, own
     *arrays, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
-    found = shard.kernel.gradients(*arrays, out, lse, d_out, shard.options, _of_sequence(axis, extras))
+    here, of_extras = _of_sequence(axis, extras), None
+    found = shard.kernel.gradients(*arrays, out, lse, d_out, shard.options, here)
+    if here.sinks is not None:
+        own, zeros = attention_sinks.gradient(here.sinks, out, lse, d_out), jnp.zeros_like(extras.sinks)
+        first = jax.lax.axis_index(axis) * own.size
+        of_extras = Extras(sinks=jax.lax.dynamic_update_slice_in_dim(zeros, own, first, 0))
     dq, *others = _to_sequence(axis, *found)
-    return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others)
+    return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others), of_extras
 
 
 def _repeated(axis: str, *arrays: jax.Array) -> list[jax.Array]:
@@ -111,7 +120,11 @@ def _to_sequence(axis: str, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _of_sequence(axis: str, extras: Extras) -> Extras:
-    """The extras with the segment ids of the complete sequence."""
+    """The extras with the sinks of this device's heads, and the segment ids of the complete sequence."""
+    if extras.sinks is not None:
+        size = extras.sinks.size // jax.lax.axis_size(axis)
+        own = jax.lax.dynamic_slice_in_dim(extras.sinks, jax.lax.axis_index(axis) * size, size)
+        extras = extras._replace(sinks=own)
     if extras.segment_ids is None:
         return extras
     ids = jax.lax.all_gather(extras.segment_ids, axis, axis=1, tiled=True)
@@ -121,9 +134,9 @@ def _of_sequence(axis: str, extras: Extras) -> Extras:
 # ---------------------------------------------------------------- a window
 
 
-def _halo(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+def _halo(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> jax.Array:
     """Causal attention with a window: devices send the last keys of their part to the devices that need them."""
-    _, axis, options = shard
+    (_, axis, options), ids = shard, extras.segment_ids
     if ids is None:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
     ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0: keys that no device sent
@@ -137,7 +150,7 @@ def _halo(shard: Shard, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
         parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
     k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     options = dataclasses.replace(options, window=min(options.window, k.shape[1]))
-    return shard.kernel.attend(q, k, v, options, Extras(ids, key_ids))[0]
+    return shard.kernel.attend(q, k, v, options, Extras(ids, key_ids, sinks=extras.sinks))[0]
 
 
 METHODS = {

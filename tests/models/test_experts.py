@@ -6,32 +6,61 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.config.networks import Experts as Settings
+from jaxmem.config.networks import Decoder
 from jaxmem.models.experts import Experts
 from jaxmem.models.network import STATISTICS
 
 EMBED, MLP = 16, 24
 
 
-def made(**settings):
-    cfg = Settings(**{"count": 4, "top_k": 2, **settings})
-    return Experts(nnx.Rngs(0), EMBED, MLP, cfg), jax.random.normal(jax.random.key(1), (2, 9, EMBED))
+def made(activation="silu", mlp_bias=False, **settings):
+    shape = {"vocab": 8, "layers": 1, "embed": EMBED, "mlp": MLP, "heads": 1, "kv_heads": 1, "head_dim": 4}
+    experts = {"count": 4, "top_k": 2, **settings}
+    cfg = Decoder(**shape, activation=activation, mlp_bias=mlp_bias, experts=experts)
+    model = Experts(nnx.Rngs(0), cfg)
+    for i, module in enumerate((model.router, model.gate, model.up, model.down) if mlp_bias else ()):
+        module.bias.set_value(jax.random.normal(jax.random.key(i), module.bias.get_value().shape))
+    return model, jax.random.normal(jax.random.key(1), (2, 9, EMBED))
+
+
+def clamped(gate, up):
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+
+
+def bias(module):
+    return 0.0 if module.bias is None else module.bias.get_value()
 
 
 def defined(model, x, keep=None):
     """All experts for all tokens, weighted."""
     cfg = model.cfg
-    probabilities = jax.nn.softmax(x @ model.router.weight.get_value())
+    probabilities = jax.nn.softmax(x @ model.router.weight.get_value() + bias(model.router))
     shares, chosen = jax.lax.top_k(probabilities, cfg.top_k)
     shares = shares / shares.sum(-1, keepdims=True) if cfg.renormalize else shares
     gate, up, down = (m.weight.get_value() for m in (model.gate, model.up, model.down))
-    hidden = jax.nn.silu(jnp.einsum("bti,eih->bteh", x, gate)) * jnp.einsum("bti,eih->bteh", x, up)
-    every = jnp.einsum("bteh,ehi->btei", hidden, down)
+    gates = jnp.einsum("bti,eih->bteh", x, gate) + bias(model.gate)
+    ups = jnp.einsum("bti,eih->bteh", x, up) + bias(model.up)
+    hidden = clamped(gates, ups) if model.activation == "swiglu_clamped" else jax.nn.silu(gates) * ups
+    every = jnp.einsum("bteh,ehi->btei", hidden, down) + bias(model.down)
     weights = jnp.einsum("btk,btke->bte", shares, jax.nn.one_hot(chosen, cfg.count))
-    return jnp.einsum("btei,bte->bti", every, weights if keep is None else weights * keep)
+    y = jnp.einsum("btei,bte->bti", every, weights if keep is None else weights * keep)
+    if cfg.shared is None:
+        return y
+    gate, up, down = (getattr(model.shared, name).weight.get_value() for name in ("gate", "up", "down"))
+    return y + jax.nn.sigmoid(x @ model.shared_gate.weight.get_value()) * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
 
 
-@pytest.mark.parametrize("settings", [{}, {"renormalize": False}, {"top_k": 4}, {"count": 1, "top_k": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"renormalize": False, "shared": 20},
+        {"top_k": 4},
+        {"count": 1, "top_k": 1},
+        {"mlp_bias": True, "activation": "swiglu_clamped"},
+    ],
+)
 def test_results_and_gradients_are_those_of_the_definition(settings):
     model, x = made(**settings)
     graphdef, state = nnx.split(model)
