@@ -5,7 +5,7 @@ GPU. A plan of 8 B parameters for 8 GPUs takes about ten seconds of CPU time and
 takes hardly more, since every device runs the same program.
 
     compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
-    breakdown    the part of each buffer at the peak: by the inputs that it was computed from (origins), its shape
+    breakdown    the part of each buffer at the peak: by the inputs that it was computed from, its shape
                  (known_shapes), its pass and its source file
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline, and the source lines of the largest buffers

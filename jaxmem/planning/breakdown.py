@@ -6,9 +6,11 @@ buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import dataclasses
+import functools
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +20,8 @@ from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
 from jaxmem.optim.master import MasterState
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
-from jaxmem.planning.hlo import Frame, HloShape, Instruction, Module, dot_flops
+from jaxmem.planning.hlo import Computation, Frame, HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
-from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, Result, trace_origins, union
 from jaxmem.quant import QTensor
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
@@ -37,6 +38,11 @@ _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
 # The arrays of a quantized weight besides its integer codes.
 _SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
 _IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
+# The inputs of the program from which a value was computed.
+Origins = int  # one bit per input
+WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
+NOWHERE = 0  # literals, and values that are computed from literals only
+Result = tuple[Origins, ...]  # one for each array of an instruction's result
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
@@ -228,3 +234,63 @@ def maker_of(one: Instruction, index: tuple[int, ...]) -> Instruction:
             return one
         one, index = one.operands[0], ()
     return one
+
+
+def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Result]:
+    """The origins of the result of every instruction, propagated through every operation, in loops until they do not
+    change: a cast, gathered or dequantized weight is computed from weights alone, whichever operations XLA inserted, a
+    gradient from weights and batch. `of_input` returns the origin of an argument of the program."""
+    found: dict[Instruction, Result] = {}
+    inputs = [one for one in module.entry.instructions if one.opcode == "parameter"]
+    inputs.sort(key=lambda one: one.number)
+    _run(module.entry, [_uniform(one, of_input(one)) for one in inputs], found)
+    return found
+
+
+def union(results: Iterable[Origins]) -> Origins:
+    return functools.reduce(operator.or_, results, NOWHERE)
+
+
+def _run(computation: Computation, arguments: Sequence[Result], found: dict[Instruction, Result]) -> Result:
+    for one in computation.instructions:
+        found[one] = arguments[one.number] if one.opcode == "parameter" else _result(one, found)
+    return found[computation.root]
+
+
+def _result(one: Instruction, found: dict[Instruction, Result]) -> Result:
+    operands = [found[operand] for operand in one.operands]
+    match one.opcode:
+        case "get-tuple-element":
+            return operands[0][one.operands[0].shape.arrays_at((one.number,))]
+        case "async-done":
+            return operands[0][one.operands[0].shape.arrays_at((1,))]  # the operand is (operands, results, ...)
+        case "tuple":
+            return sum(operands, ())
+        case "copy" | "optimization-barrier":
+            return operands[0]
+        case "while":
+            condition, body = sorted(one.called, key=lambda called: called.root.shape.dtype != "bool")
+            state = operands[0]
+            while (after := _either(state, _run(body, [state], found))) != state:
+                state = after
+            _run(condition, [state], found)
+            return state
+        case "conditional":
+            branches = zip(one.called, operands[1:], strict=True)
+            return _either(*(_run(branch, [argument], found) for branch, argument in branches))
+        case "fusion" | "call":
+            return _run(one.called[0], operands, found)
+        case "async-start":
+            started = sum(operands, ()) + _run(one.called[0], operands, found)
+            return started + (NOWHERE,) * (one.shape.arrays - len(started))
+        case _:
+            return _uniform(one, union(map(union, operands)))
+
+
+def _uniform(one: Instruction, origins: Origins) -> Result:
+    return (origins,) * one.shape.arrays
+
+
+def _either(*results: Result) -> Result:
+    """The origins of a result that equals one of several results."""
+    return tuple(map(union, zip(*results, strict=True)))
