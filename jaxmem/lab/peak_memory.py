@@ -12,8 +12,7 @@ import numpy as np
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import initial_state
-from jaxmem.lab.bench.contest import Say
-from jaxmem.lab.bench.isolated import rows
+from jaxmem.lab.bench.contest import Say, isolated_rows
 from jaxmem.machine import devices
 from jaxmem.planning import plan_program
 from jaxmem.step import program
@@ -46,7 +45,7 @@ def measure(cfg: Config) -> dict[str, Any]:
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
     """`measure` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
-    found = next(rows(_measured, (raw, simulate), without=[], limit=seconds or LONGEST))
+    found = next(isolated_rows(_measured, (raw, simulate), without=[], limit=seconds or LONGEST))
     return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
 
 

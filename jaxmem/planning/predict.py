@@ -245,7 +245,7 @@ class _Activations:
         heads, kv_heads = max(1, model.heads // split), max(1, model.kv_heads // split)
         segments = cfg.data.max_segments if cfg.data.packing else 1
         length, rows = cfg.row_length // (cfg.mesh.context if is_ring else 1), math.ceil(self.rows * cfg.mesh.context)
-        call = cudnn.Call(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
+        call = cudnn.CudnnCall(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
         return cudnn.workspace(cudnn.backward_part(call), self.width)
 
     def _context(self, model: Decoder, wide: float) -> float:

@@ -40,7 +40,7 @@ _STATUS_RETURNING = 2  # the version of XLA's custom-call interface that these t
 
 
 @dataclass(frozen=True)
-class Call:
+class CudnnCall:
     """Properties of a call that XLA needs."""
 
     batch: int
@@ -65,7 +65,7 @@ class Call:
 
 
 # (target, call, arrays) -> outputs. CPUs have no cuDNN; tests set an emulation.
-ON_CPU: Callable[[str, Call, Sequence[jax.Array]], Any] | None = None
+ON_CPU: Callable[[str, CudnnCall, Sequence[jax.Array]], Any] | None = None
 
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
@@ -74,19 +74,21 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
     return _attend(call, q, k, v, None if call.max_segments == 1 else extras.segment_ids)
 
 
-def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> Call:
+def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> CudnnCall:
     batch, length, heads, dim = q.shape
     segments = options.max_segments if extras.segment_ids is not None else 1
     masked = options.causal or options.window is not None
-    return Call(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, options.window, segments or 1)
+    return CudnnCall(
+        batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, options.window, segments or 1
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
+def _attend(call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
     return _forward(call, q, k, v, ids)
 
 
-def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
+def _forward(call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
     packed = None if ids is None else Packed.of(call, ids)
     if packed is not None:  # with too many documents the loss is NaN instead of a wrong result
         q = jnp.where(packed.count <= call.slots, q, jnp.nan)
@@ -94,14 +96,14 @@ def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Arra
     return out, stats if packed is None else packed.rows_of(call, stats)
 
 
-def _forward_rule(call: Call, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
+def _forward_rule(call: CudnnCall, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
     q, k, v = (x.value for x in inputs[:3])
     ids = None if inputs[3] is None else inputs[3].value
     out, lse = (checkpoint_name(x, SAVED) for x in _forward(call, q, k, v, ids))
     return (out, lse), (q, k, v, ids, out, lse)
 
 
-def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+def _backward_rule(call: CudnnCall, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, ids, out, lse = saved
     d_out, d_lse = cotangents
     has_gradient = not isinstance(d_lse, SymbolicZero)
@@ -122,14 +124,14 @@ def gradients(
     return _backward(call, q, k, v, out, lse, d_out.astype(q.dtype), ids)
 
 
-def _backward(call: Call, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, ids: Any) -> Any:
+def _backward(call: CudnnCall, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, ids: Any) -> Any:
     if ids is None:
         return _run(_BACKWARD, call, (q, k, v, lse, d_out, out), None)
     return _gradients_by_heads(call, Packed.of(call, ids), (q, out, d_out), (k, v), lse)
 
 
 def _gradients_by_heads(
-    call: Call, packed: Packed, by_query: tuple[jax.Array, ...], by_key: tuple[jax.Array, ...], lse: jax.Array
+    call: CudnnCall, packed: Packed, by_query: tuple[jax.Array, ...], by_key: tuple[jax.Array, ...], lse: jax.Array
 ) -> tuple[jax.Array, ...]:
     """dq, dk and dv of packed sequences, for one part of the query heads after the other."""
     part, group = backward_part(call), call.heads // call.kv_heads
@@ -170,7 +172,7 @@ class Packed:
     count: Int32[Array, ""]
 
     @classmethod
-    def of(cls, call: Call, ids: Int32[Array, "batch sequence"]) -> Packed:
+    def of(cls, call: CudnnCall, ids: Int32[Array, "batch sequence"]) -> Packed:
         """The documents of segment ids: runs of equal ids within a sequence."""
         first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1).reshape(-1)
         number = jnp.cumsum(first, dtype=jnp.int32) - 1
@@ -178,21 +180,25 @@ class Packed:
         starts = jnp.append(starts.astype(jnp.int32), jnp.int32(first.size))
         return cls(number.reshape(ids.shape), starts, number[-1] + 1)
 
-    def rows_of(self, call: Call, stats: Float[Array, "slots heads sequence"]) -> Float[Array, "batch heads sequence"]:
+    def rows_of(
+        self, call: CudnnCall, stats: Float[Array, "slots heads sequence"]
+    ) -> Float[Array, "batch heads sequence"]:
         """Values per position of a sequence, from values per position of a document."""
         start = self.starts[jnp.minimum(self.number, self.starts.size - 1)]
         place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - start
         found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
         return found.swapaxes(1, 2)
 
-    def stats_of(self, call: Call, rows: Float[Array, "batch heads sequence"]) -> Float[Array, "slots heads sequence"]:
+    def stats_of(
+        self, call: CudnnCall, rows: Float[Array, "batch heads sequence"]
+    ) -> Float[Array, "slots heads sequence"]:
         """The inverse of `rows_of`. Values beyond the end of a document are not read."""
         flat = rows.swapaxes(1, 2).reshape(-1, call.heads)
         place = self.starts[:-1, None] + jnp.arange(call.length, dtype=jnp.int32)
         return flat[jnp.minimum(place, flat.shape[0] - 1)].swapaxes(1, 2)
 
 
-def workspace(call: Call, itemsize: int) -> int:
+def workspace(call: CudnnCall, itemsize: int) -> int:
     """Bytes that the backward pass allocates: dq in float32, a value per row of scores, and with grouped heads dk and
     dv of every head (cudnn-frontend, `scaled_dot_product_flash_attention.h`). XLA does not tell cuDNN that packed
     documents share a sequence, so each document needs as many bytes as a complete sequence."""
@@ -201,11 +207,11 @@ def workspace(call: Call, itemsize: int) -> int:
     return rows * 4 * (call.dim + 1) + (every_head if call.heads > call.kv_heads else 0)
 
 
-def backward_part(call: Call) -> Call:
+def backward_part(call: CudnnCall) -> CudnnCall:
     """The call of the backward pass. For packed sequences it has as many query heads as WORKSPACE allows, each with a
     copy of its keys and values, since grouped heads would allocate their gradients for each document.
 
-    >>> call = Call(1, 4096, 4096, 32, 8, 128, 1.0, True, None, 32)
+    >>> call = CudnnCall(1, 4096, 4096, 32, 8, 128, 1.0, True, None, 32)
     >>> backward_part(call).heads, backward_part(replace(call, length=32768)).heads
     (8, 1)
     """
@@ -220,7 +226,7 @@ def backward_part(call: Call) -> Call:
 # ---------------------------------------------------------------- the custom calls
 
 
-def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
+def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
     """The outputs of a call. Forward: the output and the log-sum-exp, [documents, heads, sequence]; backward: dq, dk
     and dv."""
     q, k, v = arrays[:3]
@@ -265,7 +271,7 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
     return tuple(jax.lax.platform_dependent(*arrays, *more, cpu=on_cpu, default=on_gpu))
 
 
-def _backend_config(target: str, call: Call, dtype: Any) -> dict[str, Any]:
+def _backend_config(target: str, call: CudnnCall, dtype: Any) -> dict[str, Any]:
     """`CudnnfMHABackendConfig` of XLA's `backend_configs.proto`."""
     packed = call.max_segments > 1
     mask = "CAUSAL" if call.masked else "NO_MASK"

@@ -20,12 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import launch
 
-from . import flash, mosaic_gradients, triton
+from . import flash, triton
 from .arguments import Extras, Options
-from .block import Call, MaskArrays
-from .flash import Passes
-from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, SharedGradients, Stream
+from .flash import AttentionCall, MaskArrays, Passes
+from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, OwnBlocks, SharedGradients, Stream
 from .mosaic_programs import forward
+from .mosaic_programs import gradients as gradients_program
 
 WIDTHS = (64, 96, 128, 256)
 # Widths of the one-kernel backward pass: two warpgroups share the columns evenly, in tiles, and the sums of dk and dv
@@ -33,7 +33,7 @@ WIDTHS = (64, 96, 128, 256)
 ONE_PASS = (64, 128)
 
 
-def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
+def _forward(call: AttentionCall, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
     batch, queries, heads, _ = q.shape
     q, k, v = _widened(q, k, v)
     ids = masks.ids is not None
@@ -60,7 +60,9 @@ def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any
     return out[..., : call.dim], lse[..., :queries]
 
 
-def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any, Any]:
+def _gradients(
+    call: AttentionCall, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays
+) -> tuple[Any, Any, Any]:
     heads, kv_heads, dtype = q.shape[2], k.shape[2], q.dtype
     q, k, v, d_out = _widened(q, k, v, d_out)
     ids = masks.ids is not None
@@ -71,7 +73,7 @@ def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks:
     found = _run(
         "attention_gradients",
         10 * call.pairs / call.queries,
-        functools.partial(mosaic_gradients.gradients, call, heads // kv_heads),
+        functools.partial(gradients_program, call, heads // kv_heads),
         call,
         (q, k, v, d_out, *(_filled(x, size) for x in rows)),
         masks,
@@ -93,7 +95,7 @@ def _run(
     name: str,
     flops: float,
     kernel: Callable[..., None],
-    call: Call,
+    call: AttentionCall,
     arrays: tuple[Any, ...],
     masks: MaskArrays,
     outputs: list[Any],
@@ -125,13 +127,13 @@ def _run(
     )
 
 
-def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> Own:
+def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> OwnBlocks:
     blocks = _shared_rows(COMPUTING, ROWS, like, of, numbers, ids, line)
-    return Own(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTING))
+    return OwnBlocks(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTING))
 
 
 def _stream(
-    call: Call, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False, line: int = 128
+    call: AttentionCall, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False, line: int = 128
 ) -> Stream:
     stages = call.blocks.stages
     held = _shared_rows(stages, size, like, of, numbers, ids, line)

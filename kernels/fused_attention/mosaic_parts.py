@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .block import LOG2E, Call, MaskArrays, seen_in_block
+from .flash import LOG2E, AttentionCall, MaskArrays, seen_in_block
 
 # Names of the dimensions of the grid, which must differ from those of mesh axes.
 HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
@@ -25,7 +25,7 @@ WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 
 
-class Own(NamedTuple):
+class OwnBlocks(NamedTuple):
     """Blocks in shared memory that a warpgroup reads once, [COMPUTING, ...], and the barrier of their copies."""
 
     blocks: tuple[Any, ...]
@@ -52,7 +52,7 @@ class SharedGradients(NamedTuple):
 # ---------------------------------------------------------------- indices
 
 
-def slot_of(call: Call, n: Any) -> jax.Array:
+def slot_of(call: AttentionCall, n: Any) -> jax.Array:
     """The slot of the n-th block of a stream."""
     return lax.rem(n, jnp.int32(call.blocks.stages))
 
@@ -79,7 +79,7 @@ def slice_ids(ids: Any, first: Any, size: int) -> Any:
 # ---------------------------------------------------------------- copies
 
 
-def copy_own(own: Own, number: Any, *sources: Any) -> list[Any]:
+def copy_own(own: OwnBlocks, number: Any, *sources: Any) -> list[Any]:
     """Copies this warpgroup's blocks to shared memory, and waits for them."""
     held = [x.at[number] for x in own.blocks]
     for source, target in zip((x for x in sources if x is not None), held, strict=True):
@@ -88,7 +88,7 @@ def copy_own(own: Own, number: Any, *sources: Any) -> list[Any]:
     return held
 
 
-def copy_next(call: Call, stream: Stream, n: Any, *sources: Any) -> None:
+def copy_next(call: AttentionCall, stream: Stream, n: Any, *sources: Any) -> None:
     """Copies the n-th block once its slot is free."""
     slot = slot_of(call, n)
     pl.when(n >= call.blocks.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
@@ -132,7 +132,7 @@ def tanh(x: jax.Array) -> jax.Array:
 
 
 def masked_scores(
-    call: Call, s: jax.Array, at: Any, key: Any, mine: Any, theirs: Any, dims: tuple[int, int]
+    call: AttentionCall, s: jax.Array, at: Any, key: Any, mine: Any, theirs: Any, dims: tuple[int, int]
 ) -> jax.Array:
     """Scores, -inf where they are masked. `dims`: the dimensions of queries and keys in `s`."""
     at, key, mine, theirs = (

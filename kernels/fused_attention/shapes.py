@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     batch: int
     queries: int
     keys: int
@@ -34,15 +34,15 @@ def pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
     return below(keys) - below(keys - queries)
 
 
-SHAPES = {
-    "bench": Shape(8, 256, 256, 8, 8, 32),  # configs/bench.yaml
-    "llama2-7b": Shape(1, 4096, 4096, 32, 32, 128),
-    "llama3-8b": Shape(1, 8192, 8192, 32, 8, 128),
-    "llama3.2-1b": Shape(4, 2048, 2048, 32, 8, 64),
-    "llama3-70b": Shape(1, 8192, 8192, 64, 8, 128),
-    "mistral-7b": Shape(1, 16384, 16384, 32, 8, 128, window=4096),
-    "qwen2.5-7b": Shape(1, 8192, 8192, 28, 4, 128),
-    "vit-b16": Shape(32, 197, 197, 12, 12, 64, causal=False),
-    "probe": Shape(4, 4096, 4096, 16, 16, 128),  # the backward pass of XLA's own attention needs 10 GiB
-    "long": Shape(1, 16384, 16384, 16, 16, 128),
+ATTENTION_SHAPES = {
+    "bench": AttentionShape(8, 256, 256, 8, 8, 32),  # configs/bench.yaml
+    "llama2-7b": AttentionShape(1, 4096, 4096, 32, 32, 128),
+    "llama3-8b": AttentionShape(1, 8192, 8192, 32, 8, 128),
+    "llama3.2-1b": AttentionShape(4, 2048, 2048, 32, 8, 64),
+    "llama3-70b": AttentionShape(1, 8192, 8192, 64, 8, 128),
+    "mistral-7b": AttentionShape(1, 16384, 16384, 32, 8, 128, window=4096),
+    "qwen2.5-7b": AttentionShape(1, 8192, 8192, 28, 4, 128),
+    "vit-b16": AttentionShape(32, 197, 197, 12, 12, 64, causal=False),
+    "probe": AttentionShape(4, 4096, 4096, 16, 16, 128),  # the backward pass of XLA's own attention needs 10 GiB
+    "long": AttentionShape(1, 16384, 16384, 16, 16, 128),
 }

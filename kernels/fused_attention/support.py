@@ -78,7 +78,7 @@ class Request:
         return self.queries, self.keys, self.heads, self.dim
 
 
-Rules = Iterator[tuple[bool, str, str]]  # (whether a rule is broken, the value, the values that are supported)
+Limits = Iterator[tuple[bool, str, str]]  # (whether a rule is broken, the value, the values that are supported)
 
 
 def refusal(name: str, call: Request, capability: int | None) -> str | None:
@@ -95,23 +95,23 @@ def refusal(name: str, call: Request, capability: int | None) -> str | None:
     return None
 
 
-def _common(call: Request, capability: int | None, max_dim: int, dtypes: tuple[str, ...]) -> Rules:
+def _common(call: Request, capability: int | None, max_dim: int, dtypes: tuple[str, ...]) -> Limits:
     older = capability is not None and capability < 80
     yield older, _has(capability), "needs 8.0 or newer"
     yield call.dim > max_dim, f"q has dim {call.dim}", f"supports at most {max_dim}"
     yield call.dtype not in dtypes, f"q is {call.dtype}", f"supports {' and '.join(dtypes)}"
 
 
-def _triton(call: Request, capability: int | None) -> Rules:
+def _triton(call: Request, capability: int | None) -> Limits:
     yield from _common(call, capability, 256, FLOATS)
 
 
-def _mosaic(call: Request, capability: int | None) -> Rules:
+def _mosaic(call: Request, capability: int | None) -> Limits:
     yield capability not in (None, 90), _has(capability), "needs 9.0"
     yield from _common(call, capability, 256, SIXTEEN)
 
 
-def _cudnn(call: Request, capability: int | None) -> Rules:
+def _cudnn(call: Request, capability: int | None) -> Limits:
     """cuDNN 9 as XLA calls it (docs.nvidia.com/deeplearning/cudnn, "Scaled Dot Product Attention")."""
     yield from _common(call, capability, 256 if capability == 90 else 128, SIXTEEN)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
@@ -142,17 +142,17 @@ def _cudnn(call: Request, capability: int | None) -> Rules:
 
 def _packed_workspace(call: Request) -> int:
     """Bytes that the backward pass of one head of packed sequences allocates."""
-    from .cudnn import Call, workspace
+    from .cudnn import CudnnCall, workspace
 
     segments = call.max_segments or 1
-    return workspace(Call(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, segments), 2)
+    return workspace(CudnnCall(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, segments), 2)
 
 
 def _has(capability: int | None) -> str:
     return f"compute capability is {(capability or 0) / 10}"
 
 
-_RULES: dict[str, Callable[[Request, int | None], Rules]] = {"cudnn": _cudnn, "mosaic": _mosaic, "triton": _triton}
+_RULES: dict[str, Callable[[Request, int | None], Limits]] = {"cudnn": _cudnn, "mosaic": _mosaic, "triton": _triton}
 
 
 def choose(call: Request, capability: int | None, device: str) -> Choice:

@@ -1,7 +1,7 @@
 """Attention as Triton kernels, launched through jax-triton: NVIDIA GPUs from Ampere on.
 
 In the forward pass (Dao, arXiv:2307.08691) a program has a block of queries, and visits the keys of these queries block
-by block, with a running maximum and sum of each row. Blocks of keys without masked elements are computed without a
+by block, with a running maximum and sum of each row. BlockSizes of keys without masked elements are computed without a
 mask; blocks without a key of the queries' segments are skipped. The backward pass has two kernels without atomic
 additions, so equal inputs have bitwise equal gradients: one has a block of queries and sums dq, the other has a block
 of keys and sums dk and dv over the queries of all heads that share them. Both recompute the probabilities from the
@@ -23,12 +23,11 @@ from jaxmem.kernels.triton_launch import launch, load_programs
 
 from . import flash
 from .arguments import Extras, Options
-from .block import LOG2E, Call, MaskArrays
-from .flash import Passes
+from .flash import LOG2E, AttentionCall, MaskArrays, Passes
 
 
 @dataclass(frozen=True)
-class Static:
+class AttentionStatic:
     """Compile-time values of the programs. `rows` and `columns`: queries and keys of a block."""
 
     queries: int
@@ -45,7 +44,7 @@ class Static:
     scale: float
     factor: float  # score / dot product of q and k
     tanh_factor: float | None  # with a soft cap: 2 log2(e) times the argument of tanh / dot product of q and k
-    unit: float  # `Call.unit`
+    unit: float  # `AttentionCall.unit`
     base: float  # exponent of 2 / difference of scores
 
     @property
@@ -65,9 +64,9 @@ class Static:
         return self.kv_heads * self.dim
 
 
-def static(call: Call, heads: int, kv_heads: int, *, segments: bool) -> Static:
+def static(call: AttentionCall, heads: int, kv_heads: int, *, segments: bool) -> AttentionStatic:
     o = call.options
-    return Static(
+    return AttentionStatic(
         queries=call.queries,
         keys=call.keys,
         heads=heads,
@@ -87,7 +86,7 @@ def static(call: Call, heads: int, kv_heads: int, *, segments: bool) -> Static:
     )
 
 
-def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
+def _forward(call: AttentionCall, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
     batch, queries, heads, _ = q.shape
     rows = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
     out, lse = _run(
@@ -96,14 +95,14 @@ def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any
     return out, lse
 
 
-def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> jax.Array:
+def _d_queries(call: AttentionCall, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> jax.Array:
     given = (q, k, v, d_out, *rows)
     flops = 6 * call.pairs / call.queries
     (dq,) = _run("attention_d_queries", call, q, k, given, masks, [q], flops=flops, by_keys=False)
     return dq
 
 
-def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any]:
+def _d_keys(call: AttentionCall, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any]:
     given = (q, k, v, d_out, *rows)
     flops = 8 * call.pairs * (q.shape[2] // k.shape[2]) / call.keys
     dk, dv = _run("attention_d_keys", call, q, k, given, masks, [k, k], flops=flops, by_keys=True)
@@ -112,7 +111,7 @@ def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: Ma
 
 def _run(
     name: str,
-    call: Call,
+    call: AttentionCall,
     q: Any,
     k: Any,
     arrays: tuple[Any, ...],

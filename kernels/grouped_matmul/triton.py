@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmem.kernels.launch import block_size
-from jaxmem.kernels.quantized_matmul import Call, QuantizedScales
+from jaxmem.kernels.quantized_matmul import MatmulCall, QuantizedScales
 from jaxmem.kernels.quantized_matmul import triton as one_matrix
 from jaxmem.kernels.triton_launch import launch, load_programs
 
@@ -32,20 +32,20 @@ class QuantizedMatrices:
 
     codes: Any  # an array
     scale: Any  # an array, or QuantizedScales
-    call: Call = field(metadata={"static": True})
+    call: MatmulCall = field(metadata={"static": True})
 
 
 Weight = jax.Array | QuantizedMatrices
 # Tile sizes for weights in 2 bytes: 128 x 128 results, in steps of 64.
 USUAL = {
-    "grouped_matmul": one_matrix.Blocks(128, 64, 128, 8, 3),
-    "grouped_matmul_of_inputs": one_matrix.Blocks(128, 128, 64, 8, 3),
-    "grouped_matmul_of_weights": one_matrix.Blocks(64, 128, 128, 8, 3),
+    "grouped_matmul": one_matrix.TileSizes(128, 64, 128, 8, 3),
+    "grouped_matmul_of_inputs": one_matrix.TileSizes(128, 128, 64, 8, 3),
+    "grouped_matmul_of_weights": one_matrix.TileSizes(64, 128, 128, 8, 3),
 }
 
 
 @dataclass(frozen=True)
-class Tiling(one_matrix.Tiling):
+class GroupedTiling(one_matrix.MatmulTiling):
     """Compile-time values of a program. `tokens`: rows of x."""
 
     sorted: int
@@ -169,7 +169,7 @@ def _sizes(weight: Weight) -> tuple[int, int, int]:
 
 def _prepare(
     name: str, x: jax.Array, weight: Weight, groups: Groups, gathers: bool
-) -> tuple[Tiling, list[jax.Array], dict[str, Any]]:
+) -> tuple[GroupedTiling, list[jax.Array], dict[str, Any]]:
     """Compile-time values, the arrays of the tiles and of the weight, and the warps and stages."""
     together, inputs, outputs = _sizes(weight)
     length, count = groups.rows.shape[0], groups.starts.shape[0]
@@ -202,7 +202,7 @@ def _prepare(
     starts, stops = (jnp.concatenate(pair) for pair in ((groups.starts, groups.stops[-1:]), (groups.stops, ends)))
     start, stop, group, *_ = block_table(starts, stops, sizes.tokens, length)
     unit, steps, is_listed, double = kind
-    static = Tiling(
+    static = GroupedTiling(
         tokens=x.shape[0],
         outputs=outputs,
         code_rows=inputs // together,

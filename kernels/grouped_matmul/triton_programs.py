@@ -1,4 +1,4 @@
-"""The Triton programs of the matmuls; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
+"""The Triton programs of the matmuls; `triton.py` launches them. `s` is `triton.GroupedTiling`, which is known at compile
 time.
 
 `tiles_ptr` is the table [3, tiles] of `blocks.block_table`: the first row of each tile, the row after its last, and its

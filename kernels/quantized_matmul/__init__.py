@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxmem.kernels.choice import Operation
 from jaxmem.kernels.validation import Validator
 
-from .arguments import FORMS, Call, QuantizedScales, check_arguments
+from .arguments import FORMS, MatmulCall, QuantizedScales, check_arguments
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "sliced", "triton")}
 
@@ -52,20 +52,22 @@ def dequant_matmul(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(module: Any, call: Call, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
+def _product(module: Any, call: MatmulCall, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     return (module.of_activations if transposed else module.multiply)(call, x, codes, scale)
 
 
 def _forward(
-    module: Any, call: Call, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any
+    module: Any, call: MatmulCall, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any
 ) -> tuple[jax.Array, Any]:
     return _product(module, call, transposed, x, codes, scale), (codes, scale)
 
 
-def _backward(module: Any, call: Call, transposed: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, None, None]:
+def _backward(
+    module: Any, call: MatmulCall, transposed: bool, saved: Any, g: jax.Array
+) -> tuple[jax.Array, None, None]:
     return _product(module, call, not transposed, g, *saved), None, None
 
 
 _product.defvjp(_forward, _backward)
 
-__all__ = ["FORMS", "IMPLEMENTATIONS", "Call", "QuantizedScales", "dequant_matmul"]
+__all__ = ["FORMS", "IMPLEMENTATIONS", "MatmulCall", "QuantizedScales", "dequant_matmul"]

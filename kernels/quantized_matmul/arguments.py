@@ -42,7 +42,7 @@ FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "mxfp4": Form(4, E2M1), "int4
 
 
 @dataclass(frozen=True)
-class Call:
+class MatmulCall:
     """Compile-time properties of a call."""
 
     form: Form
@@ -58,7 +58,7 @@ class Call:
 
 def check_arguments(
     x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Any, transposed: bool
-) -> tuple[jax.Array, jax.Array, Any, Call]:
+) -> tuple[jax.Array, jax.Array, Any, MatmulCall]:
     """The arrays and the compile-time properties; ValueError names a wrong argument."""
     checks = Validator("dequant_matmul")
     known = isinstance(format_, str) and format_ in FORMS
@@ -93,7 +93,7 @@ def check_arguments(
         )
     if blocks == 1:  # the size of a single block beyond the inputs has no effect; a small size fits in 32 bits
         block = min(block, max(2, 1 << (inputs - 1).bit_length()))
-    return x, codes, scale, Call(form, block, inputs, outputs)
+    return x, codes, scale, MatmulCall(form, block, inputs, outputs)
 
 
 def _scale(checks: Validator, scale: Any) -> Any:
@@ -106,3 +106,28 @@ def _scale(checks: Validator, scale: Any) -> Any:
         checks.array("scale.scale", scale.scale, None, ("float32",)),
         checks.array("scale.mean", scale.mean, None, ("float32",)),
     )
+
+
+class MatmulShape(NamedTuple):
+    tokens: int
+    inputs: int
+    outputs: int
+    format: str = "nf4"
+    block: int = 64
+    double: bool = True
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matmul, or of its gradient with respect to x."""
+        return 2 * self.tokens * self.inputs * self.outputs
+
+
+MATMUL_SHAPES = {
+    "llama3-8b up": MatmulShape(512, 4096, 14336),
+    "llama3-8b down": MatmulShape(512, 14336, 4096),
+    "llama3-8b up, long": MatmulShape(8192, 4096, 14336),
+    "llama3-8b one token": MatmulShape(1, 4096, 14336),
+    "llama3-70b up": MatmulShape(2048, 8192, 28672),
+    "qwen2.5-7b int4": MatmulShape(2048, 3584, 18944, "int4", double=False),
+    "llama2-7b int8": MatmulShape(2048, 4096, 11008, "int8", 256, double=False),
+}

@@ -9,22 +9,22 @@ from jaxtyping import Array, Float
 
 from jaxmem.kernels.codes import dynamic_code
 
-from .arguments import Call, QuantizedScales
+from .arguments import MatmulCall, QuantizedScales
 
 
 def multiply(
-    call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
+    call: MatmulCall, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens outputs"]:
     return x @ decoded(call, codes, scale, x.dtype)
 
 
 def of_activations(
-    call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
+    call: MatmulCall, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens inputs"]:
     return g @ decoded(call, codes, scale, g.dtype).T
 
 
-def decoded(call: Call, codes: jax.Array, scale: Any, dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
+def decoded(call: MatmulCall, codes: jax.Array, scale: Any, dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
     """The first `call.inputs` rows of the weight, dequantized."""
     form = call.form
     if form.bits == 4:

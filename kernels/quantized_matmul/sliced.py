@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .arguments import Call, QuantizedScales
+from .arguments import MatmulCall, QuantizedScales
 from .reference import block_scales, decoded
 
 SLICE = 1 << 23  # elements of a slice
 
 
 def multiply(
-    call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
+    call: MatmulCall, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens outputs"]:
     width = min(call.outputs, max(1, SLICE // call.inputs))
 
@@ -42,7 +42,7 @@ def multiply(
 
 
 def of_activations(
-    call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
+    call: MatmulCall, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens inputs"]:
     blocks = max(1, SLICE // call.outputs // call.block)
     blocks += blocks * call.block % call.form.together  # slices begin at complete bytes

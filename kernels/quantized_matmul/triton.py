@@ -21,12 +21,12 @@ from jaxtyping import Array, Float
 from jaxmem.kernels.launch import block_size
 from jaxmem.kernels.triton_launch import launch, load_programs
 
-from .arguments import Call, QuantizedScales
+from .arguments import MatmulCall, QuantizedScales
 
 PROGRAMS = "jaxmem.kernels.quantized_matmul.triton_programs"
 
 
-class Blocks(NamedTuple):
+class TileSizes(NamedTuple):
     """Tile sizes of a program: powers of two, at least 16 for the tensor cores."""
 
     tokens: int
@@ -37,11 +37,11 @@ class Blocks(NamedTuple):
 
 
 LEAST = 16
-USUAL = {"forward": Blocks(128, 32, 128, 8, 3), "backward": Blocks(128, 32, 64, 8, 3)}
+USUAL = {"forward": TileSizes(128, 32, 128, 8, 3), "backward": TileSizes(128, 32, 64, 8, 3)}
 
 
 @dataclass(frozen=True)
-class Tiling:
+class MatmulTiling:
     """Compile-time values of a program."""
 
     tokens: int
@@ -63,26 +63,26 @@ class Tiling:
         return max(1, self.rows // self.unit)
 
 
-def multiply(call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
+def multiply(call: MatmulCall, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """x @ w, [tokens, outputs]."""
     blocks = fitting(call, x.shape[0], USUAL["forward"])
     columns = jnp.moveaxis(x.reshape(x.shape[0], codes.shape[0], call.form.together), 2, 0)
     return _run("dequant_matmul", call, blocks, columns, codes, scale)
 
 
-def of_activations(call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
+def of_activations(call: MatmulCall, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
     """g @ w.T, [tokens, inputs]."""
     result = _run("dequant_matmul_of_activations", call, fitting(call, g.shape[0], USUAL["backward"]), g, codes, scale)
     return jnp.moveaxis(result, 0, 2).reshape(g.shape[0], call.inputs)
 
 
-def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
+def _run(name: str, call: MatmulCall, blocks: TileSizes, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     form, forward, tokens, rows = call.form, name == "dequant_matmul", x.shape[-2], codes.shape[0]
     unused = jnp.zeros(1, jnp.float32)  # passed for pointers that the program does not read
     double = isinstance(scale, QuantizedScales)
     own, groups, mean = (scale.codes, scale.scale, scale.mean) if double else (scale, unused, unused)
     listed = unused if form.listed is None else jnp.asarray(form.listed, jnp.float32)
-    static = Tiling(
+    static = MatmulTiling(
         tokens=tokens,
         outputs=call.outputs,
         code_rows=rows,
@@ -112,7 +112,7 @@ def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, 
     return result
 
 
-def fitting(call: Call, tokens: int, most: Blocks) -> Blocks:
+def fitting(call: MatmulCall, tokens: int, most: TileSizes) -> TileSizes:
     """Sizes for this call: a tile of codes is inside one block, or has a power of two of blocks."""
     together = call.form.together
     rows = block_size(most.rows, -(-call.inputs // together))

@@ -1,4 +1,4 @@
-"""The Triton programs of the matmul; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
+"""The Triton programs of the matmul; `triton.py` launches them. `s` is `triton.MatmulTiling`, which is known at compile
 time; `s.together` is the number of codes per byte. `listed_ptr`: the values of a format with a codebook, e.g. nf4."""
 
 import triton.language as tl

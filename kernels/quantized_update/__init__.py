@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxmem.kernels.choice import Operation
 from jaxmem.kernels.validation import Validator, describe
 
-from .arguments import Adam, Blocks, Moments8, check_arguments
+from .arguments import Adam, Moments8, ScaleBlocks, check_arguments
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "triton")}
 
@@ -79,10 +79,10 @@ def _run(
     call: Callable[[Any], Any],
     like: jax.Array,
     arrays: tuple[Any, ...],
-    blocks: Blocks,
+    blocks: ScaleBlocks,
 ) -> Any:
     kind, sizes = f"{like.dtype.name} along {blocks.along}", (like.size, blocks.size)
     return Operation(name, IMPLEMENTATIONS, "reference").run(implementation, call, arrays, kind=kind, sizes=sizes)
 
 
-__all__ = ["IMPLEMENTATIONS", "Blocks", "Moments8", "adam8_update", "int8_add"]
+__all__ = ["IMPLEMENTATIONS", "Moments8", "ScaleBlocks", "adam8_update", "int8_add"]

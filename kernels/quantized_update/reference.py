@@ -12,12 +12,14 @@ import numpy as np
 from jaxmem.kernels.codes import dynamic_code
 from jaxmem.kernels.draws import uniform
 
-from .arguments import Adam, Blocks, Moments8, blocked, lines
+from .arguments import Adam, Moments8, ScaleBlocks, blocked, lines
 
 STEPS = 127  # quantization steps of int8 from 0 to 1
 
 
-def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
+def adam8(
+    adam: Adam, blocks: ScaleBlocks, g: jax.Array, state: Moments8, unbiased: jax.Array
+) -> tuple[jax.Array, Moments8]:
     old_m, old_v = (
         _values(signed)[blocked(codes, blocks)] * _over_block(lines(scale, blocks), blocks)
         for signed, codes, scale in ((True, state.m, state.m_scale), (False, state.v, state.v_scale))
@@ -38,7 +40,7 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
 
 
 def int8_add(
-    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
+    blocks: ScaleBlocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     old = blocked(codes, blocks).astype(jnp.float32) * (_over_block(lines(scale, blocks), blocks) * (1 / STEPS))
     draws = uniform(_over_block(lines(seeds, blocks), blocks), jax.lax.broadcasted_iota(jnp.int32, old.shape, 1))
@@ -50,7 +52,9 @@ def int8_add(
     return new.astype(jnp.int8).reshape(codes.shape), new_scale.reshape(scale.shape)
 
 
-def _encoded(x: jax.Array, blocks: Blocks, encode: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _encoded(
+    x: jax.Array, blocks: ScaleBlocks, encode: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     # The maximum of the bits, as integers, with NaN above all numbers: XLA's maximum of floats ignores NaN on a CPU.
     most = jnp.max(jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis=1)
     most = jax.lax.bitcast_convert_type(most, jnp.float32)
@@ -58,7 +62,7 @@ def _encoded(x: jax.Array, blocks: Blocks, encode: Callable[[jax.Array], jax.Arr
     return encode(x * _over_block(inverse, blocks)), most
 
 
-def _over_block(scales: jax.Array, blocks: Blocks) -> jax.Array:
+def _over_block(scales: jax.Array, blocks: ScaleBlocks) -> jax.Array:
     return scales[:, None] if blocks.along == -1 else scales[:, None, :]
 
 

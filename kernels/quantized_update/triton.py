@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxmem.kernels.launch import next_power_of_2
 from jaxmem.kernels.triton_launch import launch, load_programs
 
-from .arguments import Adam, Blocks, Moments8, blocked, lines
+from .arguments import Adam, Moments8, ScaleBlocks, blocked, lines
 
 PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 
@@ -24,7 +24,7 @@ MAX_BLOCK = 16384  # largest number of elements of a block
 
 
 @dataclass(frozen=True)
-class Tiling:
+class UpdateTiling:
     """Compile-time values of a program."""
 
     along_columns: bool  # blocks are along the last dimension; otherwise along rows
@@ -45,7 +45,9 @@ class Tiling:
         return 1.0 - self.beta2
 
 
-def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
+def adam8(
+    adam: Adam, blocks: ScaleBlocks, g: jax.Array, state: Moments8, unbiased: jax.Array
+) -> tuple[jax.Array, Moments8]:
     # With a and b the direction is m / (a * sqrt(v) + b), with m in units of 1 - beta1 and v in units of 1 - beta2.
     root = jnp.sqrt((1 - adam.beta2) / unbiased[1])
     factors = jnp.stack([root, jnp.float32(adam.epsilon)]) * (unbiased[0] / (1 - adam.beta1))
@@ -56,7 +58,7 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
 
 
 def int8_add(
-    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
+    blocks: ScaleBlocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     arrays = [blocked(codes, blocks), lines(scale, blocks), blocked(u, blocks), lines(seeds, blocks)]
     new, new_scale = _run("int8_add", blocks, arrays, u, arrays[:2], {0: 0, 1: 1})
@@ -65,7 +67,7 @@ def int8_add(
 
 def _run(
     operation: str,
-    blocks: Blocks,
+    blocks: ScaleBlocks,
     arrays: list[jax.Array],
     like: jax.Array,
     outputs: list[jax.Array],
@@ -91,7 +93,7 @@ def _run(
         arrays,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid=(grid,),
-        static=Tiling(along_columns, blocks.size, padded, each, total, columns, **betas),
+        static=UpdateTiling(along_columns, blocks.size, padded, each, total, columns, **betas),
         warps=min(MAX_WARPS, WARPS * max(1, padded * each // NUMBERS)),
         stages=1,
         in_place=in_place,

@@ -1,5 +1,4 @@
-"""The Triton programs of the updates; `triton.py` launches them. `s` is `triton.Tiling`, which is known at compile
-time."""
+"""The Triton programs of the updates; `triton.py` launches them. `s`: `triton.UpdateTiling`, known at compile time."""
 
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)

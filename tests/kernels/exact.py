@@ -9,10 +9,10 @@ import pytest
 
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, blockwise, flash
-from jaxmem.kernels.fused_attention.block import Blocks
+from jaxmem.kernels.fused_attention.flash import BlockSizes
 
 KEY = jax.random.key(7)
-BLOCKS = Blocks(queries=64, keys=64, warps=4, stages=1)
+BLOCKS = BlockSizes(queries=64, keys=64, warps=4, stages=1)
 # Blockwise has two ways: everything written out, and a loop over tiles. Small tiles make small cases cross many. Mosaic
 # goes backward in one pass or in two.
 WAYS = {

@@ -185,7 +185,7 @@ def test_only_one_way_adds_in_an_order_that_may_change(way):
 
 
 def test_operations_of_the_named_shapes():
-    for shape in shapes.SHAPES.values():
+    for shape in shapes.ATTENTION_SHAPES.values():
         distance = np.arange(shape.queries)[:256, None] + shape.keys - shape.queries - np.arange(shape.keys)
         seen = np.ones(distance.shape, bool)
         if shape.causal:
@@ -197,4 +197,4 @@ def test_operations_of_the_named_shapes():
         )
         visible = shapes.pairs(some.queries, some.keys, causal=some.causal, window=some.window)
         assert visible == seen.sum()
-    assert shapes.Shape(2, 10, 10, 3, 3, 4, causal=False).flops == 4 * 2 * 3 * 100 * 4
+    assert shapes.AttentionShape(2, 10, 10, 3, 3, 4, causal=False).flops == 4 * 2 * 3 * 100 * 4

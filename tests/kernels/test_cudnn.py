@@ -240,5 +240,7 @@ def test_it_compiles_for_each_gpu(capability, packed):
     assert set(calls) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     seen = pairs(time, time, causal=True, window=None)
     assert total_flops(module) == pytest.approx(14 * batch * heads * seen * dim, rel=1e-6)
-    call = cudnn.backward_part(cudnn.Call(batch, time, time, heads, kv_heads, dim, 1.0, True, None, 8 if packed else 1))
+    call = cudnn.backward_part(
+        cudnn.CudnnCall(batch, time, time, heads, kv_heads, dim, 1.0, True, None, 8 if packed else 1)
+    )
     assert calls["__cudnn$fmhaSoftmaxBackward"].shape.parts[-1].bytes == cudnn.workspace(call, 2)

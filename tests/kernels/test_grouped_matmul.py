@@ -8,7 +8,7 @@ import pytest
 from jaxmem.kernels import QuantizedScales
 from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
 from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul, sum_of_groups
-from jaxmem.kernels.quantized_matmul import FORMS, Call
+from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
 from jaxmem.quant import quantize
 
 CASES = {  # rows, choices of each, groups, inputs, outputs; some groups have no rows
@@ -118,7 +118,7 @@ def test_the_fused_matmul_equals_float64(case):
     if form is not None:
         q = quantize(w, form, 32, -2, double_quant=form == "nf4")
         scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if form == "nf4" else q.scale
-        quantized = QuantizedMatrices(q.codes, scale, Call(FORMS[form], 32, inputs, outputs))
+        quantized = QuantizedMatrices(q.codes, scale, MatmulCall(FORMS[form], 32, inputs, outputs))
         exact = q.dequantize(dtype)
 
     def run(x, w, bias, shares):

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxmem.kernels import QuantizedScales, dequant_matmul
-from jaxmem.kernels.quantized_matmul import FORMS, IMPLEMENTATIONS, Call, shapes, sliced, triton
+from jaxmem.kernels.quantized_matmul import FORMS, IMPLEMENTATIONS, MatmulCall, sliced, triton
+from jaxmem.kernels.quantized_matmul.arguments import MATMUL_SHAPES
 from jaxmem.quant import QTensor, quantize
 
 # name: (tokens, inputs, outputs), format, block, double, dtype. Between them: several tiles along each dimension, ends
@@ -111,7 +112,7 @@ def test_slices_take_blocks_of_any_size(form, block, inputs, monkeypatch):
 
 
 def test_a_slice_of_the_weight_is_all_that_is_held():
-    shape = shapes.SHAPES["llama3-8b up"]
+    shape = MATMUL_SHAPES["llama3-8b up"]
     q = jax.eval_shape(lambda: quantize(jnp.zeros((shape.inputs, shape.outputs)), "nf4", 64, -2, double_quant=True))
     (codes, scale), options = arguments(q)
     x, g = (jax.ShapeDtypeStruct((1, size), jnp.bfloat16) for size in (shape.inputs, shape.outputs))
@@ -133,6 +134,6 @@ def test_what_the_kernel_cannot_cut_is_said():
 
 
 def test_the_kernel_has_tiles_for_the_named_shapes():
-    for shape in shapes.SHAPES.values():
-        call = Call(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)
+    for shape in MATMUL_SHAPES.values():
+        call = MatmulCall(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)
         assert triton.fitting(call, shape.tokens, triton.USUAL["forward"]).rows >= 16

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
 from jaxmem.kernels.fused_attention import flash
-from jaxmem.kernels.fused_attention.block import Blocks
+from jaxmem.kernels.fused_attention.flash import BlockSizes
 from jaxmem.kernels.grouped_matmul import sort_rows
 from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
-from jaxmem.kernels.quantized_matmul import FORMS, Call
+from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
@@ -151,7 +151,7 @@ def test_the_product_holds_no_weight():
 
 def test_triton_says_what_has_no_room(monkeypatch):
     """160 KB and more, on a card of 99 and on one of 227."""
-    monkeypatch.setitem(flash.BLOCKS, ("triton", "forward"), {(2, 128): Blocks(128, 128, 8, 3)})
+    monkeypatch.setitem(flash.BLOCKS, ("triton", "forward"), {(2, 128): BlockSizes(128, 128, 8, 3)})
     run = lambda q: attention(q, q, q, implementation="triton")  # noqa: E731
     shape = (1, 256, 1, 128), jnp.bfloat16
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_grouped_matmuls_fit_each_gpu(form, dtype, target, tmp_path, monkeypatch
             return grouped(x, chosen, g, w)
         q = quantize(w, form, 64, -2, double_quant=True)
         scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset)
-        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, Call(FORMS[form], 64, INPUTS, OUTPUTS)))
+        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, MatmulCall(FORMS[form], 64, INPUTS, OUTPUTS)))
 
     # 128 rows of each group and more: the largest tiles
     shapes = ((2 * TOKENS, INPUTS), dtype), ((2 * TOKENS, 4), jnp.int32), ((8 * TOKENS, OUTPUTS), dtype)

@@ -1,6 +1,6 @@
 """The speed of the kernels on this device, compared with other implementations, and the errors of their results.
 
-On a GPU each shape is measured in a separate process (`isolated.py`): first the results, written to outputs initialized
+On a GPU each shape is measured in a separate process (`contest.py`): first the results, written to outputs initialized
 with NaN, then the times. Each row reports one pass of a contestant as soon as it is known: the check and its error;
 then the times, and their ratios to other contestants and to a matmul or copy in the same turns; or the reason why it
 has no times. A contestant that hangs or ends its process is left out from then on. On a CPU all shapes are tiny and run
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.lab.bench import isolated
+from jaxmem.lab.bench import contest
 from jaxmem.lab.bench.contest import CEILING, RIGHT, Contestant, Row, Say, ceilings, error_line, take_turns
 from jaxmem.lab.bench.operations import OPERATIONS, choice_for
 from jaxmem.lab.bench.work import BenchOperation
@@ -102,19 +102,19 @@ def explain(selection: BenchSelection) -> list[Row]:
 
 def device_row() -> Row:
     """The device. A GPU is queried in a short process, because jax would keep most of its memory allocated."""
-    limit = isolated.LIMIT if devices.has_nvidia_gpu() else None
-    here = next(isolated.rows(device_facts, None, without=[], limit=limit))
+    limit = contest.LIMIT if devices.has_nvidia_gpu() else None
+    here = next(contest.isolated_rows(device_facts, None, without=[], limit=limit))
     if "why_not" in here:
         raise UserError(f"bench: {here['why_not']}")
     return here
 
 
-def run_jobs(work: isolated.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
+def run_jobs(work: contest.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
     """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
     previous job has ended."""
-    limit = None if here["dry_run"] else isolated.LIMIT
+    limit = None if here["dry_run"] else contest.LIMIT
     for job in jobs:
-        for row in isolated.rows(work, job, without=without, limit=limit):
+        for row in contest.isolated_rows(work, job, without=without, limit=limit):
             yield {"operation": job.operation, "shape": job.shape} | row
 
 

@@ -3,23 +3,89 @@ implementation that a call chooses."""
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, dequant_matmul, int8_add
+from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
 from jaxmem.kernels.choice import Choice, record_choices
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTIONS
+from jaxmem.kernels.fused_attention import reference
+from jaxmem.kernels.fused_attention.arguments import check_arguments
+from jaxmem.kernels.fused_attention.shapes import ATTENTION_SHAPES, AttentionShape
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
-from jaxmem.kernels.quantized_matmul import shapes as matmul_shapes
+from jaxmem.kernels.quantized_matmul.arguments import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
-from jaxmem.kernels.quantized_update import shapes as update_shapes
+from jaxmem.kernels.quantized_update.arguments import UPDATE_SHAPES, UpdateShape
 from jaxmem.lab import sliding_max as windows
-from jaxmem.lab.bench import attention
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 from jaxmem.quant import QTensor, quantize
+
+EXACT_POSITIONS = 1024  # largest number of positions that are compared with float64
+# Largest size in bytes of float32 scores for these implementations, which store all scores several times.
+SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
+JAX_ATTENTIONS = ("jax.nn xla", "jax.nn cudnn")
+
+
+def _small_attention(shape: AttentionShape) -> AttentionShape:
+    window = None if shape.window is None else 16
+    return AttentionShape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
+
+
+def attention_work(shape: AttentionShape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
+    """The work for a shape. `options`: options of attention in addition to those of the shape."""
+    queries = (shape.batch, shape.queries, shape.heads, shape.dim)
+    keys = (shape.batch, shape.keys, shape.kv_heads, shape.dim)
+    q, k, v, d_out = _draws(queries, keys, keys, queries, dtype=dtype)
+    options = {"causal": shape.causal, "window": shape.window} | options
+    run = partial(_run_attention, shape, options)
+    _, checked, extras = check_arguments(q, k, v, **options)
+
+    def exact(q: Any, k: Any, v: Any) -> jax.Array:
+        return reference.attend(q, k, v, checked, extras)[0]
+
+    step, forward = float(jnp.finfo(dtype).eps), shape.flops / 1e12
+    passes = {
+        "forward": BenchPass(run, exact, forward, step),
+        "backward": BenchPass(run, exact, 2.5 * forward, step, gradients=(0, 1, 2)),
+    }
+    return BenchWork((q, k, v), passes, "TFLOP/s", d_out)
+
+
+def attention_checks(shape: AttentionShape) -> Mapping[str, Callable[[], BenchWork]]:
+    """The shape itself, and each option with lengths that are not a multiple of any block."""
+    row = shape._replace(batch=1, queries=min(shape.queries, EXACT_POSITIONS), keys=min(shape.keys, EXACT_POSITIONS))
+    if row.window is not None:
+        row = row._replace(window=min(row.window, row.keys // 4))  # the window must mask some keys
+    odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
+    ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
+    options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None], "max_segments": 5}
+    return {
+        "as it is": partial(attention_work, row),
+        "float16": partial(attention_work, odd, jnp.float16),
+        "full": partial(attention_work, odd._replace(causal=False, window=None)),
+        "window": partial(attention_work, odd._replace(causal=True, window=odd.keys // 3)),
+        "segments": partial(attention_work, odd, **options),
+        "soft cap": partial(attention_work, odd, soft_cap=5.0),
+        "deterministic": partial(attention_work, odd, deterministic=True),
+    }
+
+
+def _run_attention(
+    shape: AttentionShape, options: dict[str, Any], implementation: str | None, q: Any, k: Any, v: Any
+) -> jax.Array:
+    size = 4 * shape.batch * shape.heads * shape.queries * shape.keys
+    if implementation is not None and size > SCORES.get(implementation, size):
+        raise ValueError(f"{implementation} stores all scores several times, {size / 2**30:.0f} GiB each")
+    if implementation in JAX_ATTENTIONS:
+        window = None if shape.window is None else (shape.window - 1, 0)
+        own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": implementation.split()[1]}
+        return jax.nn.dot_product_attention(q, k, v, **own)
+    return attention(q, k, v, **options, implementation=implementation)
+
 
 BF16 = jnp.bfloat16
 DEQUANTIZED = "decoded before"  # a matmul with a weight that was dequantized before the measurement
@@ -48,7 +114,7 @@ def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
         yield jax.random.normal(key, shape, dtype)
 
 
-def _dequant_matmul(shape: matmul_shapes.Shape) -> BenchWork:
+def _dequant_matmul(shape: MatmulShape) -> BenchWork:
     x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
     q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
     double = isinstance(q.scale, QTensor)
@@ -68,7 +134,7 @@ def _dequant_matmul(shape: matmul_shapes.Shape) -> BenchWork:
     return BenchWork((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s")
 
 
-def _adam8(shape: update_shapes.Shape) -> BenchWork:
+def _adam8(shape: UpdateShape) -> BenchWork:
     (g,) = _draws(shape.dims)
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
@@ -95,7 +161,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
     return BenchWork(arrays, {"update": update}, "GB/s")
 
 
-def _int8_add(shape: update_shapes.Shape) -> BenchWork:
+def _int8_add(shape: UpdateShape) -> BenchWork:
     """The update of int8 weights. With stochastic rounding the error is up to one step of the largest block."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
@@ -130,7 +196,7 @@ def _sliding_max(shape: windows.SlidingMaxShape) -> BenchWork:
     return BenchWork((x,), {"forward": BenchPass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
 
 
-def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
+def _small_blocks(shape: UpdateShape) -> UpdateShape:
     dims = (16, 2 * shape.block)
     return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
 
@@ -138,12 +204,21 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
 # The update of all matrices of Llama at once needs 56 GiB in plain JAX and 74 GiB in float64, so it is no default
 # shape.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
-_update = partial(BenchOperation, UPDATES, update_shapes.SHAPES, _small_blocks, passes=("update",), usual=ONE_MATRIX)
+_update = partial(BenchOperation, UPDATES, UPDATE_SHAPES, _small_blocks, passes=("update",), usual=ONE_MATRIX)
 OPERATIONS = {
-    "attention": attention.OPERATION,
+    "attention": BenchOperation(
+        ATTENTIONS,
+        ATTENTION_SHAPES,
+        _small_attention,
+        attention_work,
+        others=JAX_ATTENTIONS,
+        usual=("long", "llama3-8b", "llama3.2-1b", "mistral-7b"),
+        plain="blockwise",
+        checks=attention_checks,
+    ),
     "dequant_matmul": BenchOperation(
         MATMULS,
-        matmul_shapes.SHAPES,
+        MATMUL_SHAPES,
         lambda shape: shape._replace(tokens=16, inputs=2 * shape.block, outputs=32),
         _dequant_matmul,
         others=(DEQUANTIZED,),

@@ -88,7 +88,7 @@ def by_xla(x: Float[Array, "numbers"], window: int) -> Float[Array, "windows"]:
 
 
 @dataclass(frozen=True)
-class Static:
+class WindowStatic:
     """Compile-time values of the Triton programs."""
 
     numbers: int
@@ -105,7 +105,7 @@ def by_triton(x: Float[Array, "numbers"], window: int, *, kind: str) -> Float[Ar
         [x],
         [jax.ShapeDtypeStruct((count,), x.dtype)],
         grid=(-(-count // OUTPUTS),),
-        static=Static(x.shape[0], window),
+        static=WindowStatic(x.shape[0], window),
         warps=4,
         stages=2,
     )

@@ -1,4 +1,4 @@
-"""The Triton programs of the sliding maximum. `s` is `sliding_max.Static`.
+"""The Triton programs of the sliding maximum. `s` is `sliding_max.WindowStatic`.
 
 They compare integers in the order of the floats, with NaN above all numbers, since a GPU's maximum of NaN and a number
 is the number.

@@ -14,7 +14,7 @@ from jaxmem.kernels import Moments8, choice
 from jaxmem.kernels import attention as operation
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
-from jaxmem.lab.bench import attention, contest, kernels, operations, work
+from jaxmem.lab.bench import contest, kernels, operations, work
 from jaxmem.lab.bench.kernels import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 
@@ -144,13 +144,13 @@ def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
 
 
 def test_scores_that_are_too_many_are_not_held():
-    shape = attention.SHAPES["mistral-7b"]
+    shape, run = operations.ATTENTION_SHAPES["mistral-7b"], operations._run_attention
     with pytest.raises(ValueError, match=r"jax.nn xla stores all scores several times, 32 GiB each"):
-        attention._run(shape, {}, "jax.nn xla", None, None, None)
+        run(shape, {}, "jax.nn xla", None, None, None)
     small = jnp.zeros((1, 4, 1, 8))
     options = {"causal": True, "window": None}
     assert (
-        attention._run(attention.SHAPES["llama3-8b"], options, "jax.nn xla", small, small, small).shape == small.shape
+        run(operations.ATTENTION_SHAPES["llama3-8b"], options, "jax.nn xla", small, small, small).shape == small.shape
     )
 
 
@@ -163,7 +163,8 @@ def test_attention_is_checked_with_every_option(monkeypatch):
     checks = ("as it is", "float16", "full", "window", "segments", "soft cap", "deterministic")
     assert [(row["check"], row["pass"]) for row in rows] == [(c, of) for c in checks for of in ("forward", "backward")]
     assert all(row["right"] and row["error"] < 2 for row in rows)
-    windows = [attention.checks(attention.SHAPES["mistral-7b"])[c]().arrays[0].shape[1] for c in ("as it is", "window")]
+    works = operations.attention_checks(operations.ATTENTION_SHAPES["mistral-7b"])
+    windows = [works[c]().arrays[0].shape[1] for c in ("as it is", "window")]
     assert windows == [1024, 998]
 
 
@@ -254,7 +255,7 @@ def test_a_wrong_gradient_is_noticed(monkeypatch):
 
     only(monkeypatch, IMPLEMENTATIONS, doubled=doubled)
     own = OPERATIONS["attention"]
-    first = dataclasses.replace(own, checks=lambda shape: {"as it is": attention.checks(shape)["as it is"]})
+    first = dataclasses.replace(own, checks=lambda shape: {"as it is": operations.attention_checks(shape)["as it is"]})
     monkeypatch.setitem(OPERATIONS, "attention", first)
     _, *rows = bench(["long"], check=True)
     right = {(row["contestant"], row["pass"], row["check"]): row["right"] for row in rows}
