@@ -1,5 +1,4 @@
-"""The Triton programs of the matmuls; `triton.py` launches them. `s` is `triton.GroupedTiling`, which is known at compile
-time.
+"""The Triton programs of the matmuls; `triton.py` launches them. `s`: `triton.GroupedTiling`, known at compile time.
 
 `tiles_ptr` is the table [3, tiles] of `blocks.block_table`: the first row of each tile, the row after its last, and its
 group. The group `s.groups` has the rows that belong to no group; their results are zeros."""
