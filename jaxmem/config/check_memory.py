@@ -17,12 +17,15 @@ def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
     kernels = (
         ("memory.attention", cfg.memory.attention, "auto"),
+        ("memory.experts", cfg.memory.experts, "auto"),
         ("optimizer.kernel", cfg.optimizer.kernel, "auto"),
         ("adapter.matmul", cfg.adapter.matmul, "auto"),
     )
     for key, value, other in kernels:
         if value == "triton" and find_spec("jax_triton") is None:
             yield f"{key}=triton requires jax-triton; run pip install 'jaxmem[cuda13]', or use {key}={other}"
+    if cfg.memory.experts != "auto" and getattr(cfg.model, "experts", None) is None:
+        yield f"memory.experts={cfg.memory.experts} has no effect without model.experts; use memory.experts=auto"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _update(cfg)

@@ -97,6 +97,9 @@ class Memory(Section):
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
     )
+    experts: Literal["auto", "blockwise", "triton"] = setting(
+        "auto", "matmuls of experts: all at once (triton), or one block of tokens after the other, in less memory"
+    )
     budget: Annotated[Positive, Field(description="a number of GiB above 0")] | None = setting(
         None, "memory limit in GiB per device; null: its memory minus the reserve"
     )

@@ -72,7 +72,7 @@ class Decoder(Network):
         if cfg.experts is not None:
             from jaxmem.models.experts import Experts
 
-            mlp = Experts(rngs, cfg)
+            mlp = Experts(rngs, cfg, self.execution.experts)
         else:
             mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
         before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")

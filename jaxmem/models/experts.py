@@ -7,9 +7,11 @@ times the sum over experts of (choices per token) x (mean probability), as in tr
 and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer. A shared expert (Dai et
 al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 
-The tokens of each expert are computed in blocks (`kernels.grouped_matmul`): no result of a matmul exists for all
-choices of tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass recomputes
-each block, whatever the recompute policy saves.
+The tokens are sorted by expert (`kernels.grouped_matmul`). With `memory.experts: triton` a matmul computes all tokens
+at once, and dequantizes frozen quantized weights in registers; recompute policies treat its results as those of a dense
+MLP. With `blockwise` the tokens of each expert are computed in blocks: no result of a matmul exists for all choices of
+tokens, and a frozen quantized weight is dequantized for one expert at a time. The backward pass recomputes each block,
+whatever the recompute policy saves.
 
 Each device computes the experts that it stores. Along the mesh axis `expert`, the tokens of the other devices are
 all-gathered first, and the results are reduce-scattered. An all-to-all would send each token to at most top_k devices
@@ -32,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.config import networks
 from jaxmem.config.recompute import MATMUL
 from jaxmem.errors import UserError
-from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
+from jaxmem.kernels.grouped_matmul import Groups, map_groups, sort_rows
 from jaxmem.models.block import GATES, GatedMlp
 from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.models.linear import Linear
@@ -41,6 +43,7 @@ from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized
 from jaxmem.sharding.weights import StoredWeight
 
 Tree = Any
+Activate = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
 Choices = Int[Array, "batch time top_k"]  # the experts of each token
 Shares = Float[Array, "batch time top_k"]  # the weights of the results of these experts
 
@@ -107,12 +110,12 @@ class ExpertLinear(Linear):
 class Experts(nnx.Module):
     """Gated experts (Shazeer, arXiv:2002.05202) with a router, and an optional shared expert."""
 
-    hidden = None  # no intermediate is stored for all tokens, so chunks of tokens would save nothing
+    hidden = None  # chunks of tokens would read the weights of all experts several times
 
-    def __init__(self, rngs: nnx.Rngs, model: networks.Decoder):
+    def __init__(self, rngs: nnx.Rngs, model: networks.Decoder, implementation: str = "blockwise"):
         assert model.experts is not None
         cfg, embed, bias = model.experts, model.embed, model.mlp_bias
-        self.cfg, self.activation = cfg, model.activation
+        self.cfg, self.activation, self.implementation = cfg, model.activation, implementation
         self.router = Router(rngs, embed, cfg.count, bias=bias)
         into, back = (cfg.count, embed, model.mlp), (cfg.count, model.mlp, embed)
         self.gate = ExpertLinear(rngs, into, ("embed", "mlp"), bias=bias)
@@ -130,8 +133,9 @@ class Experts(nnx.Module):
         frozen = {name: module.frozen(x.dtype) for name, module in modules.items()}
         layout = current()
         arrays = trainable, frozen, x, choices, shares
-        mixture = _Mixture(self.cfg, self.activation)
-        if layout is None or layout.mesh.size == 1:
+        mixture = _Mixture(self.cfg, self.activation, self.implementation)
+        # Kernels need `jax.shard_map`, from which they know the device to compile for.
+        if layout is None or (layout.mesh.size == 1 and self.implementation == "blockwise"):
             y = mixture(*arrays)
         else:
             axes = {name: module.axes for name, module in modules.items()}
@@ -163,6 +167,7 @@ class _Mixture:
 
     cfg: networks.Experts
     activation: str
+    implementation: str
     experts: int = 1  # number of devices along `expert`
     gathers: bool = False  # whether the devices along `expert` have different tokens
     tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
@@ -171,9 +176,14 @@ class _Mixture:
 
     def over(self, layout: Layout) -> "_Mixture":
         tensor, stream = layout.over("compute", "mlp"), layout.over("activations", "stream")
-        experts, gathers = layout.parts("compute", "expert"), "expert" in layout.over("activations", "batch")
-        scatters = bool(tensor) and set(tensor) <= set(stream)
-        return _Mixture(self.cfg, self.activation, experts, gathers, tensor, layout.size(tensor), scatters)
+        return dataclasses.replace(
+            self,
+            experts=layout.parts("compute", "expert"),
+            gathers="expert" in layout.over("activations", "batch"),
+            tensor=tensor,
+            parts=layout.size(tensor),
+            scatters=bool(tensor) and set(tensor) <= set(stream),
+        )
 
     def __call__(self, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array) -> jax.Array:
         if self.gathers:
@@ -185,9 +195,14 @@ class _Mixture:
         capacity = None if factor is None else math.ceil(factor * choices.size / self.cfg.count)
         groups = sort_rows(choices.reshape(-1, top_k), count, capacity)
         inputs = x.reshape(-1, x.shape[-1]), shares.reshape(-1)[groups.order], groups
-        mlp = partial(_gated_mlp, GATES[self.activation], self.parts)
-        y = map_groups(mlp, trainable, frozen, *inputs, counts_blocks=self.experts > 1)
-        y = y.astype(x.dtype).reshape(x.shape)
+        activate = GATES[self.activation]
+        if self.implementation == "blockwise":
+            mlp = partial(_gated_mlp, activate, self.parts)
+            y = map_groups(mlp, trainable, frozen, *inputs, counts_blocks=self.experts > 1).astype(x.dtype)
+        else:
+            own = {name: trainable[name] | frozen[name] for name in trainable}
+            y = _fused(activate, self.parts, own, *inputs)
+        y = y.reshape(x.shape)
         if self.scatters:
             y = jax.lax.psum_scatter(y, self.tensor, scatter_dimension=1, tiled=True)
         elif self.tensor:
@@ -228,8 +243,45 @@ class _Mixture:
         return run(trainable, frozen, *tokens)
 
 
+def _fused(
+    activate: Activate, parts: int, own: Tree, x: jax.Array, shares: jax.Array, groups: Groups
+) -> Float[Array, "tokens embed"]:
+    """The weighted sums over the experts of each token. Hidden units instead of results are weighted, so that the
+    backward pass does not need the results."""
+    from jaxmem.kernels.grouped_matmul.triton import grouped_matmul, sum_of_groups
+
+    def linear(own: Tree, x: jax.Array, shares: jax.Array | None = None) -> jax.Array:
+        gathers, bias = shares is None, own.get("bias")
+        bias = bias if bias is None or gathers else bias / parts
+        y = grouped_matmul(x, matrices(own["weight"]), bias, shares, groups, gathers)
+        if "a" in own:
+            low = grouped_matmul(x, own["a"], None, None, groups, gathers)
+            y = y + grouped_matmul(low, own["b"], None, None, groups, False)
+        return checkpoint_name(y, MATMUL)
+
+    try:
+        gate, up = checkpoint_name(linear(own["gate"], x), "mlp_gate"), checkpoint_name(linear(own["up"], x), "mlp_up")
+        shares = shares.astype(x.dtype)
+        hidden = checkpoint_name(activate(gate, up) * shares[:, None], "mlp_hidden")
+        return sum_of_groups(linear(own["down"], hidden, shares), groups, x.shape[0])
+    except ValueError as error:
+        raise UserError(f"memory.experts=triton: {error}; use memory.experts=blockwise") from error
+
+
+def matrices(w: jax.Array | QTensor) -> Any:
+    """The weight as the kernel reads it."""
+    from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices
+    from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall, QuantizedScales
+
+    if not isinstance(w, QTensor):
+        return w
+    double_quant = isinstance(w.scale, QTensor)
+    scale = QuantizedScales(w.scale.codes, w.scale.scale, w.scale.offset) if double_quant else w.scale
+    return QuantizedMatrices(w.codes, scale, MatmulCall(FORMS[w.format], w.block_size, *w.shape[-2:]))
+
+
 def _gated_mlp(
-    activate: Callable[[jax.Array, jax.Array], jax.Array],
+    activate: Activate,
     parts: int,
     trainable: Tree,
     frozen: Tree,

@@ -23,6 +23,7 @@ class Execution:
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable. The compute dtype
     attention: str | None = None  # an implementation; None: chosen by device and shape
+    experts: str = "blockwise"  # matmuls of experts: blockwise or triton
     deterministic: bool = False  # attention gradients are bitwise reproducible
     packed: bool = True  # a sequence may have several documents; false: one document, and padding
     max_segments: int | None = None  # limit of the segments of a packed sequence, including padding; None: unknown

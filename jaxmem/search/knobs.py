@@ -158,6 +158,11 @@ def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:
     return lambda _, target: () if target.is_cpu else ({key: value} for value in values(key))
 
 
+def _experts(cfg: Config, target: Target) -> Iterable[Change]:
+    """The implementations of a mixture of experts."""
+    return _kernels("memory.experts")(cfg, target) if getattr(cfg.model, "experts", None) else ()
+
+
 def _everywhere(_: Config, target: Target) -> Iterable[Change]:
     """Weights, gradients and optimizer state sharded over all devices."""
     yield {f"mesh.{axis}": target.count if axis == "fsdp" else 1 for axis in MESH_AXES} | {"zero": 3}
@@ -176,6 +181,7 @@ KNOBS = (
     Knob("chunks", _loss_chunks),
     Knob("chunks", _mlp_chunks),
     Knob(KERNELS, _kernels("memory.attention")),
+    Knob(KERNELS, _experts),
     Knob(KERNELS, _kernels("adapter.matmul")),
     Knob(KERNELS, _kernels("optimizer.kernel")),
     Knob("precision", _stored_dtypes),

@@ -1,16 +1,21 @@
-"""The implementation of each operation that has a fused form, and why: `memory.attention`, `adapter.matmul` and
-`optimizer.kernel`, with `auto` resolved."""
+"""The implementation of each operation that has a fused form, and why: `memory.attention`, `memory.experts`,
+`adapter.matmul` and `optimizer.kernel`, with `auto` resolved."""
 
+import math
 from typing import Any
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.check_adapter import MATMUL_FORMATS
 from jaxmem.kernels.choice import Choice, triton_refusal
+from jaxmem.kernels.quantized_matmul import FORMS
 from jaxmem.quant import FORMATS
 from jaxmem.quant.precision import compute_dtype
+from jaxmem.quant.qtensor import even_block_size
+from jaxmem.sharding.weights import MIN_BLOCK
 from jaxmem.step.attention_choice import attention_choice
 
-ATTENTION, MATMUL, UPDATE = "memory.attention", "adapter.matmul", "optimizer.kernel"
+ATTENTION, EXPERTS = "memory.attention", "memory.experts"
+MATMUL, UPDATE = "adapter.matmul", "optimizer.kernel"
 # Tokens of a matmul below which the fused kernel is estimated to be faster. On an H100, dequantizing first moves 4.5
 # bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes, multiplies at 530
 # TFLOP/s, and decodes each weight once per 128 tokens in about 10 instructions; it issues 33 T instructions per second.
@@ -21,6 +26,7 @@ def kernel_choices(cfg: Config, platform: str, capability: int | None, device: s
     """The choice for each operation that the config has, by its setting. Arguments: as for `attention_choice`."""
     found = {
         ATTENTION: attention_choice(cfg, platform, capability, device),
+        EXPERTS: experts_choice(cfg, platform, capability),
         MATMUL: matmul_choice(cfg, platform, capability),
         UPDATE: update_choice(cfg, capability),
     }
@@ -31,22 +37,60 @@ def resolved(cfg: Config, platform: str, capability: int | None, device: str) ->
     """The config with `auto` in these settings and in `mesh.context_method` resolved for such devices. The setting of
     an operation that the config does not have stays `auto`."""
     found = kernel_choices(cfg, platform, capability, device)
-    attention, matmul, update = map(found.get, (ATTENTION, MATMUL, UPDATE))
+    names = {setting: one.implementation for setting, one in found.items()}
+    attention = found.get(ATTENTION)
     return cfg.replace(
-        memory={"attention": attention.implementation if attention else "auto"},
+        memory={"attention": names.get(ATTENTION, "auto"), "experts": names.get(EXPERTS, "auto")},
         mesh={"context_method": attention.context_method if attention else "auto"},
-        adapter={"matmul": matmul.implementation if matmul else "auto"},
-        optimizer={"kernel": update.implementation if update else "auto"},
+        adapter={"matmul": names.get(MATMUL, "auto")},
+        optimizer={"kernel": names.get(UPDATE, "auto")},
     )
+
+
+def _tokens(cfg: Config) -> int:
+    """Tokens of a micro-batch on one device."""
+    mesh = cfg.mesh
+    rows = cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards))
+    return max(1, rows) * (cfg.row_length if cfg.reads_text else 1) // max(1, mesh.context)
+
+
+def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
+    """The matmuls of experts; None: the config has no experts."""
+    model, form = cfg.model, cfg.base_precision.parameters
+    if not isinstance(model, Decoder) or model.experts is None:
+        return None
+    compute = compute_dtype(cfg.precision, platform).name
+    stays_quantized = cfg.base_precision.is_quantized and bool(cfg.trainable_patterns)
+    kind = f"{form if stays_quantized else 'dense'} {compute}"
+    sizes = (_tokens(cfg) * model.experts.top_k, model.experts.count, model.embed, model.mlp)
+    if cfg.memory.experts != "auto":
+        return Choice(cfg.memory.experts, EXPERTS, kind, sizes)
+    why = triton_refusal("experts", capability)
+    if why is None and stays_quantized:
+        why = _no_quantized_experts(cfg, model)
+    if why is not None:
+        return Choice("blockwise", why, kind, sizes)
+    return Choice("triton", "all experts at once; blockwise computes one block of tokens after the other", kind, sizes)
+
+
+def _no_quantized_experts(cfg: Config, model: Decoder) -> str | None:
+    """The reason why the fused kernel cannot dequantize the experts; None: it can."""
+    precision = cfg.base_precision
+    if (form := FORMS.get(precision.parameters)) is None:
+        return f"triton does not dequantize {precision.parameters}; blockwise dequantizes one expert at a time"
+    for inputs, parts in ((model.embed, 1), (model.mlp, cfg.mesh.tensor)):
+        limit = precision.block_size or FORMATS[precision.parameters].block_size
+        block = math.gcd(even_block_size(inputs, limit) or min(limit, inputs), inputs // parts)
+        if inputs >= MIN_BLOCK and block % form.together:
+            return f"triton needs blocks of a multiple of {form.together} values; {inputs} inputs have {block}"
+    return None
 
 
 def matmul_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
     """The matmul with a frozen quantized weight; None: the config has none."""
-    base, mesh = cfg.base_precision, cfg.mesh
+    base, mesh, tokens = cfg.base_precision, cfg.mesh, _tokens(cfg)
     if cfg.adapter.kind == "none" or base.parameters not in MATMUL_FORMATS:
         return None
-    rows = cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards))
-    tokens = max(1, rows) * (cfg.row_length if cfg.reads_text else 1) // max(1, mesh.context)
     kind = f"{base.parameters} {compute_dtype(cfg.precision, platform).name}"
 
     def chosen(name: str, why: str) -> Choice:

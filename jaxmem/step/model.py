@@ -245,6 +245,7 @@ class ModelSpec:
         return models.Execution(
             dtype=compute_dtype(self.cfg.precision, self.platform),
             attention=implementation,
+            experts=experts.implementation if (experts := self.kernels.get("memory.experts")) else "blockwise",
             deterministic=self.cfg.train.deterministic,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,

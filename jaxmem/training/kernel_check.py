@@ -23,13 +23,16 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError, one_line
 from jaxmem.kernels import choice, triton_launch
 from jaxmem.kernels.fused_attention.support import Request
+from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
 from jaxmem.kernels.validation import PLAIN
 from jaxmem.machine.devices import cudnn_remedy
+from jaxmem.models.experts import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
+EXPERTS = 4
 STEPS = 8  # largest error, in rounding errors of the dtype at the largest value
 FEW = 1e-3  # share of integer codes that may differ by 1, since values may be near the border between two codes
 
@@ -38,6 +41,7 @@ def refuse_gpu_kernels(cfg: Config) -> None:
     """Refuses kernels that a CPU cannot run."""
     named = {
         "memory.attention": cfg.memory.attention,
+        "memory.experts": cfg.memory.experts,
         "optimizer.kernel": cfg.optimizer.kernel,
         "adapter.matmul": cfg.adapter.matmul,
     }
@@ -148,6 +152,30 @@ def _matmul(kind: str, implementation: str) -> dict[str, jax.Array]:
     return dict(zip(("result", "gradient"), results, strict=True))
 
 
+def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
+    from jaxmem.kernels.grouped_matmul import triton
+
+    form, dtype = kind.split()
+    w, chosen = _normal(EXPERTS, ROWS, COLUMNS, dtype=dtype), np.random.default_rng(0).random((LENGTH, EXPERTS))
+    groups = sort_rows(jnp.asarray(np.argsort(chosen, axis=1)[:, :2], jnp.int32), EXPERTS)
+    q = None if form == "dense" else quantize(w, form, FORMATS[form].block_size, -2)
+    dense = w if q is None else q.dequantize(dtype)
+
+    def both(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            if implementation == "blockwise":
+                values = jnp.ones(groups.rows.shape, dtype)
+                return map_groups(lambda w, _, x, __: x @ w, w, {}, x, values, groups).astype(dtype)
+            y = triton.grouped_matmul(x, w if q is None else matrices(q), None, None, groups, True)
+            return triton.sum_of_groups(y, groups, LENGTH)
+
+        out, pull = jax.vjp(run, x, w)
+        of_x, of_w = pull(g)
+        return {"result": out, "gradient of tokens": of_x} | ({"gradient of weights": of_w} if q is None else {})
+
+    return jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), dense, _normal(LENGTH, COLUMNS, dtype=dtype))
+
+
 def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
     values, g = _normal(ROWS, COLUMNS), _normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
     found: dict[str, jax.Array] = {}
@@ -168,6 +196,7 @@ def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
 # For each setting: the implementation in plain JAX, and a function of the results of an implementation, by name.
 _CHECKS: dict[str, tuple[str, Callable[[Any, str], dict[str, jax.Array]]]] = {
     "memory.attention": ("blockwise", _attention),
+    "memory.experts": ("blockwise", _experts),
     "adapter.matmul": ("sliced", _matmul),
     "optimizer.kernel": ("reference", _updates),
 }

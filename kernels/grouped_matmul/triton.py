@@ -31,7 +31,7 @@ class QuantizedMatrices:
     """Frozen quantized matrices of all groups: the arrays of `dequant_matmul`, with a leading dimension of groups."""
 
     codes: Any  # an array
-    scale: Any  # an array, or QuantizedScales
+    scale: Any  # an array, float32 or uint8 (E8M0), or QuantizedScales
     call: MatmulCall = field(metadata={"static": True})
 
 

@@ -59,8 +59,12 @@ class MatmulTiling:
     double: bool
 
     @property
+    def reads_each_row(self) -> bool:
+        return self.rows % self.unit != 0 != self.unit % self.rows
+
+    @property
     def blocks_of_tile(self) -> int:
-        return max(1, self.rows // self.unit)
+        return self.rows if self.reads_each_row else max(1, self.rows // self.unit)
 
 
 def multiply(call: MatmulCall, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
@@ -113,16 +117,15 @@ def _run(name: str, call: MatmulCall, blocks: TileSizes, x: jax.Array, codes: ja
 
 
 def fitting(call: MatmulCall, tokens: int, most: TileSizes) -> TileSizes:
-    """Sizes for this call: a tile of codes is inside one block, or has a power of two of blocks."""
+    """Sizes for this call. A tile of codes is inside one block, or has a power of two of blocks, if its rows remain
+    enough for the tensor cores."""
     together = call.form.together
     rows = block_size(most.rows, -(-call.inputs // together))
     if call.unit >= rows or call.unit & (call.unit - 1):
-        rows = math.gcd(rows, call.unit)
-    if call.block % together or rows < LEAST:
-        raise ValueError(
-            f"dequant_matmul: block_size is {call.block}; the triton implementation supports powers of two and"
-            f" multiples of {LEAST * together}"
-        )
+        even = math.gcd(rows, call.unit)
+        rows = even if even >= LEAST else rows
+    if call.block % together:
+        raise ValueError(f"dequant_matmul: block_size is {call.block}; the triton implementation needs an even number")
     if call.inputs % together:
         raise ValueError(f"dequant_matmul: x has {call.inputs} inputs; the triton implementation needs an even number")
     return most._replace(

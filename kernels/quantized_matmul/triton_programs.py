@@ -9,16 +9,22 @@ from jaxmem.kernels.triton_functions import dynamic8_value, program
 
 @program
 def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
-    """The block scales of a tile of codes, [rows, outputs]. The tile is inside one block or has several."""
+    """The block scales of a tile of codes, [rows, outputs]. The tile is inside one block or has several; if its rows
+    begin and end within blocks, a scale is read for each row."""
     several: tl.constexpr = s.blocks_of_tile
-    block = tile * s.rows // s.unit + tl.arange(0, several)
+    if s.reads_each_row:
+        block = (tile * s.rows + tl.arange(0, several)) // s.unit
+    else:
+        block = tile * s.rows // s.unit + tl.arange(0, several)
     real = (block < s.blocks)[:, None] & (output < s.outputs)[None, :]
     own = tl.load(scale_ptr + block[:, None] * s.outputs + output[None, :], mask=real, other=0)
     if s.double:
         group = tl.minimum(block, s.blocks - 1) // s.blocks_of_group
         of_group = tl.load(groups_ptr + group[:, None] * s.outputs + output[None, :], mask=real, other=0.0)
         own = dynamic8_value(own, True) * of_group + tl.load(mean_ptr)
-    if several > 1:
+    elif own.dtype == tl.uint8:  # E8M0: exponents of two
+        own = (own.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    if several > 1 and not s.reads_each_row:
         own = tl.broadcast_to(own[:, None, :], (several, s.rows // several, s.tile_outputs))
         own = tl.reshape(own, (s.rows, s.tile_outputs))
     return own

@@ -108,3 +108,17 @@ def test_capacity_drops_the_last_tokens_of_an_expert():
     x = jnp.abs(x)  # every token chooses expert 0, which has room for half of them
     keep = (jnp.arange(18).reshape(2, 9, 1) < 9).astype(jnp.float32)
     np.testing.assert_allclose(model(x)[0], defined(model, x, keep), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 4, "renormalize": False}, {"capacity_factor": 1.0}])
+def test_the_fused_implementation_equals_the_blocks(settings):
+    model, x = made(**settings)
+    graphdef, state = nnx.split(model)
+
+    def loss(state, x, implementation):
+        own = nnx.merge(graphdef, state)
+        own.implementation = implementation
+        return jnp.sum(jnp.sin(own(x)[0]))
+
+    found = [jax.value_and_grad(loss, (0, 1))(state, x, name) for name in ("triton", "blockwise")]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *found)

@@ -48,6 +48,7 @@ WAYS = {
         "memory": {"remat": "full", "update": "during"},
         "optimizer": {"clip_by": "previous", "epsilon": 1e-3},
     },
+    "triton, saved matmuls": {"memory": {"remat": "dots", "experts": "triton"}},
     "schedule, chunks": {"memory": {"remat": "sqrt", "mlp_chunk": 8}},
 }
 

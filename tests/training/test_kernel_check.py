@@ -7,7 +7,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.kernels import choice, quantized_matmul, quantized_update, triton_launch
+from jaxmem.kernels import choice, grouped_matmul, quantized_matmul, quantized_update, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.fused_attention.support import Request, choose
 from jaxmem.step.kernel_choice import update_choice
@@ -49,6 +49,8 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
     ("setting", "kind", "module", "function", "output"),
     [
         ("adapter.matmul", "nf4 bfloat16", quantized_matmul.__name__ + ".triton", "of_activations", "gradient"),
+        ("memory.experts", "dense bfloat16", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"),
+        ("memory.experts", "mxfp4 float32", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"),
         ("optimizer.kernel", "adamw8bit", quantized_update.__name__ + ".triton", "adam8", "update"),
         ("optimizer.kernel", "int8 weights", quantized_update.__name__ + ".triton", "int8_add", "codes"),
     ],
@@ -62,7 +64,7 @@ def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, functi
 
     def wrong(*args):
         made = right(*args)
-        return made * 1.1 if function == "of_activations" else (made[0] + made[0], *made[1:])
+        return made * 1.1 if function.startswith(("of_", "_of_")) else (made[0] + made[0], *made[1:])
 
     monkeypatch.setattr(module, function, wrong)
     monkeypatch.setattr(kernel_check, "LENGTH", 128)  # another call: passing is remembered per call
@@ -106,7 +108,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
 
 def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
     kernels = SimpleNamespace(
-        memory=SimpleNamespace(attention="auto"),
+        memory=SimpleNamespace(attention="auto", experts="auto"),
         optimizer=SimpleNamespace(kernel="triton"),
         adapter=SimpleNamespace(matmul="auto"),
     )
