@@ -236,7 +236,7 @@ def map_head_groups(
     heads that several groups or devices need are repeated."""
     if groups == 1:
         return attend(modules, x)[None]
-    from jaxmem.kernels.fused_attention.blockwise import SAVED
+    from jaxmem.kernels.fused_attention.derivative import SAVED
 
     graphdef, weights = gather_weights(modules, x.dtype)
     names = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(nnx.state(modules))}

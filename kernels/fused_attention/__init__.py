@@ -1,7 +1,7 @@
 """Attention with the options that transformers use. `reference.py` defines the results.
 
-A new implementation is a module with `attend` as in `reference.py`, a line in IMPLEMENTATIONS, and its limits in
-`support.py`. `tests/kernels/test_attention.py` tests all of them.
+A new implementation is a module with `attend` and `gradients` (see `derivative.py`), a line in IMPLEMENTATIONS, and its
+limits in `support.py`. `tests/kernels/test_attention.py` tests all of them.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxmem.kernels.choice import Operation, capability
 
 from .arguments import CHECKS, check_arguments
+from .derivative import Implementation
 from .support import OPERATION, PLAIN, Request, refusal
 
 IMPLEMENTATIONS: dict[str, Any] = {
@@ -77,15 +78,9 @@ def attention(
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not segment_ids
     request = Request.of(*arrays[:2], options, extras, keys_have_own=keys_have_own)
 
-    def attend(module: Any) -> Any:
-        from .optional_window import with_optional_window
-        from .sinks import with_sinks
-
-        return with_sinks(with_optional_window(module, extras), extras).attend(*arrays, options, extras)
-
     out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
-        attend,
+        lambda module: Implementation(module).attend(*arrays, options, extras),
         (arrays, extras),
         kind=request.kind,
         sizes=request.sizes,

@@ -10,34 +10,28 @@ inputs and outputs it stores batch x heads x (a few tiles + a few times sequence
 Batch and heads remain separate dimensions, so arrays that are sharded over them are not moved.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Int32
 
 from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
-from .tiles import Keys, Outputs, Problem, Queries, Rows, Tile, finished, tile_backward, tile_forward
+from .tiles import Keys, Problem, Queries, Rows, Tile, finished, tile_backward, tile_forward
 
 # A loop runs over tiles of at most this many queries and keys, so the program does not grow with the sequence. With
 # smaller tiles more of a causal mask is skipped: on a CPU a sequence of 256 takes a third of the time of one tile.
 BLOCK, SHORT_BLOCK = 256, 128
 SHORT = 2048  # positions up to which SHORT_BLOCK is faster
 
-# The name of the output and the log-sum-exp, sequence x (dim + 1) values per head. If a remat policy saves this name
-# (`jax.checkpoint_policies.save_only_these_names`), the backward pass does not recompute attention.
-SAVED = "attention"
-
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp."""
-    grouped = _grouped(q, k.shape[2]).transpose(0, 2, 3, 1, 4)
-    out, lse = _attend(options, grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), extras)
-    return out.reshape(q.shape), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+    problem = Problem(options, extras, q.shape[1], k.shape[1])
+    out, lse = _visit_forward(problem, _grouped(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
 def gradients(
@@ -47,50 +41,26 @@ def gradients(
     out: QueryHeads,
     lse: LogSumExp,
     d_out: QueryHeads,
+    d_lse: LogSumExp | None,
     options: Options,
     extras: Extras,
 ) -> tuple[QueryHeads, KeyHeads, KeyHeads]:
-    """The gradients with respect to q, k and v. `k` and `v` may be a part of the keys, if `out` and `lse` are those of
-    all keys; the first gradient is then the contribution of this part."""
     kv_heads = k.shape[2]
-    arrays = _grouped(q, kv_heads).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    rows = lse.reshape(lse.shape[0], kv_heads, -1, lse.shape[2])
-    saved = (*arrays, extras, _grouped(out, kv_heads), rows)
-    dq, dk, dv, _ = _backward(options, saved, (_grouped(d_out, kv_heads), jnp.zeros_like(rows)))
-    return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
-
-
-def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
-    return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[Outputs, Rows]:
-    return _forward(options, q, k, v, extras)[0]
-
-
-def _forward(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[tuple[Outputs, Rows], Any]:
-    problem = Problem(options, extras, q.shape[3], k.shape[2])
-    out, lse = _visit_forward(problem, q, k, v)
-    out, lse = checkpoint_name(out.transpose(0, 3, 1, 2, 4), SAVED), checkpoint_name(lse, SAVED)
-    return (out, lse), (q, k, v, extras, out, lse)
-
-
-def _backward(options: Options, saved: Any, cotangents: tuple[Outputs, Rows]) -> tuple[Any, ...]:
-    q, k, v, extras, out, lse = saved
-    d_out, d_lse = cotangents
-    problem = Problem(options, extras, q.shape[3], k.shape[2])
+    problem = Problem(options, extras, q.shape[1], k.shape[1])
+    arrays = _grouped(q, kv_heads), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), _grouped(d_out, kv_heads)
     # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
     # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
     # The sum is a matmul with ones, because a sum of so few numbers takes 15 times as long with XLA:CPU of jax 0.10.
     both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
-    inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).transpose(0, 2, 3, 1) - d_lse
-    lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    dq, dk, dv = _visit_backward(problem, q, k, v, d_out.transpose(0, 2, 3, 1, 4), lse, inner)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).swapaxes(1, 2)
+    inner = inner if d_lse is None else inner - d_lse
+    rows = (x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), inner))
+    dq, dk, dv = _visit_backward(problem, *arrays, *rows)
+    return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
-_attend.defvjp(_forward, _backward)
+def _grouped(q: jax.Array, kv_heads: int) -> Queries:
+    return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3]).transpose(0, 2, 3, 1, 4)
 
 
 def _block(length: int) -> int:

@@ -20,16 +20,14 @@ import dataclasses
 import functools
 import importlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from . import blockwise, ring
-from . import sinks as attention_sinks
-from .arguments import CHECKS, Extras, check_arguments
-from .optional_window import with_optional_window
+from . import ring
+from .arguments import CHECKS, Extras, Options, check_arguments
+from .derivative import Implementation, differentiable
 from .ring import Shard
 from .support import Request, refusal
 
@@ -53,34 +51,30 @@ def attention_over(
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
     why = refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
-    kernel = with_optional_window(importlib.import_module(f"{__package__}.{implementation}"), extras)
-    shard = Shard(attention_sinks.with_sinks(kernel, extras), axis, options)
-    if method == "ulysses":
-        return _attend(METHODS[method], shard, q, k, v, extras)
-    CHECKS.require(extras.has_window is None, f"has_window is set; {method} does not support it, use ulysses")
-    if method == "ring" and window is not None:
-        return _halo(shard, q, k, v, extras)
-    CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
-    return _attend(METHODS[method], shard, q, k, v, extras.segment_ids)
+    kernel = Implementation(importlib.import_module(f"{__package__}.{implementation}"))
+    if method != "ulysses":
+        CHECKS.require(extras.has_window is None, f"has_window is set; {method} does not support it, use ulysses")
+        if method == "ring" and window is not None:
+            return _halo(Shard(kernel, axis, options), q, k, v, extras)
+        CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
+    return differentiable(OverContext(method, kernel, axis), options, q, k, v, extras)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(method: Any, shard: Shard, q: Any, k: Any, v: Any, others: Any) -> jax.Array:
-    return _attend_forward(method, shard, q, k, v, others)[0]
+class OverContext(NamedTuple):
+    """An implementation (see `derivative.py`) of the attention of all devices. Its log-sum-exp is that of the heads or
+    positions of this device."""
 
+    method: str
+    kernel: Implementation
+    axis: str
 
-def _attend_forward(method: Any, shard: Shard, *own: Any) -> tuple[jax.Array, Any]:
-    out, lse = (checkpoint_name(x, blockwise.SAVED) for x in method[0](shard, *own))
-    return out, (own, out, lse)
+    def forward(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+        return METHODS[self.method][0](Shard(self.kernel, self.axis, options), q, k, v, extras)
 
-
-def _attend_backward(method: Any, shard: Shard, saved: Any, d_out: jax.Array) -> Any:
-    dq, dk, dv, *of_others = method[1](shard, *saved, d_out)
-    found = zip((dq, dk, dv), saved[0], strict=False)
-    return *(d.astype(x.dtype) for d, x in found), *(of_others or [None])
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    def gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, _: Any, options: Options, extras: Extras
+    ) -> Any:
+        return METHODS[self.method][1](Shard(self.kernel, self.axis, options), (q, k, v, extras), out, lse, d_out)
 
 
 # ---------------------------------------------------------------- ulysses
@@ -88,19 +82,19 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _ulysses(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.Array, jax.Array]:
     arrays = _to_heads(shard.axis, q, *_repeated(shard.axis, k, v))
-    out, lse = shard.kernel.attend(*arrays, shard.options, _of_sequence(shard.axis, extras))
+    out, lse = shard.kernel.forward(*arrays, shard.options, _of_sequence(shard.axis, extras))
     return _to_sequence(shard.axis, out)[0], lse
 
 
 def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
     axis, (q, k, v, extras) = shard.axis, own
     *arrays, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
-    here, of_extras = _of_sequence(axis, extras), None
-    found = shard.kernel.gradients(*arrays, out, lse, d_out, shard.options, here)
-    if here.sinks is not None:
-        own, zeros = attention_sinks.gradient(here.sinks, out, lse, d_out), jnp.zeros_like(extras.sinks)
-        first = jax.lax.axis_index(axis) * own.size
-        of_extras = Extras(sinks=jax.lax.dynamic_update_slice_in_dim(zeros, own, first, 0))
+    *found, of_extras = shard.kernel.gradients(
+        *arrays, out, lse, d_out, None, shard.options, _of_sequence(axis, extras)
+    )
+    if of_extras is not None:  # the gradients of the sinks of this device's heads
+        first, zeros = jax.lax.axis_index(axis) * of_extras.sinks.size, jnp.zeros_like(extras.sinks)
+        of_extras = Extras(sinks=jax.lax.dynamic_update_slice_in_dim(zeros, of_extras.sinks, first, 0))
     dq, *others = _to_sequence(axis, *found)
     return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others), of_extras
 

@@ -16,7 +16,6 @@ XLA replaces it by the workspace that cuDNN requests.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int32
 
 from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
-from .blockwise import SAVED
 from .shapes import pairs
 
 WORKSPACE = 2**30  # target for the largest workspace in bytes of the backward pass of packed sequences
@@ -70,64 +66,32 @@ ON_CPU: Callable[[str, CudnnCall, Sequence[jax.Array]], Any] | None = None
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp; the log-sum-exp is not differentiable."""
-    call = _call(q, k, options, extras)
-    return _attend(call, q, k, v, None if call.max_segments == 1 else extras.segment_ids)
-
-
-def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> CudnnCall:
-    batch, length, heads, dim = q.shape
-    segments = options.max_segments if extras.segment_ids is not None else 1
-    masked = options.causal or options.window is not None
-    return CudnnCall(
-        batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, options.window, segments or 1
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
-    return _forward(call, q, k, v, ids)
-
-
-def _forward(call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
-    packed = None if ids is None else Packed.of(call, ids)
+    call, packed = _call(q, k, options, extras)
     if packed is not None:  # with too many documents the loss is NaN instead of a wrong result
         q = jnp.where(packed.count <= call.slots, q, jnp.nan)
     out, stats = _run(_FORWARD, call, (q, k, v), packed)
     return out, stats if packed is None else packed.rows_of(call, stats)
 
 
-def _forward_rule(call: CudnnCall, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
-    q, k, v = (x.value for x in inputs[:3])
-    ids = None if inputs[3] is None else inputs[3].value
-    out, lse = (checkpoint_name(x, SAVED) for x in _forward(call, q, k, v, ids))
-    return (out, lse), (q, k, v, ids, out, lse)
-
-
-def _backward_rule(call: CudnnCall, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    q, k, v, ids, out, lse = saved
-    d_out, d_lse = cotangents
-    has_gradient = not isinstance(d_lse, SymbolicZero)
-    if has_gradient:
-        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use blockwise")
-    if isinstance(d_out, SymbolicZero):
-        d_out = jnp.zeros_like(out)
-    return *_backward(call, q, k, v, out, lse, d_out.astype(q.dtype), ids), None
-
-
 def gradients(
-    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, d_out: jax.Array, options: Options,
-    extras: Extras,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """The gradients of k and v, and their contribution to the gradient of q (`blockwise.gradients`)."""
-    call = _call(q, k, options, extras)
-    ids = None if call.max_segments == 1 else extras.segment_ids
-    return _backward(call, q, k, v, out, lse, d_out.astype(q.dtype), ids)
-
-
-def _backward(call: CudnnCall, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, ids: Any) -> Any:
-    if ids is None:
+    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None,
+    options: Options, extras: Extras,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    if d_lse is not None:
+        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use blockwise")
+    call, packed = _call(q, k, options, extras)
+    if packed is None:
         return _run(_BACKWARD, call, (q, k, v, lse, d_out, out), None)
-    return _gradients_by_heads(call, Packed.of(call, ids), (q, out, d_out), (k, v), lse)
+    return _gradients_by_heads(call, packed, (q, out, d_out), (k, v), lse)
+
+
+def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> tuple[CudnnCall, Packed | None]:
+    """The properties of a call, and its documents if it has several in a sequence."""
+    batch, length, heads, dim = q.shape
+    segments = (options.max_segments if extras.segment_ids is not None else 1) or 1
+    masked, window = options.causal or options.window is not None, options.window
+    call = CudnnCall(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, window, segments)
+    return call, None if segments == 1 or extras.segment_ids is None else Packed.of(call, extras.segment_ids)
 
 
 def _gradients_by_heads(
@@ -155,9 +119,6 @@ def _gradients_by_heads(
     start = jnp.zeros_like(by_query[0]), *(jnp.zeros(x.shape, summed) for x in by_key)
     found = jax.lax.fori_loop(0, call.heads // size, step, start)
     return tuple(x.astype(by_query[0].dtype) for x in found)
-
-
-_attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 # ---------------------------------------------------------------- documents

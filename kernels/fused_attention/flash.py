@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.kernels.launch import block_size, next_power_of_2
 
 from .arguments import Extras, Options, visible
-from .blockwise import SAVED
 from .shapes import pairs
 
 LOG2E = math.log2(math.e)
@@ -202,24 +200,12 @@ class Passes(NamedTuple):
     min_block: int = 16  # least number of positions of a block
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    passes: Passes, options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+    passes: Passes, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp."""
-    return _forward(passes, options, q, k, v, extras)[0]
-
-
-def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
     call = _call(passes, "forward", options, q, k)
-    out, lse = passes.forward(call, q, k, v, _mask_arrays(call, extras, by_keys=False))
-    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
-    return (out, lse), (q, k, v, extras, out, lse)
-
-
-def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    q, k, v, extras, out, lse = saved
-    return *gradients(passes, q, k, v, out, lse, cotangents[0], options, extras, cotangents[1]), None
+    return passes.forward(call, q, k, v, _mask_arrays(call, extras, by_keys=False))
 
 
 def gradients(
@@ -230,19 +216,19 @@ def gradients(
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
+    d_lse: jax.Array | None,
     options: Options,
     extras: Extras,
-    d_lse: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of k and v, and their contribution to the gradient of q (`blockwise.gradients`)."""
     # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
     # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
-    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
+    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    inner = inner if d_lse is None else inner - d_lse
     one_pass = None if options.deterministic else passes.one_pass
     passes = passes if one_pass else passes.two_kernels or passes
     call = _call(passes, "gradients" if one_pass else "d_queries", options, q, k)
     rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
-    arrays = q, k, v, d_out.astype(q.dtype), rows
+    arrays = q, k, v, d_out, rows
     if one_pass is not None:
         return one_pass(call, *arrays, _mask_arrays(call, extras, by_keys=True))
     assert passes.d_queries is not None and passes.d_keys is not None  # noqa: PT018
@@ -250,9 +236,6 @@ def gradients(
     call = _call(passes, "d_keys", options, q, k)
     dk, dv = passes.d_keys(call, *arrays, _mask_arrays(call, extras, by_keys=True))
     return dq, dk, dv
-
-
-attend.defvjp(_forward, _backward)
 
 
 def _mask_arrays(call: AttentionCall, extras: Extras, *, by_keys: bool) -> MaskArrays:

@@ -177,7 +177,7 @@ PASSES = Passes("mosaic", _forward, min_block=COMPUTING * ROWS, two_kernels=trit
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    return flash.attend(_passes(q), options, q, k, v, extras)
+    return flash.attend(_passes(q), q, k, v, options, extras)
 
 
 def gradients(q: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arguments import Extras, Options
+from .derivative import Implementation
 
 Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment ids
 
@@ -17,7 +18,7 @@ Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment i
 class Shard(NamedTuple):
     """Properties of the attention of one device that are known at compile time."""
 
-    kernel: Any  # a module with `attend` and `gradients` as in `blockwise.py`
+    kernel: Implementation
     axis: str
     options: Options
 
@@ -36,12 +37,15 @@ def places(length: int, devices: int) -> np.ndarray:
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 
 
-def forward(shard: Shard, q: Any, k: Any, v: Any, ids: Any, *, gathered: bool = False) -> tuple[jax.Array, jax.Array]:
+def forward(
+    shard: Shard, q: Any, k: Any, v: Any, extras: Extras, *, gathered: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp."""
+    ids = extras.segment_ids
 
     def attend(rows: tuple[jax.Array, Any], block: Block, options: Options) -> tuple[jax.Array, jax.Array]:
         (q, ids), (k, v, key_ids) = rows, block
-        out, lse = shard.kernel.attend(q, k, v, options, Extras(ids, key_ids))
+        out, lse = shard.kernel.forward(q, k, v, options, Extras(ids, key_ids))
         return out.astype(jnp.float32), lse.swapaxes(1, 2)
 
     def meet(found: Any, block: Block, step: jax.Array) -> Any:
@@ -57,13 +61,14 @@ def forward(shard: Shard, q: Any, k: Any, v: Any, ids: Any, *, gathered: bool = 
 
 def backward(
     shard: Shard, own: tuple[Any, ...], out: jax.Array, lse: jax.Array, d_out: jax.Array, *, gathered: bool = False
-) -> tuple[jax.Array, ...]:
-    """dq, dk and dv in float32. `own`: q, k, v and ids, as in `forward`."""
+) -> tuple[Any, ...]:
+    """dq, dk and dv in float32, and None. `own`: q, k, v and extras, as in `forward`."""
     axis = shard.axis
 
     def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
         (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
-        parts = shard.kernel.gradients(q, k, v, out, lse.swapaxes(1, 2), d_out, options, Extras(ids, key_ids))
+        extras, rows_lse = Extras(ids, key_ids), lse.swapaxes(1, 2)
+        *parts, _ = shard.kernel.gradients(q, k, v, out, rows_lse, d_out, None, options, extras)
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 
@@ -78,14 +83,14 @@ def backward(
             d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_more))
         return dq, _store(d_keys, d_block, _device(axis, step)) if gathered else d_block
 
-    q, k, v, ids = own
+    q, k, v, ids = *own[:3], own[3].segment_ids
     all_seen, mine = dataclasses.replace(shard.options, causal=False), (q, ids, out, lse, d_out)
     dq, d_keys = gradients(mine, (k, v, ids), shard.options)
     if gathered:
         every = jax.tree.map(lambda x: jnp.zeros((jax.lax.axis_size(axis), *x.shape), x.dtype), d_keys)
         d_keys = _store(every, d_keys, jax.lax.axis_index(axis))
     dq, d_keys = _visited(axis, meet, (k, v, ids), (dq, d_keys), gathered)
-    return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _next(axis, d_keys))
+    return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _next(axis, d_keys)), None
 
 
 def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any, gathered: bool) -> Any:

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jaxmem.kernels.triton_launch import launch, load_programs
 
 from . import flash
-from .arguments import Extras, Options
 from .flash import LOG2E, AttentionCall, MaskArrays, Passes
 
 
@@ -142,8 +141,5 @@ def _run(
 PASSES = Passes("triton", _forward, d_queries=_d_queries, d_keys=_d_keys)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    return flash.attend(PASSES, options, q, k, v, extras)
-
-
+attend = functools.partial(flash.attend, PASSES)
 gradients = functools.partial(flash.gradients, PASSES)

@@ -1,0 +1,97 @@
+"""The derivative of attention, once for all implementations, and the options that are the same for all of them.
+
+An implementation is a module with `attend(q, k, v, options, extras)`, which returns the output and the log-sum-exp, and
+`gradients(q, k, v, out, lse, d_out, d_lse, options, extras)`, which returns the gradients of q, k and v. `k` and `v`
+may be a part of the keys, if `out` and `lse` are those of all keys; the first gradient is then the contribution of this
+part. `d_lse` is None if no loss depends on the log-sum-exp. `reference` has no `gradients`: jax differentiates it.
+
+Sinks (Xiao et al., arXiv:2309.17453; gpt-oss) are a logit for each head in the softmax of every row, without a value.
+With the log-sum-exp l of the scores of a row and the sink s of its head, the output is multiplied by e^l / (e^l + e^s),
+and the log-sum-exp becomes log(e^l + e^s). All implementations compute the probabilities of the backward pass as
+e^(score - log-sum-exp), so with this output and this log-sum-exp they return the gradients of attention with sinks.
+
+With `has_window` a window applies in some calls only. Layers of one scan share a program, so calls with and without a
+window are two branches of this program, with the same inputs, outputs and saved arrays; only one of them runs.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from .arguments import Extras, Options
+
+# The name of the output and the log-sum-exp, sequence x (dim + 1) values per head. If a remat policy saves this name
+# (`jax.checkpoint_policies.save_only_these_names`), the backward pass does not recompute attention.
+SAVED = "attention"
+
+
+class Implementation(NamedTuple):
+    """An implementation with sinks and optional windows."""
+
+    module: Any
+
+    def forward(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+        """Output and log-sum-exp."""
+        out, lse = _branches(lambda *how: self.module.attend(q, k, v, *how), options, extras)
+        if extras.sinks is None:
+            return out, lse
+        total = jnp.logaddexp(lse, extras.sinks.astype(lse.dtype)[:, None])
+        share = jnp.exp(lse - total).swapaxes(1, 2)[..., None]
+        return (out.astype(lse.dtype) * share).astype(out.dtype), total
+
+    def gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, options: Options, extras: Extras
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Extras | None]:
+        """The gradients of q, k and v, and of the sinks, with the log-sum-exp that includes them."""
+        found = _branches(lambda *how: self.module.gradients(q, k, v, out, lse, d_out, d_lse, *how), options, extras)
+        if extras.sinks is None:
+            return *found, None
+        inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+        share = jnp.exp(extras.sinks.astype(lse.dtype)[:, None] - lse)
+        return *found, Extras(sinks=-jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype))
+
+    def attend(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+        """Output and log-sum-exp, differentiable."""
+        if not hasattr(self.module, "gradients"):
+            return self.forward(q, k, v, options, extras)
+        return differentiable(self, options, q, k, v, extras)
+
+
+def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: Extras) -> Any:
+    """`run` with the window or, where `has_window` is false, without it."""
+    share, has_window = options.window_share, extras.has_window
+    extras = extras._replace(has_window=None, sinks=None)
+    if has_window is None:
+        return run(options, extras)
+    with nullcontext() if share is None else jax.named_scope("runs_{}_in_{}".format(*share)):
+        without = dataclasses.replace(options, window=None)
+        return jax.lax.cond(has_window, lambda: run(options, extras), lambda: run(without, extras))
+
+
+def _run(implementation: Any, options: Options, q: Any, k: Any, v: Any, extras: Any) -> tuple[jax.Array, jax.Array]:
+    return implementation.forward(q, k, v, options, extras)
+
+
+def _saving(implementation: Any, options: Options, *inputs: Any) -> tuple[Any, Any]:
+    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
+    out, lse = (checkpoint_name(x, SAVED) for x in _run(implementation, options, *inputs))
+    return (out, lse), (inputs, out, lse)
+
+
+def _backward(implementation: Any, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    ((*arrays, extras), out, lse), (d_out, d_lse) = saved, cotangents
+    d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
+    d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
+    *found, of_extras = implementation.gradients(*arrays, out, lse, d_out, d_lse, options, extras)
+    return *(d.astype(x.dtype) for d, x in zip(found, arrays, strict=True)), of_extras
+
+
+# (an object with `forward` and `gradients`, options, q, k, v, extras) -> output and log-sum-exp.
+differentiable = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
+differentiable.defvjp(_saving, _backward, symbolic_zeros=True)
