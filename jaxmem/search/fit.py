@@ -2,19 +2,186 @@
 
 import dataclasses
 import functools
+import textwrap
 import time
 from collections.abc import Sequence
-from typing import Unpack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Unpack
 
 from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, is_model, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target, resolve_remat
+from jaxmem.machine.gpus import GIB
+from jaxmem.planning import Target, format_bytes, resolve_remat
+from jaxmem.planning.units import format_seconds
+from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
 from jaxmem.search.fastest import Progress, Search
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
-from jaxmem.search.result import Fit
+from jaxmem.search.trials import SLOWEST, Trials, save_best, target_json
+
+ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
+KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
+OTHERS = 8  # number of rows for configs that are not on the front
+
+
+@dataclass(frozen=True)
+class Fit:
+    given: Config
+    target: Target
+    trials: Trials
+    allow: tuple[str, ...]
+    seconds: float
+    others: Comparison | None = None  # if nothing fits: other methods of training
+
+    def __repr__(self) -> str:
+        best = "nothing fits"
+        if self.best:
+            seconds, size = format_seconds(self.best.seconds), format_bytes(self.best.total)
+            best = f"{size} of {format_bytes(self.trials.limit)}, {seconds} per step: {self.best.description}"
+        return f"Fit({self.given.name} on {self.target.name}: {best})"
+
+    @cached_property
+    def front(self) -> list[Candidate]:
+        """The Pareto front, fastest first; each config needs less memory than the one before. All phases of a run are
+        compiled for these configs."""
+        return self.trials.front()
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.front[0] if self.front else None
+
+    @property
+    def smallest(self) -> Candidate:
+        """The compiled config that needs the least memory."""
+        return min(self.trials.compiled, key=lambda one: one.total)
+
+    @cached_property
+    def ranked(self) -> list[Candidate]:
+        """Candidates that fit, fastest first; then the others, by memory. In both groups, compiled candidates are
+        first."""
+
+        def order(one: Candidate) -> tuple[bool, bool, float]:
+            fits = self.trials.fits(one)
+            return not fits, one.cost is None, one.seconds if fits else one.total
+
+        return sorted(self.trials.all, key=order)
+
+    def reason(self, one: Candidate) -> str:
+        """The reason why a candidate is not the best."""
+        if one is self.best:
+            return "fastest that fits"
+        if one.refused:
+            return one.refused
+        about = "" if one.cost else "about "
+        if not self.trials.fits(one):
+            kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:KINDS]
+            largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
+            needs = self.trials.shortage(one) + (f": {largest}" if one.total > self.trials.limit else "")
+            change = self._fitting_change(one) if one.cost else None
+            return f"{needs}; try {change}" if change else needs
+        if one in self.front:
+            return f"fastest within {format_bytes(one.total)}"
+        assert self.best
+        return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
+
+    def _fitting_change(self, one: Candidate) -> str | None:
+        """The change of a single setting with which the candidate fits and that increases the time least."""
+
+        def differ(other: Candidate) -> set[str]:
+            changed = (key for key, value in other.settings.items() if value != one.settings[key])
+            return {key.partition(".")[0] if key.startswith(ONE_SETTING) else key for key in changed}
+
+        fitting = [other for other in self.trials.all if self.trials.fits(other) and len(differ(other)) == 1]
+        nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds), default=None)
+        return " ".join(overrides(difference(one.cfg, nearest.cfg))) if nearest else None
+
+    def write(self, path: str | Path) -> None:
+        """The best config as a file for `train`."""
+        save_best(self.best, path)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "target": target_json(self.target, self.trials.limit),
+            "allow": list(self.allow),
+            "considered": len(self.trials.all),
+            "compiled": len(self.trials.compiled),
+            "estimate_error": self.trials.estimate_error,
+            "candidates": [self._json(one) for one in self.ranked],
+            "front": [self._json(one) for one in self.front],
+            "best": self._json(self.best) if self.best else None,
+            "smallest": self._json(self.smallest) if self.trials.compiled else None,
+            "others": self.others.as_json() if self.others else None,
+            "seconds": self.seconds,
+        }
+
+    def _json(self, one: Candidate) -> dict[str, Any]:
+        about = {"compiled": one.cost is not None, "why": self.reason(one)}
+        return one.as_json(fits=self.trials.fits(one)) | about
+
+    def table(self) -> Any:
+        """A table for a terminal of 40 columns or more."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        trials, compiled = self.trials, self.trials.compiled
+        counts = f"{len(trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
+        parts: list[Any] = [
+            Text(f"{self.given.name} on {self.target.name}", style="bold"),
+            Text(f"{counts}; {format_bytes(trials.limit)} per device"),
+        ]
+        if self.best:
+            table = Table(title="Fastest first; each further row needs less memory", title_justify="left")
+            table.add_column("step", justify="right", no_wrap=True)
+            table.add_column("memory", justify="right", no_wrap=True)
+            table.add_column("changes")
+            for one in self.front:  # Text, since brackets in a description are not markup
+                table.add_row(format_seconds(one.seconds), format_bytes(one.total), Text(one.description))
+            parts += [table, Text(f"fastest: {self.best.description}", style="green")]
+        else:
+            smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
+            parts += [Text("nothing fits", style="red"), Text(smallest)]
+        if self.others:
+            return Group(*parts, self.others.table())
+        if others := [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]:
+            parts.append(Text("Other compiled configs:"))
+            parts += [Text(f"  {one.description}: {self.reason(one)}", style="dim") for one in others]
+        if error := trials.estimate_error:
+            errors = f"error of the memory estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
+            parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
+        if self.best:
+            parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
+        return Group(*parts)
+
+    def figure(self, path: str | Path) -> None:
+        """Writes a PNG: memory against time of every candidate."""
+        from jaxmem.report.figure import figure
+
+        trials = self.trials
+        with figure(path) as drawn:
+            axes = drawn.subplots()
+            near = [one for one in trials.all if one.total < 2 * trials.limit]
+            for group, label, color in (
+                ([one for one in near if not one.cost], "estimated", "lightgray"),
+                ([one for one in near if one.cost], "compiled", "tab:blue"),
+            ):
+                axes.scatter([one.seconds for one in group], [one.total / GIB for one in group], 16, color, label=label)
+            steps, sizes = [one.seconds for one in self.front], [one.total / GIB for one in self.front]
+            axes.plot(steps, sizes, "o-", c="tab:orange", label="front")
+            axes.axhline(trials.limit / GIB, c="tab:red", ls="--", label="device memory")
+            title = [f"{self.given.name} on {self.target.name}"]
+            if self.best:
+                axes.set_xlim(0, 1.1 * SLOWEST * self.best.seconds)
+                title += textwrap.wrap(f"fastest: {self.best.description}", 100)
+            axes.set_xlabel("seconds per step (estimated)")
+            axes.set_ylabel("GiB per device")
+            axes.set_title("\n".join(title), fontsize=10)
+            axes.legend(loc="upper right")
+
 
 COMPILES = 12  # steps to compile at most, by default
 KERNEL_SHARE = 4  # one in this number of compiled steps is reserved for other kernels

@@ -14,9 +14,8 @@ from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
 from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.compilers import CompilerPool, RefusedError
-from jaxmem.search.fit import search
+from jaxmem.search.fit import Fit, search
 from jaxmem.search.knobs import KERNELS, allowed
-from jaxmem.search.result import Fit
 from jaxmem.search.worker import StepCost
 from jaxmem.step import program
 
