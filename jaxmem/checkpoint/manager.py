@@ -11,10 +11,17 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmem.checkpoint.checksum import checksum
 from jaxmem.checkpoint.orbax_errors import FAILURES, Manager, first_failure_only, raise_lost_process, root_cause
 from jaxmem.checkpoint.paths import absolute, free_name, move_aside
-from jaxmem.checkpoint.record import DamagedError, check_leaves, damaged, make_record, named_leaves, read_record
+from jaxmem.checkpoint.record import (
+    DamagedError,
+    check_leaves,
+    checksum,
+    damaged,
+    make_record,
+    named_leaves,
+    read_record,
+)
 from jaxmem.checkpoint.retention import Retention
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxmem.cli.options import Json
-from jaxmem.cli.output import only_json, show
+from jaxmem.cli.start import only_json, show
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 

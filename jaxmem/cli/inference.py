@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxmem.cli.options import Json, Model, Overrides, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
-from jaxmem.cli.output import is_first_process, only_json, print_text, show
-from jaxmem.cli.start import joined, run_config, take_devices
+from jaxmem.cli.start import is_first_process, joined, only_json, print_text, run_config, show, take_devices
 from jaxmem.errors import UserError
 
 

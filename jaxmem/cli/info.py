@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxmem.cli.options import Json, Png, Run, Target
-from jaxmem.cli.output import only_json, show
-from jaxmem.cli.start import take_devices
+from jaxmem.cli.start import only_json, show, take_devices
 
 
 def report(

@@ -27,8 +27,7 @@ from jaxmem.cli.options import (
     Simulate,
     Target,
 )
-from jaxmem.cli.output import only_json, show
-from jaxmem.cli.start import take_devices
+from jaxmem.cli.start import only_json, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 

@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from jaxmem.cli.options import ConfigFile, Overrides, Simulate
-from jaxmem.cli.output import is_first_process
-from jaxmem.cli.start import joined, load
+from jaxmem.cli.start import is_first_process, joined, load
 from jaxmem.training.signals import requeued_before_training
 
 

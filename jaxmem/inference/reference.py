@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.checkpoint.checksum import checksum
+from jaxmem.checkpoint.record import checksum
 from jaxmem.config import Config
 from jaxmem.data import Corpus, Loader
 from jaxmem.distributed.agree import any_process, gather, serialized

@@ -20,7 +20,7 @@ from typing import Any, Self
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target
-from jaxmem.search import cache, worker
+from jaxmem.search import worker
 from jaxmem.search.worker import StepCost
 
 WORKER_BYTES = 3 << 29  # bytes of memory that a process may need
@@ -93,16 +93,16 @@ class CompilerPool:
             yield futures[future], error or future.result()
 
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
-        key = cache.config_key(question, cfg, self.target, self.reserve_gib)
+        key = worker.config_key(question, cfg, self.target, self.reserve_gib)
         answer: dict[str, Any] | None
         if self.target.here or not cfg.own.is_empty:  # other processes do not have the functions of a script
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
-        elif (answer := cache.read(key)) is None:
+        elif (answer := worker.read_answer(key)) is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
             self.compiled += 1
-            cache.write(key, answer)
+            worker.write_answer(key, answer)
         if "refused" in answer:
             raise RefusedError(answer["refused"])
         return answer

@@ -2,13 +2,23 @@
 
 `python -m jaxmem.search.worker TARGET [RESERVE_GIB]` starts it. It needs about 1 GiB of memory and uses no accelerator.
 All output of XLA and other libraries goes to standard error.
+
+Answers are cached on disk, by config, target, version of jax and the sources of this package: small JSON files in the
+user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), written atomically, so that searches can share them. The
+directory can be deleted at any time; configs are then compiled again.
 """
 
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from jaxmem.config import Config
@@ -21,8 +31,64 @@ from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
-from jaxmem.search import cache
 from jaxmem.step import program
+
+_IRRELEVANT = {"name", "output", "seed", "checkpoint"}  # keys that do not change any program
+
+
+def cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxmem" / "fit"
+
+
+def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
+    """The key of a question about a config; configs with the same answer have the same key."""
+    config = cfg.model_dump(mode="json", exclude=_IRRELEVANT)
+    return _key({"question": question, "config": config, "sources": _sources()}, target, reserve_gib)
+
+
+def program_key(text: str, target: Target, reserve_gib: float | None) -> str:
+    """The key of a lowered program. Many configs share a program, such as the initialization."""
+    return _key({"program": text}, target, reserve_gib)
+
+
+def read_answer(key: str) -> dict[str, Any] | None:
+    """The answer; None if the file does not exist or is incomplete."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((cache_directory() / f"{key}.json").read_text())
+    return None
+
+
+def write_answer(key: str, answer: dict[str, Any]) -> None:
+    folder = cache_directory()
+    partial = folder / f".{key}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(answer))
+        partial.replace(folder / f"{key}.json")
+    except OSError:  # the disk is full or read-only: the next search compiles again
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _key(content: Mapping[str, Any], target: Target, reserve_gib: float | None) -> str:
+    gpu = target.gpu  # programs for CPUs do not depend on the memory
+    machine = [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
+    versions = [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")]
+    all_content = {**content, "target": machine, "versions": versions}
+    return hashlib.sha256(json.dumps(all_content, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for package in ("jaxmem", "jaxmem.kernels"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        for root in spec.submodule_search_locations or ():
+            for file in sorted(Path(root).rglob("*.py")):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -67,9 +133,9 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> dict
     sizes = {}
     for phase, lower in built.lower_others().items():
         lowered = lower()
-        key = cache.program_key(lowered.as_text(), target, reserve_gib)
-        answer = cache.read(key) or {"total": compiled_size(lowered, here=target.is_here)}
-        cache.write(key, answer)
+        key = program_key(lowered.as_text(), target, reserve_gib)
+        answer = read_answer(key) or {"total": compiled_size(lowered, here=target.is_here)}
+        write_answer(key, answer)
         sizes[phase] = answer["total"]
     if "evaluate" in sizes:
         sizes["evaluate"] += bytes_on_device(built.spec.state.opt_state) - bytes_on_device(built.spec.host_state)

@@ -8,8 +8,8 @@ from jaxmem.config import Config, Decoder, Vit
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice
+from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.kernels.fused_attention.context import METHODS
-from jaxmem.kernels.fused_attention.shapes import pairs
 from jaxmem.kernels.fused_attention.support import Request, choose, refusal
 from jaxmem.quant.precision import compute_dtype
 

@@ -8,8 +8,7 @@ replica. A check reads the state once on every device, and waits for the result.
 from collections import Counter
 from typing import Any
 
-from jaxmem.checkpoint.checksum import checksum
-from jaxmem.checkpoint.record import named_leaves
+from jaxmem.checkpoint.record import checksum, named_leaves
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
 

@@ -88,15 +88,14 @@ def _ulysses(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.
 
 def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
     axis, (q, k, v, extras) = shard.axis, own
-    *arrays, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
-    *found, of_extras = shard.kernel.gradients(
-        *arrays, out, lse, d_out, None, shard.options, _of_sequence(axis, extras)
-    )
-    if of_extras is not None:  # the gradients of the sinks of this device's heads
-        first, zeros = jax.lax.axis_index(axis) * of_extras.sinks.size, jnp.zeros_like(extras.sinks)
-        of_extras = Extras(sinks=jax.lax.dynamic_update_slice_in_dim(zeros, of_extras.sinks, first, 0))
+    q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
+    here = _of_sequence(axis, extras)
+    *found, d_sinks = shard.kernel.gradients(q, keys, values, out, lse, d_out, None, shard.options, here)
+    if d_sinks is not None:  # of this device's heads
+        first = jax.lax.axis_index(axis) * d_sinks.size
+        d_sinks = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(extras.sinks), d_sinks, first, 0)
     dq, *others = _to_sequence(axis, *found)
-    return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others), of_extras
+    return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others), d_sinks
 
 
 def _repeated(axis: str, *arrays: jax.Array) -> list[jax.Array]:

@@ -27,8 +27,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int32
 
-from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
-from .shapes import pairs
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, pairs
 
 WORKSPACE = 2**30  # target for the largest workspace in bytes of the backward pass of packed sequences
 _FORWARD, _BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"

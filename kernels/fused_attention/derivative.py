@@ -47,14 +47,14 @@ class Implementation(NamedTuple):
 
     def gradients(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, options: Options, extras: Extras
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Extras | None]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The gradients of q, k and v, and of the sinks, with the log-sum-exp that includes them."""
         found = _branches(lambda *how: self.module.gradients(q, k, v, out, lse, d_out, d_lse, *how), options, extras)
         if extras.sinks is None:
             return *found, None
         inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
         share = jnp.exp(extras.sinks.astype(lse.dtype)[:, None] - lse)
-        return *found, Extras(sinks=-jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype))
+        return *found, -jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype)
 
     def attend(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
         """Output and log-sum-exp, differentiable."""
@@ -88,7 +88,8 @@ def _backward(implementation: Any, options: Options, saved: Any, cotangents: tup
     ((*arrays, extras), out, lse), (d_out, d_lse) = saved, cotangents
     d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
-    *found, of_extras = implementation.gradients(*arrays, out, lse, d_out, d_lse, options, extras)
+    *found, d_sinks = implementation.gradients(*arrays, out, lse, d_out, d_lse, options, extras)
+    of_extras = None if d_sinks is None else Extras(sinks=d_sinks)
     return *(d.astype(x.dtype) for d, x in zip(found, arrays, strict=True)), of_extras
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from jaxmem.kernels.launch import block_size, next_power_of_2
 
-from .arguments import Extras, Options, visible
-from .shapes import pairs
+from .arguments import Extras, Options, pairs, visible
 
 LOG2E = math.log2(math.e)
 

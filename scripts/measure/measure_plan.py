@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem.lab.peak_memory import measure_apart
+from jaxmem.lab.tour.common import measure_apart
 from jaxmem.machine import devices
 
 sys.path.append(str(Path(__file__).parents[2]))

@@ -24,9 +24,8 @@ import jax.numpy as jnp
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_run
 from jaxmem.lab.tour.common import seconds
-from jaxmem.lab.tour.panels import Lines, draw
 from jaxmem.lab.tour.quantization import BLOCK, is_matrix, rounded
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Lines, Row, Table, draw
 from jaxmem.quant import FORMATS, quantize
 
 SHAPE = (4096, 4096)

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from jaxmem.lab.tour.checkpointing import FORMULAS, POLICIES, backward
-from jaxmem.lab.tour.panels import Lines, draw
+from jaxmem.lab.tour.table import Lines, draw
 from jaxmem.machine import devices
 
 

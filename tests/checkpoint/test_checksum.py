@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.checkpoint.checksum import checksum, sum_bits
+from jaxmem.checkpoint.record import checksum, sum_bits
 from tests.checkpoint.conftest import mesh
 
 

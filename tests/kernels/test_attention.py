@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.kernels import attention, fused_attention
-from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, shapes
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, arguments
 from tests.kernels.exact import CASES, TAKES, WAYS, assert_close, drawn, exact, run, with_segments
 
 RAN: set[tuple[str, str]] = set()
@@ -185,7 +185,7 @@ def test_only_one_way_adds_in_an_order_that_may_change(way):
 
 
 def test_operations_of_the_named_shapes():
-    for shape in shapes.ATTENTION_SHAPES.values():
+    for shape in arguments.ATTENTION_SHAPES.values():
         distance = np.arange(shape.queries)[:256, None] + shape.keys - shape.queries - np.arange(shape.keys)
         seen = np.ones(distance.shape, bool)
         if shape.causal:
@@ -195,6 +195,6 @@ def test_operations_of_the_named_shapes():
         some = shape._replace(
             queries=min(shape.queries, 256), keys=shape.keys - shape.queries + min(shape.queries, 256)
         )
-        visible = shapes.pairs(some.queries, some.keys, causal=some.causal, window=some.window)
+        visible = arguments.pairs(some.queries, some.keys, causal=some.causal, window=some.window)
         assert visible == seen.sum()
-    assert shapes.AttentionShape(2, 10, 10, 3, 3, 4, causal=False).flops == 4 * 2 * 3 * 100 * 4
+    assert arguments.AttentionShape(2, 10, 10, 3, 3, 4, causal=False).flops == 4 * 2 * 3 * 100 * 4

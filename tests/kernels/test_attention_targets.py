@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.fused_attention.shapes import pairs
+from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import cudnn, support
-from jaxmem.kernels.fused_attention.shapes import pairs
+from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.kernels.fused_attention.support import Request, choose, refusal
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module, total_flops

@@ -1,7 +1,7 @@
 """Planned and measured peaks: the complete path in a process of its own; a CPU reports no peak."""
 
 from jaxmem.config import load_config
-from jaxmem.lab import peak_memory
+from jaxmem.lab.tour.common import measure_apart
 from tests.support.measured_configs import configs
 
 
@@ -13,7 +13,7 @@ def test_every_config_of_the_script_is_one_and_they_differ() -> None:
 
 def test_one_config_runs_in_a_process_of_its_own() -> None:
     (raw, *_) = configs(tiny=True)
-    found = peak_memory.measure_apart(raw, 1)
+    found = measure_apart(raw, 1)
     assert found["name"] == raw["name"]
     assert found["planned"] > 12 * found["parameters"]
     assert found["measured"] is found["difference"] is None
@@ -21,4 +21,4 @@ def test_one_config_runs_in_a_process_of_its_own() -> None:
 
 def test_what_goes_wrong_there_is_a_line() -> None:
     raw = configs(tiny=True)[0] | {"zero": 9}
-    assert "zero=9 must be" in peak_memory.measure_apart(raw, 1)["error"]
+    assert "zero=9 must be" in measure_apart(raw, 1)["error"]

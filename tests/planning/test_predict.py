@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxmem.kernels.fused_attention.shapes import pairs
+from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.planning import parse_target
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.passes import passes_of

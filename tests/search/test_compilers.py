@@ -13,8 +13,8 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.planning import parse_target
 from jaxmem.planning.targets import local_target
-from jaxmem.search import cache
 from jaxmem.search import compilers as compilers_module
+from jaxmem.search import worker
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.worker import serve
 
@@ -25,43 +25,43 @@ TWO = parse_target("cpu:2")
 
 def test_cache_keys_depend_on_content() -> None:
     cfg = config()
-    name = cache.config_key("step", cfg, TWO, None)
-    assert name == cache.config_key("step", config(name="another", output="elsewhere", seed=7), TWO, None)
+    name = worker.config_key("step", cfg, TWO, None)
+    assert name == worker.config_key("step", config(name="another", output="elsewhere", seed=7), TWO, None)
     others = [
-        cache.config_key("phases", cfg, TWO, None),
-        cache.config_key("step", config(memory={"remat": "full"}), TWO, None),
-        cache.config_key("step", config(model={**SMALL, "layers": 3}), TWO, None),
-        cache.config_key("step", cfg, parse_target("cpu:4"), None),
-        cache.config_key("step", cfg, parse_target("h100-80gb:2"), None),
-        cache.config_key("step", cfg, parse_target("h100-80gb:2"), 3.0),
-        cache.config_key("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
+        worker.config_key("phases", cfg, TWO, None),
+        worker.config_key("step", config(memory={"remat": "full"}), TWO, None),
+        worker.config_key("step", config(model={**SMALL, "layers": 3}), TWO, None),
+        worker.config_key("step", cfg, parse_target("cpu:4"), None),
+        worker.config_key("step", cfg, parse_target("h100-80gb:2"), None),
+        worker.config_key("step", cfg, parse_target("h100-80gb:2"), 3.0),
+        worker.config_key("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
     ]
     assert len({name, *others}) == 1 + len(others)
-    programs = {cache.program_key(text, TWO, reserve) for text in ("a", "b") for reserve in (None, 3.0)}
+    programs = {worker.program_key(text, TWO, reserve) for text in ("a", "b") for reserve in (None, 3.0)}
     assert len(programs) == 4
 
 
 def test_cache_keys_depend_on_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache.config_key("step", config(), TWO, None)
-    monkeypatch.setattr(cache, "_sources", lambda: "others")
-    assert cache.config_key("step", config(), TWO, None) != before
+    before = worker.config_key("step", config(), TWO, None)
+    monkeypatch.setattr(worker, "_sources", lambda: "others")
+    assert worker.config_key("step", config(), TWO, None) != before
 
 
 def test_the_cache_lies_in_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.read("x") is None
-    cache.write("x", {"total": 3})
-    assert cache.read("x") == {"total": 3}
+    assert worker.read_answer("x") is None
+    worker.write_answer("x", {"total": 3})
+    assert worker.read_answer("x") == {"total": 3}
     assert [file.name for file in (tmp_path / "jaxmem" / "fit").iterdir()] == ["x.json"]
     (tmp_path / "jaxmem" / "fit" / "x.json").write_text('{"tot')
-    assert cache.read("x") is None
+    assert worker.read_answer("x") is None
 
 
 def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    cache.write("x", {"total": 3})
-    assert cache.read("x") is None
+    worker.write_answer("x", {"total": 3})
+    assert worker.read_answer("x") is None
 
 
 def test_a_command_end_to_end(
@@ -115,6 +115,6 @@ def test_a_killed_process_refuses_only_its_config(monkeypatch: pytest.MonkeyPatc
         assert "was killed by SIGKILL; it needs 1.5 GiB of memory" in str(answer)
         with compilers._process() as second:
             assert second is not first
-        monkeypatch.setattr(cache, "read", lambda _: {"refused": "no program"})
+        monkeypatch.setattr(worker, "read_answer", lambda _: {"refused": "no program"})
         with pytest.raises(RefusedError, match="no program"):
             compilers.step(config())

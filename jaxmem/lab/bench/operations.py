@@ -14,8 +14,7 @@ from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, d
 from jaxmem.kernels.choice import Choice, record_choices
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTIONS
 from jaxmem.kernels.fused_attention import reference
-from jaxmem.kernels.fused_attention.arguments import check_arguments
-from jaxmem.kernels.fused_attention.shapes import ATTENTION_SHAPES, AttentionShape
+from jaxmem.kernels.fused_attention.arguments import ATTENTION_SHAPES, AttentionShape, check_arguments
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
 from jaxmem.kernels.quantized_matmul.arguments import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES

@@ -23,9 +23,8 @@ from jaxmem.data.digits import BRIGHTEST, Digits
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.lab.tour.common import CONFIGS, rows_of, train_all
 from jaxmem.lab.tour.docstrings import questions, source_files
-from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Bars, Row, Table
 from jaxmem.models.cross_entropy import cross_entropy
 
 BASE, KINDS = CONFIGS["adapters"]["base"], rows_of("adapters", "kinds")

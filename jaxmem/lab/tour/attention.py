@@ -15,9 +15,8 @@ import numpy as np
 
 from jaxmem.kernels import attention
 from jaxmem.lab.tour import common
-from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Lines, Row, Table
 from jaxmem.planning.targets import parse_target, target_devices
 
 FUSED = "triton"  # the fused kernel among the implementations

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,15 @@ import yaml
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
-from jaxmem.lab.peak_memory import measure_apart
+from jaxmem.inference.load import initial_state
+from jaxmem.lab.bench.contest import Say, isolated_rows
 from jaxmem.machine import devices, gpus
-from jaxmem.planning import Target
+from jaxmem.planning import Target, plan_program
 from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
+from jaxmem.step import program
 
 Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
 CONFIGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
@@ -148,3 +150,48 @@ def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:
 def clock_name() -> str:
     """The kind of time that `seconds` measures, for titles."""
     return "processor time here" if jax.default_backend() == "cpu" else f"on {jax.devices()[0].device_kind}"
+
+
+# ---------------------------------------------------------------- peak memory, from a few steps
+# The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
+
+STEPS = 3
+LONGEST = 86_400.0  # seconds of a process
+
+
+def measure_peak(cfg: Config) -> dict[str, Any]:
+    """Planned and measured bytes of one device; `measured` is None if the device does not report them (a CPU)."""
+    built = program(cfg)
+    plan = plan_program(built)
+    if not plan.fits:
+        raise UserError(f"{built.cfg.name} does not fit on this machine; it needs {-plan.room:,} bytes more")
+    batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
+    state, metrics = initial_state(built), None
+    for _ in range(STEPS):
+        state, metrics = plan.step(state, batch)
+    jax.block_until_ready(metrics)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    measured = max((peak for peak in peaks if peak is not None), default=None)
+    return {
+        "name": built.cfg.name,
+        "parameters": built.model.parameters,
+        "planned": plan.peak,
+        "measured": measured,
+        "difference": measured / plan.peak - 1 if measured else None,
+    }
+
+
+def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
+    """`measure_peak` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
+    found = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or LONGEST))
+    return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
+
+
+def _peak_rows(job: tuple[dict[str, Any], int | None], *, say: Say, **_: Any) -> Iterator[dict[str, Any]]:
+    raw, simulated = job
+    say(raw["name"])
+    if simulated:
+        devices.simulate(simulated)
+    else:
+        devices.use_cpu_without_gpu()
+    yield measure_peak(load_config(raw))

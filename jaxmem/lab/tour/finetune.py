@@ -23,9 +23,8 @@ from jaxmem.inference.generate import generate
 from jaxmem.inference.load import open_model
 from jaxmem.lab.tour.common import CONFIGS
 from jaxmem.lab.tour.docstrings import kinds, source_files, write_conversations, write_tokenizer
-from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Table
+from jaxmem.lab.tour.table import Lines, Table
 from jaxmem.training.run import run
 
 PLACE = "runs/tour-finetune"

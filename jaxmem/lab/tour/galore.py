@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.lab.tour import common
-from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table, gib
+from jaxmem.lab.tour.table import Bars, Row, Table, gib
 
 CONFIGS = common.CONFIGS["galore"]
 BASE, SMALL = CONFIGS["base"], CONFIGS["small"]

@@ -5,9 +5,8 @@ is a function of its output. The images are 1,797 handwritten digits, the text i
 library."""
 
 from jaxmem.lab.tour.common import CONFIGS, Outcome, train_all
-from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Table
+from jaxmem.lab.tour.table import Bars, Table
 
 RUNS = CONFIGS["networks"]["runs"]
 # The required accuracy of each network; for the decoder the highest loss, in nats per byte.

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.lab.tour import common
-from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Bars, Row, Table
 from jaxmem.quant.precision import rounded
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

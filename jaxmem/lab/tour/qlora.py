@@ -10,9 +10,8 @@ from typing import Any
 
 from jaxmem.config import load_config
 from jaxmem.lab.tour import common
-from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table, gib
+from jaxmem.lab.tour.table import Bars, Row, Table, gib
 from jaxmem.planning.state import state_of
 
 BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")

@@ -18,9 +18,8 @@ from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.lab.tour.common import CONFIGS
-from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Lines, Row, Table
 from jaxmem.quant import quantize
 from jaxmem.training.run import run
 

@@ -13,8 +13,7 @@ from rich.console import RenderResult
 from rich.text import Text
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour.panels import Panel, draw
-from jaxmem.lab.tour.table import Table
+from jaxmem.lab.tour.table import Panel, Table, draw
 
 SIMULATED = 8  # the number of simulated devices, for stops that use them
 

@@ -11,9 +11,8 @@ from rich.console import Console
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import STOPS, precision
-from jaxmem.lab.tour.panels import Bars, Lines
 from jaxmem.lab.tour.stop import Findings, Visit
-from jaxmem.lab.tour.table import Table
+from jaxmem.lab.tour.table import Bars, Lines, Table
 from tests.test_cli import jaxmem
 
 ROOT = Path(__file__).parents[3]
