@@ -35,7 +35,7 @@ def tour(
 ) -> None:
     """Explain a technique with numbers computed on this machine."""
     from jaxmem.lab import tour
-    from jaxmem.lab.tour.stop import SIMULATED
+    from jaxmem.lab.tour import SIMULATED
 
     if topic is None:
         listed = tour.list_stops()

@@ -64,7 +64,7 @@ def examine() -> dict[str, Any]:
         "jaxmem": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": devices.cores(),
         "packages": dict.fromkeys(PACKAGES) | devices.package_versions(PACKAGES),
         "cuda_wheels": devices.cuda_wheels(),
         "driver": gpus[0]["driver"] if gpus else None,

@@ -61,13 +61,15 @@ def resolve_remat(
     platform = target.platform
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     if not layers:
-        return with_policy(cfg, PolicyCandidate("none", 0, 0.0)), "auto: the model has no stack of layers"
+        return cfg.replace(memory={"remat": "none"}), "auto: the model has no stack of layers"
     devices = target_devices(target, ROOM * limit)
 
     def needed(candidate: PolicyCandidate) -> int:
-        return compiled_size(program(with_policy(cfg, candidate), devices).lower_step(), here=target.is_here)
+        return compiled_size(
+            program(cfg.replace(memory={"remat": candidate.remat}), devices).lower_step(), here=target.is_here
+        )
 
-    full = estimate(with_policy(resolved, PolicyCandidate("full", 0, 0.0)), platform)
+    full = estimate(resolved.replace(memory={"remat": "full"}), platform)
     rest = full.total - full.kinds[SAVED]
     if compiles and not target.is_cpu:
         state = sum(full.parts[part] for part in STATE)
@@ -78,11 +80,8 @@ def resolve_remat(
         fitting = [one for one in ladder if rest + one.saved <= (1 - SLACK) * limit]
         chosen = (fitting or ladder[:1])[-1]
         why = f"auto: the fastest that is estimated to fit {format_bytes(limit)}"
-    return with_policy(cfg, chosen), f"{why}, recomputes {chosen.recomputed / layers:.0%} of the time of the layers"
-
-
-def with_policy(cfg: Config, candidate: PolicyCandidate) -> Config:
-    return cfg.replace(memory={"remat": candidate.remat})
+    cfg = cfg.replace(memory={"remat": chosen.remat})
+    return cfg, f"{why}, recomputes {chosen.recomputed / layers:.0%} of the time of the layers"
 
 
 def largest_that_fits(
@@ -119,7 +118,7 @@ def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandida
     one before; and the seconds of the matmuls of all layers per sequence, forward and backward."""
     layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
     rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
-    without = with_policy(cfg, PolicyCandidate("none", 0, 0.0))
+    without = cfg.replace(memory={"remat": "none"})
     found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
     for remat, saved, flops, elements in _by_name(cfg, layers):
         found.append(PolicyCandidate(remat, round(copies * saved), flops / rate + ACCESS * elements / gpu.memory_rate))

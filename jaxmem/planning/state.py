@@ -12,7 +12,6 @@ import numpy as np
 from jaxmem.config import Config, Memory
 from jaxmem.planning.breakdown import part_of
 from jaxmem.planning.passes import on_one_device, shape_of
-from jaxmem.planning.step_time import WeightTraffic
 from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
@@ -21,6 +20,10 @@ from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 STATE: Mapping[str, Role] = {
     "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
 }  # fmt: skip
+# Why the weights that a device computes with are communicated: all-gathered, since they are stored sharded (zero 3);
+# gradients reduce-scattered (from zero 2); gradients all-reduced; replicated over `tensor`, over which tokens are
+# sharded, so that gradients are all-reduced over it; updated in shards, then all-gathered (zero 1 and 2).
+TRAFFIC = ("gathered", "scattered", "reduced", "replicated", "renewed")
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,10 @@ class DeviceBytes:
         first = 2 if leaf.is_stacked else 1
         return self._divided("weights", leaf)[0][first:] != self._divided("compute", leaf)[0][first:]
 
-    def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> WeightTraffic:
+    def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> dict[str, int]:
         """Bytes of weights and gradients that are communicated because they are sharded differently in two roles.
         `width`: bytes per element of a gradient; `gathered`: bytes per element of a gathered weight."""
-        found = dict.fromkeys(("gathered", "scattered", "reduced", "replicated", "renewed"), 0)
+        found = dict.fromkeys(TRAFFIC, 0)
         for leaf in leaves:
             (_, over_tensor, used), (_, _, stored), (_, _, gradient), (_, _, updated) = (
                 self._divided(role, leaf) for role in ("compute", "weights", "gradients", "optimizer")
@@ -112,7 +115,7 @@ class DeviceBytes:
             found["scattered" if gradient < used else "reduced"] += used * width
             found["replicated"] += 0 if over_tensor else gradient * width
             found["renewed"] += stored * leaf.itemsize if stored > updated else 0
-        return WeightTraffic(**found)
+        return found
 
     def _divided(self, role: Role, leaf: StateLeaf) -> tuple[list[int], bool, int]:
         """The number of shards of each dimension, whether `tensor` shards one, and the elements on one device."""

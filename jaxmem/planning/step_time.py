@@ -21,17 +21,6 @@ _WAITED = 0.8  # exposed share of the copies between a device and its host, from
 
 
 @dataclass(frozen=True)
-class WeightTraffic:
-    """Bytes of the weights that one device computes with, by kind of communication."""
-
-    gathered: float  # all-gathered, since they are stored sharded (zero 3)
-    scattered: float  # gradients are reduce-scattered (from zero 2)
-    reduced: float  # gradients are all-reduced
-    replicated: float  # replicated over `tensor`, over which tokens are sharded: gradients all-reduced over it
-    renewed: float  # updated in shards, and then all-gathered in the stored dtype (zero 1 and 2)
-
-
-@dataclass(frozen=True)
 class StepTime:
     """The time of a step of a config on GPUs, `per_host` of them on each host."""
 
@@ -39,7 +28,7 @@ class StepTime:
     gpu: Gpu
     per_host: int
     passes: TracedPasses
-    weights: WeightTraffic
+    weights: Mapping[str, float]  # bytes of weights that are communicated, by `state.TRAFFIC`
     parts: Mapping[str, int]  # bytes of one device by part
     offloaded_optimizer: int  # bytes of its optimizer state in host memory
     offloaded_frozen: int  # bytes of its frozen weights in host memory
@@ -91,18 +80,18 @@ class StepTime:
         """Seconds of the communication of weights for one micro-batch: weights are gathered twice and gradients reduced
         once, in the compute dtype."""
         mesh, weights = self.cfg.mesh, self.weights
-        within = self._ring(2 * weights.gathered + weights.scattered, self._split, mesh.tensor)
-        shared = self._ring(weights.reduced, mesh.context, mesh.tensor)
-        return within + 2 * (shared + self._ring(weights.replicated, mesh.tensor, 1))
+        within = self._ring(2 * weights["gathered"] + weights["scattered"], self._split, mesh.tensor)
+        shared = self._ring(weights["reduced"], mesh.context, mesh.tensor)
+        return within + 2 * (shared + self._ring(weights["replicated"], mesh.tensor, 1))
 
     def _per_update(self) -> float:
         """Seconds of the communication of weights for one update: replicated gradients (all-reduced), shards of the
         other gradients, and updated weights."""
         mesh, weights, sides = self.cfg.mesh, self.weights, 1 if self.cfg.zero else 2
-        within = self._ring(sides * weights.reduced, mesh.fsdp, mesh.tensor * mesh.context)
-        between = weights.scattered / self._split + weights.reduced / (mesh.fsdp if self.cfg.zero else 1)
+        within = self._ring(sides * weights["reduced"], mesh.fsdp, mesh.tensor * mesh.context)
+        between = weights["scattered"] / self._split + weights["reduced"] / (mesh.fsdp if self.cfg.zero else 1)
         replicas = 2 * self._ring(between, mesh.replica, mesh.tensor * self._split)
-        return within + replicas + self._ring(weights.renewed, self._split, mesh.tensor)
+        return within + replicas + self._ring(weights["renewed"], self._split, mesh.tensor)
 
     def _tensor(self) -> float:
         """Seconds of the reductions of the residual stream per layer and pass: one for attention and one for the MLP,

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.machine import devices
 from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target
 from jaxmem.search import worker
 from jaxmem.search.worker import StepCost
@@ -50,10 +51,9 @@ class CompilerPool:
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
         self.target, self.reserve_gib = target, reserve_gib
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         # One process per core if the memory is sufficient; for local devices this process compiles.
-        self.processes = 1 if target.here else processes or max(1, min(cores, memory // WORKER_BYTES))
+        self.processes = 1 if target.here else processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
         self.compiled = 0  # number of compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []

@@ -81,8 +81,8 @@ class OverContext(NamedTuple):
 
 
 def _ulysses(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    arrays = _to_heads(shard.axis, q, *_repeated(shard.axis, k, v))
-    out, lse = shard.kernel.forward(*arrays, shard.options, _of_sequence(shard.axis, extras))
+    q, k, v = _to_heads(shard.axis, q, *_repeated(shard.axis, k, v))
+    out, lse = shard.kernel.forward(q, k, v, shard.options, _of_sequence(shard.axis, extras))
     return _to_sequence(shard.axis, out)[0], lse
 
 

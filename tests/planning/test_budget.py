@@ -7,7 +7,7 @@ from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import budget
-from jaxmem.planning.budget import ACCESS, PolicyCandidate, candidates, largest_that_fits, resolve_remat, with_policy
+from jaxmem.planning.budget import ACCESS, PolicyCandidate, candidates, largest_that_fits, resolve_remat
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
@@ -43,15 +43,15 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
     assert ladder[-1].remat == "none"
     named = [rung for rung in ladder if isinstance(rung.remat, Save)]
     for rung in (ladder[-1], named[len(named) // 2]):
-        kept, flops = traced(with_policy(cfg, rung))
+        kept, flops = traced(cfg.replace(memory={"remat": rung.remat}))
         assert kept == rung.saved
-        (layer,) = layers_of(with_policy(cfg, rung), "gpu")
+        (layer,) = layers_of(cfg.replace(memory={"remat": rung.remat}), "gpu")
         again = 0 if rung.remat == "none" else layer.count * layer.saving(rung.remat.save)[2]
         seconds = (flops - least) / gpu.matmul_rate("bfloat16") + ACCESS * again / gpu.memory_rate
         assert rung.recomputed == pytest.approx(seconds)
     others = ACCESS * layer.count * layer.saving(())[2] / gpu.memory_rate  # results besides matmuls, all recomputed
     for remat in NAMED:
-        kept, flops = traced(with_policy(cfg, PolicyCandidate(remat, 0, 0.0)))
+        kept, flops = traced(cfg.replace(memory={"remat": remat}))
         seconds = (flops - least) / gpu.matmul_rate("bfloat16") + others
         assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed <= seconds, remat
 

@@ -21,9 +21,9 @@ from jaxmem import adapters, models, optim
 from jaxmem.config import Mlp
 from jaxmem.data.digits import BRIGHTEST, Digits
 from jaxmem.inference.evaluate import evaluate
+from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS, rows_of, train_all
 from jaxmem.lab.tour.docstrings import questions, source_files
-from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Bars, Row, Table
 from jaxmem.models.cross_entropy import cross_entropy
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.kernels import attention
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Lines, Row, Table
 from jaxmem.planning.targets import parse_target, target_devices
 

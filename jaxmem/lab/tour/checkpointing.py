@@ -18,8 +18,7 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.names import BOUNDARY
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Lines, Row, Table, gib
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import CPU

@@ -4,7 +4,6 @@ machine."""
 import contextlib
 import io
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,8 +108,7 @@ def train_all(
     """Trains each config, changed by the overrides of its name, on one device, and prints nothing. `keep`: the
     directory of the run, otherwise temporary. Most of the time is compilation on one core, so a CPU has a process per
     core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = 1 if devices.has_nvidia_gpu() else cores
+    processes = 1 if devices.has_nvidia_gpu() else devices.cores()
     jobs = [(config, (overrides or {}).get(name, ()), keep) for name, config in configs.items()]
     context = multiprocessing.get_context("spawn")  # jax does not work after a fork
     with ProcessPoolExecutor(min(len(jobs), processes), context, initializer=devices.use_cpu_without_gpu) as pool:

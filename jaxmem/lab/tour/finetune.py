@@ -21,9 +21,9 @@ from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import generate
 from jaxmem.inference.load import open_model
+from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS
 from jaxmem.lab.tour.docstrings import kinds, source_files, write_conversations, write_tokenizer
-from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Lines, Table
 from jaxmem.training.run import run
 

@@ -15,8 +15,7 @@ import numpy as np
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.presets import PRESETS, parameter_count
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Lines, Row, Table, gib
 from jaxmem.planning import Target
 from jaxmem.planning.targets import parse_target, usable_memory

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.planning.predict import estimate

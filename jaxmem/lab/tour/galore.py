@@ -10,8 +10,7 @@ largest part; updating each layer during the backward pass removes them.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 
 CONFIGS = common.CONFIGS["galore"]

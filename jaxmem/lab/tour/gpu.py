@@ -18,8 +18,7 @@ import numpy as np
 
 from jaxmem.config import load_config
 from jaxmem.lab.sliding_max import HOST, requested_bytes, sliding_max
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Lines, Row, Table, gib
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning import Target

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 
 SEVERAL = 8  # number of GPUs in the rows with ZeRO

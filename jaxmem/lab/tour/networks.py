@@ -4,8 +4,8 @@ The same loop, optimizers and memory savers train all of them: a network is a fu
 is a function of its output. The images are 1,797 handwritten digits, the text is the source of the Python standard
 library."""
 
+from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS, Outcome, train_all
-from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Bars, Table
 
 RUNS = CONFIGS["networks"]["runs"]

@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxmem.config import load_config
 from jaxmem.lab.parameter_server import busiest_link
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import SIMULATED, Findings
+from jaxmem.lab.tour import SIMULATED, Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 from jaxmem.machine import devices
 

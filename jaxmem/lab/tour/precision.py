@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table
 from jaxmem.quant.precision import rounded
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmem.config import load_config
-from jaxmem.lab.tour import common
-from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 from jaxmem.planning.state import state_of
 

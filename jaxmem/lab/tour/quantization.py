@@ -17,8 +17,8 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
+from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS
-from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Lines, Row, Table
 from jaxmem.quant import quantize
 from jaxmem.training.run import run

@@ -23,8 +23,8 @@ from jaxmem import models
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
 from jaxmem.data.digits import BRIGHTEST, Digits
+from jaxmem.lab.tour import SIMULATED, Findings
 from jaxmem.lab.tour.common import CONFIGS
-from jaxmem.lab.tour.stop import SIMULATED, Findings
 from jaxmem.lab.tour.table import Lines, Table
 from jaxmem.planning import plan_program
 from jaxmem.step import program

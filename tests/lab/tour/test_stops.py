@@ -10,8 +10,7 @@ from rich.console import Console
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import STOPS, precision
-from jaxmem.lab.tour.stop import Findings, Visit
+from jaxmem.lab.tour import STOPS, Findings, Visit, precision
 from jaxmem.lab.tour.table import Bars, Lines, Table
 from tests.test_cli import jaxmem
 
