@@ -34,7 +34,7 @@ def check(cfg: Config) -> Config:
 
 
 def _run(cfg: Config) -> Iterator[str]:
-    train, checkpoint = cfg.train, cfg.checkpoint
+    train = cfg.train
     if not re.fullmatch(r"\w[\w.-]*", cfg.name):
         use = "use letters, digits, _ . - and begin with a letter, digit or _"
         yield f"name={as_yaml(cfg.name)} cannot name a directory; {use}"
@@ -47,11 +47,6 @@ def _run(cfg: Config) -> Iterator[str]:
         first, last = train.profile or (1, 1)
         if not first <= last <= cfg.steps:
             yield f"train.profile=[{first}, {last}] must be [from, to] with 1 <= from <= to <= {cfg.steps} updates"
-    for key in ("on_nan", "on_spike"):
-        if getattr(train, key) == "rollback" and checkpoint.every is None:
-            yield f"train.{key}=rollback requires checkpoint.every; set the number of updates between checkpoints"
-    if checkpoint.keep_best and train.evaluate_every is None:
-        yield "checkpoint.keep_best=true requires train.evaluate_every; set the number of updates between evaluations"
     if train.evaluate_every is not None and cfg.data.held_out == 0:
         yield f"train.evaluate_every={train.evaluate_every} requires data.held_out above 0; use e.g. data.held_out=0.02"
 
@@ -101,12 +96,7 @@ def _decoder(cfg: Config) -> Iterator[str]:
         yield f"{given}; use top_k={experts.count} or less"
     for rope in model.ropes:
         yield from _rope(rope, model.head_dim)
-    if model.hf is not None and model.preset is not None:
-        yield f"model.hf={model.hf} and model.preset={model.preset} are both set; remove one of them"
     yield from _layer_types(model)
-    if model.qk_norm == "all_heads" and cfg.memory.head_groups not in (1, "auto"):
-        groups = f"memory.head_groups={cfg.memory.head_groups}"
-        yield unsupported("model.qk_norm=all_heads", groups, "memory.head_groups=1")
     try:
         config_json(model)
     except UserError as error:  # such a model could be trained, but not exported
@@ -229,22 +219,12 @@ def _mesh(cfg: Config) -> Iterator[str]:
 
 
 def _context(cfg: Config, model: Decoder) -> Iterator[str]:
-    attention, method = cfg.memory.attention, f"mesh.context_method={cfg.mesh.context_method}"
-    if attention == "reference":
-        yield unsupported(f"mesh.context={cfg.mesh.context}", f"memory.attention={attention}", "memory.attention=auto")
+    method = f"mesh.context_method={cfg.mesh.context_method}"
     if cfg.mesh.context_method not in ("auto", "ulysses") and (model.windows_differ or model.attention_sinks):
         what = "layers with and without a window" if model.windows_differ else "model.attention_sinks=true"
         yield unsupported(method, what, "mesh.context_method=ulysses")
     elif cfg.mesh.context_method == "all_gather" and model.window is not None:
         yield unsupported(method, f"model.window={model.window}", "mesh.context_method=ring")
-    if attention == "cudnn" and cfg.mesh.context_method in ("ring", "all_gather"):
-        if model.window is not None:
-            yield unsupported(
-                f"{method} with model.window={model.window}", "memory.attention=cudnn", "memory.attention=auto"
-            )
-        elif cfg.data.packing:
-            use = "memory.attention=auto or mesh.context_method=ulysses"
-            yield unsupported(f"{method} with data.packing=true", "memory.attention=cudnn", use)
 
 
 def _rules(cfg: Config) -> Iterator[str]:
@@ -263,8 +243,6 @@ def _rules(cfg: Config) -> Iterator[str]:
 
 def _optimizer(cfg: Config) -> Iterator[str]:
     optimizer, precision = cfg.optimizer, cfg.precision
-    if optimizer.clip is None and optimizer.clip_by != "global":
-        yield f"optimizer.clip_by={optimizer.clip_by} requires optimizer.clip, not null; use a norm such as 1.0"
     if optimizer.kernel == "triton":
         is_int8 = precision.parameters == "int8"
         if not is_int8 and optimizer.name != "adamw8bit":

@@ -16,11 +16,7 @@ def check_adapter(cfg: Config) -> Iterator[str]:
     adapter = cfg.adapter
     if adapter.kind == "none":
         return
-    kind, hf = f"adapter.kind={adapter.kind}", getattr(cfg.model, "hf", None)
-    if adapter.hf is not None and hf is None:
-        yield f"adapter.hf={adapter.hf} requires model.hf; set it to the directory of the base model"
-    if adapter.base_run is not None and hf is not None:
-        yield f"adapter.base_run={adapter.base_run} and model.hf={hf} are both set; remove one of them"
+    kind = f"adapter.kind={adapter.kind}"
     if not adapter.targets:
         yield "adapter.targets is empty; use patterns such as blocks.*"
     if adapter.kind == "patterns" and "targets" not in adapter.model_fields_set:
@@ -40,7 +36,6 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         )
         yield f"{wrong}; use adapter.matmul=auto"
     yield from _base(cfg)
-    yield from _experts(cfg)
     if isinstance(cfg.model, Decoder):
         yield from _vocabulary(cfg, cfg.model)
 
@@ -72,17 +67,6 @@ def _base(cfg: Config) -> Iterator[str]:
     if run.is_quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
         use = f"precision.parameters=float32 or bfloat16 with adapter.kind=qlora and adapter.base={run.parameters}"
         yield unsupported(kind, f"precision.parameters={run.parameters}", use)
-
-
-def _experts(cfg: Config) -> Iterator[str]:
-    adapter = cfg.adapter
-    if not isinstance(cfg.model, Decoder) or cfg.model.experts is None:
-        if adapter.shared_a:
-            yield "adapter.shared_a=true requires a mixture of experts (model.experts); remove it"
-    elif adapter.kind == "dora":
-        yield unsupported("adapter.kind=dora", "model.experts", "adapter.kind=lora or qlora")
-    elif adapter.kind in LOW_RANK and adapter.dropout > 0:
-        yield unsupported(f"adapter.dropout={adapter.dropout}", "model.experts", "adapter.dropout=0")
 
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmem.config.adapter import LOW_RANK
+from jaxmem.config.base import Section
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.sections import Config, Generate
 from jaxmem.config.sources import SOURCES
@@ -54,7 +55,18 @@ OF_SOURCES = {  # as REQUIRES, for keys that `data` and each source of `data.mix
     "data.on_overlong": ("data.source", CHATS),
     "data.on_invalid": ("data.source", (*CHATS, *HAS_FIELDS)),
 }
+# (setting, a key that must be set for it, what to do).
+NEEDS = (
+    ("train.on_nan=rollback", "checkpoint.every", "set the number of updates between checkpoints"),
+    ("train.on_spike=rollback", "checkpoint.every", "set the number of updates between checkpoints"),
+    ("checkpoint.keep_best=true", "train.evaluate_every", "set the number of updates between evaluations"),
+    ("optimizer.clip_by!=global", "optimizer.clip", "set a norm such as optimizer.clip=1.0"),
+    ("adapter.hf!=null", "model.hf", "set it to the directory of the base model"),
+    ("adapter.shared_a=true", "model.experts", "set a mixture of experts, or remove it"),
+)
+BOTH = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
 # (setting, a setting that it does not support, what to use instead). `=a|b`: one of these values; `!=a`: any other.
+# `a=b with c=d`: both settings.
 CONFLICTS = (
     (
         "precision.rounding=stochastic",
@@ -65,6 +77,14 @@ CONFLICTS = (
     ("precision.rounding=stochastic", "precision.master!=none", "precision.rounding=nearest or precision.master=none"),
     ("memory.attention=cudnn|mosaic", "precision.compute=float32", "memory.attention=triton or auto"),
     ("mesh.context_method!=auto", "mesh.context=1", "mesh.context=2 or more, or mesh.context_method=auto"),
+    ("mesh.context!=1", "memory.attention=reference", "memory.attention=auto"),
+    ("mesh.context_method=ring|all_gather with model.window!=null", "memory.attention=cudnn", "memory.attention=auto"),
+    (
+        "mesh.context_method=ring|all_gather with data.packing=true",
+        "memory.attention=cudnn",
+        "memory.attention=auto or mesh.context_method=ulysses",
+    ),
+    ("model.qk_norm=all_heads", "memory.head_groups!=1|auto", "memory.head_groups=1"),
     # Spilling starts when the device is full, not at a budget.
     ("memory.spill!=none", "memory.budget!=null", "memory.spill=none or memory.budget=null"),
     # Each stage needs all of its layers at each tick of the pipeline.
@@ -98,6 +118,8 @@ CONFLICTS = (
         for key in ("base!=null", "double_quant=false", "matmul!=auto", "base_run!=null")
     ),
     ("adapter.kind=dora", "adapter.lora_bias=true", "adapter.lora_bias=false"),
+    ("adapter.kind=dora", "model.experts!=null", "adapter.kind=lora or qlora"),
+    ("adapter.dropout!=0", "model.experts!=null", "adapter.dropout=0"),
     ("adapter.kind=last_layers", "model.family=own", "adapter.kind=patterns"),
     ("adapter.kind=prompt", "model.family!=decoder", "adapter.kind=head"),
     ("adapter.kind=prompt", "mesh.context!=1", "mesh.context=1"),
@@ -126,18 +148,27 @@ def check_combinations(cfg: Config) -> Iterator[str]:
         value, actual = _value(cfg, key), _value(cfg, other)
         if value != info.default and actual not in values:
             yield required(f"{key}={as_yaml(value)}", other, values, actual)
+    for setting, key, use in NEEDS:
+        if (given := _matching(cfg, setting)) and _value(cfg, key) is None:
+            yield f"{given} requires {key}; {use}"
+    for key, other in BOTH:
+        if None not in (value := _value(cfg, key), another := _value(cfg, other)):
+            yield f"{key}={value} and {other}={another} are both set; remove one of them"
     for setting, excluded, use in CONFLICTS:
         if (given := _matching(cfg, setting)) and (other := _matching(cfg, excluded)):
             yield unsupported(given, other, use)
 
 
 def _matching(cfg: Config, term: str) -> str:
-    """The setting of a config as `key=value` if a term of `CONFLICTS` describes it, otherwise an empty text."""
-    key, operator, expected = re.split("(!?=)", term)
-    value = as_yaml(_value(cfg, key))
-    if (value in expected.split("|")) == (operator == "!="):
-        return ""
-    return key if expected == "[]" else f"{key}={value}"
+    """The setting of a config as `key=value` if a term of the tables describes it, otherwise an empty text."""
+    found = []
+    for part in term.split(" with "):
+        key, operator, expected = re.split("(!?=)", part)
+        value = _value(cfg, key)
+        if (as_yaml(value) in expected.split("|")) == (operator == "!="):
+            return ""
+        found.append(key if expected == "[]" or isinstance(value, Section) else f"{key}={as_yaml(value)}")
+    return " with ".join(found)
 
 
 def _value(cfg: Config, key: str) -> Any:
