@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from jaxmem import __version__
-from jaxmem.cli import benches, convert, inference, info, planning, training
+from jaxmem.cli import benches, inference, info, planning, training
 from jaxmem.errors import UserError, as_user_error, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 
@@ -45,9 +45,9 @@ app.command()(planning.fit)
 app.command()(inference.generate)
 app.command()(inference.chat)
 app.command()(inference.evaluate)
-app.command("import")(convert.import_)
-app.command()(convert.export)
-app.command()(convert.tokenize)
+app.command("import")(inference.import_)
+app.command()(inference.export)
+app.command()(training.tokenize)
 app.command(context_settings={"allow_interspersed_args": False})(training.launch)
 app.command()(info.report)
 app.command()(info.tour)

@@ -1,4 +1,4 @@
-"""Commands that use a trained model: `jaxmem generate`, `chat` and `evaluate`."""
+"""Commands that use a trained model: `jaxmem generate`, `chat`, `evaluate`, `import` and `export`."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jaxmem.cli.options import Json, Model, Overrides, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
+from jaxmem.cli.options import Json, Model, Overrides, Run, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
 from jaxmem.cli.start import is_first_process, joined, only_json, print_text, run_config, show, take_devices
 from jaxmem.errors import UserError
 
@@ -103,8 +103,7 @@ def evaluate(
         raise UserError("evaluate: --data and --choices are both set; use one of them")
     take_devices(simulate)
     with joined(run_config(run)):
-        from jaxmem.inference.evaluate import evaluate
-        from jaxmem.inference.multiple_choice import evaluate_choices
+        from jaxmem.inference.evaluate import evaluate, evaluate_choices
 
         with only_json(as_json):
             if choices is None:
@@ -117,6 +116,41 @@ def evaluate(
             show(result)
         else:
             print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and *.safetensors.")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the new run.")],
+    simulate: Simulate = None,
+) -> None:
+    """Import a Hugging Face model as a run."""
+    take_devices(simulate)
+    from jaxmem.inference.export import import_model
+
+    import_model(source, target)
+    print(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
+
+
+def export(
+    run: Run,
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write, or a GGUF file (FILE.gguf).")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D",
+            help="float32, float16 or bfloat16; GGUF: float32, float16, q8_0, q4_0 or q4_k. "
+            "[default: that of the imported model, otherwise of the run; GGUF: float16]",
+        ),
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the weights with the adapters merged.")] = False,
+    simulate: Simulate = None,
+) -> None:
+    """Export a run for transformers or llama.cpp (GGUF), or its adapters for PEFT."""
+    take_devices(simulate)
+    from jaxmem.inference.export import export_model
+
+    print(export_model(run, target, dtype, adapter, merge))
 
 
 def _read_line() -> str | None:

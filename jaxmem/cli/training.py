@@ -1,5 +1,6 @@
-"""`jaxmem train`, and `jaxmem launch` for several processes on one host."""
+"""`jaxmem train`, `jaxmem launch` for several processes on one host, and `jaxmem tokenize`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,3 +37,22 @@ def launch(
     from jaxmem.distributed.launch import launch
 
     raise typer.Exit(launch(command, processes, devices))
+
+
+def tokenize(
+    config: ConfigFile,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.")],
+    overrides: Overrides = None,
+) -> None:
+    """Tokenize the data of a config and store the tokens."""
+    cfg = load(config, overrides, None)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from jaxmem import data
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("records")
+        written = data.tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
+    print(f"{output}: {written['tokens']:,} tokens from {written['records']:,} records")
+    print(f"train on it with: data.source=tokens data.path={output}")

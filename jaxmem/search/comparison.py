@@ -22,9 +22,8 @@ from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.units import format_command, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
-from jaxmem.search.fastest import Progress, Search
+from jaxmem.search.fastest import SLACK, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
-from jaxmem.search.trials import SLACK, Trials, save_best, target_json
 
 COMPILES = 3  # largest number of compiled configs per method
 

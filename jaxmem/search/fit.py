@@ -19,9 +19,8 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
-from jaxmem.search.fastest import Progress, Search
+from jaxmem.search.fastest import SLOWEST, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
-from jaxmem.search.trials import SLOWEST, Trials, save_best, target_json
 
 ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
 KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)

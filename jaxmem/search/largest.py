@@ -21,8 +21,8 @@ from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
+from jaxmem.search.fastest import Trials, save_best, target_json
 from jaxmem.search.knobs import allowed
-from jaxmem.search.trials import Trials, save_best, target_json
 
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
 BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too

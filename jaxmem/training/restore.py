@@ -1,5 +1,12 @@
-"""The state of a run from its checkpoints, to resume or to roll back."""
+"""The state of a run from its checkpoints, to resume or to roll back, and the comparison of its replicas.
 
+With `train.check_replicas` the replicas of the state are compared bitwise. They are updated by the same program from
+the same sums, so they are bitwise equal. A difference is caused by faulty hardware (a memory cell or a core), and would
+spread without an error. An array that is sharded over all devices has no replica. A check reads the state once on every
+device, and waits for the result.
+"""
+
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +15,7 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
+from jaxmem.checkpoint.record import checksum, named_leaves
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, load_config
@@ -101,3 +109,29 @@ class Rollback:
         found = restore(self._built, self._checkpoints)
         assert found is not None
         return found[:2]
+
+
+def check_replicas(state: Any, step: int) -> None:
+    """Raises an error that names an array whose replicas differ, and the devices in the minority."""
+    sums: dict[str, dict[str, int]] = {}
+    for own in gather(_checksums(state)):
+        for shard, found in own.items():
+            sums.setdefault(shard, {}).update(found)
+    for shard, found in sums.items():
+        (majority, _), *others = Counter(found.values()).most_common()
+        if others:
+            odd = ", ".join(device for device, value in found.items() if value != majority)
+            raise UserError(
+                f"{shard.partition(' ')[0]} differs between replicas after step {step}: {odd} differs from the majority"
+                f" of {len(found)} copies; exclude that device, and run the same command again"
+            )
+
+
+def _checksums(state: Any) -> dict[str, dict[str, int]]:
+    """Checksums as {name and index of a shard: {device of this process: checksum}}."""
+    sums: dict[str, dict[str, int]] = {}
+    for name, leaf in named_leaves(state).items():
+        for shard in leaf.addressable_shards:
+            of_part = sums.setdefault(f"{name} {shard.index}", {})
+            of_part[f"device {shard.device.id} of process {shard.device.process_index}"] = checksum(shard.data)
+    return sums

@@ -44,7 +44,7 @@ from jaxmem.training.lines import (
     work_of,
 )
 from jaxmem.training.progress import Progress, RunSpec, spinner
-from jaxmem.training.restore import Rollback, data_fingerprint, read_state, refuse_another_run, restore
+from jaxmem.training.restore import Rollback, check_replicas, data_fingerprint, read_state, refuse_another_run, restore
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import DivergedError, Profile, Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
@@ -182,8 +182,6 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
                 progress.say(peak.after_step(bucket))
                 with progress.paused():
                     if cfg.train.check_replicas and step % cfg.train.check_replicas == 0:
-                        from jaxmem.training.replicas import check_replicas
-
                         check_replicas(state, step)
                     if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
                         held_out = evaluate(state.params, cfg.train.evaluate_batches)

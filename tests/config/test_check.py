@@ -294,7 +294,7 @@ def test_steps():
 def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     over = "memory.attention=triton"
     assert load_config(TEXT, [over]).memory.attention == "triton"
-    monkeypatch.setattr("jaxmem.config.check_memory.find_spec", lambda _: None)
+    monkeypatch.setattr("jaxmem.config.check_sections.find_spec", lambda _: None)
     [line] = lines(TEXT, over)
     assert "memory.attention=triton requires jax-triton" in line
     assert "memory.attention=auto" in line

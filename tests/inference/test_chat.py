@@ -17,9 +17,9 @@ from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
+from jaxmem.inference.evaluate import read_questions, scores
 from jaxmem.inference.generate import ENDED, Generator, Sampling
 from jaxmem.inference.load import open_model
-from jaxmem.inference.multiple_choice import read_questions, scores
 from tests.data.chat_reference import write_tokenizer
 
 

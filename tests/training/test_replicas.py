@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.errors import UserError
-from jaxmem.training.replicas import check_replicas
+from jaxmem.training.restore import check_replicas
 
 
 def laid(values, *axes):
