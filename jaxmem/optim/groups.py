@@ -15,6 +15,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
+from jaxmem.sharding.arrays import row_major_if_gathered
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
 
@@ -43,6 +44,8 @@ class ParameterGroup:
         """Returns new parameters and new state. With `layer`, these are of one layer of stacked parameters."""
         layer, vocab_slice = extra.get("layer"), extra.get("vocab_slice")
         grads = constrain_tree(grads, self.axes, "gradients")
+        # Otherwise the partitioner shards the stack from which the layer is read, and gathers all of it for each layer.
+        params = constrain_tree(params, stored_axes(self.axes, params), "weights")
         updates, state = self.tx.update(grads, state, params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
         # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
@@ -99,7 +102,7 @@ def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new:
         if names[:1] != ("layer",):
             return new
         # The layer is sharded before it is written, so that no other layer is communicated.
-        new = constrain(new, *names[1:], role=role)
+        new = row_major_if_gathered(constrain(new, *names[1:], role=role), names[1:], role, "optimizer")
         stacked = put_layer(x, layer, send_like(new, x))
         return stacked if is_on_host(x) else constrain(stacked, *names, role=role)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, current, map_shards, shard_axes, shard_count
+from jaxmem.sharding import Axes, constrain, current, is_axes, map_shards, shard_axes, shard_count
+from jaxmem.sharding.arrays import row_major_if_gathered
 from jaxmem.sharding.weights import is_quantized
 
 Grid = dict[int, int]  # dimension -> number of parts
@@ -48,6 +50,33 @@ def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, read_on
         return update_parts(grid, step, stack)
 
     return _per_shard(loop, stack, read_only, axis)
+
+
+def gather_in_place(old: Any, new: Any, axes: Any) -> Any:
+    """The new weights, sharded like stored weights; `axes` belong to the arrays of both trees. Where each device has
+    updated only its shard (ZeRO 1 and 2), one layer of every stack at a time is gathered and written over the old
+    weights, so that no device stores the old and the new weights together."""
+    layout = current()
+    if layout is None:
+        return new
+    names, arrays = jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(old)
+    done, form = jax.tree.flatten(new)
+    stacks = defaultdict[int, list[int]](list)  # number of layers -> the arrays to gather
+    for number, own in enumerate(names):
+        is_gathered = layout.mesh_axes_each("optimizer", own) != layout.mesh_axes_each("weights", own)
+        if own[:1] == ("layer",) and is_gathered:
+            stacks[len(arrays[number])].append(number)
+    for numbers in stacks.values():
+        gather = partial(_gather_layer, [names[number][1:] for number in numbers])
+        stack = update_layers(gather, [arrays[number] for number in numbers], [done[number] for number in numbers])
+        for number, array in zip(numbers, stack, strict=True):
+            done[number] = array
+    return jax.tree.unflatten(form, done)
+
+
+def _gather_layer(axes: list[Axes], _: Any, shards: list[jax.Array], __: jax.Array) -> list[jax.Array]:
+    layer = [constrain(shard, *own, role="weights") for own, shard in zip(axes, shards, strict=True)]
+    return [row_major_if_gathered(x, own, "weights", "optimizer") for own, x in zip(axes, layer, strict=True)]
 
 
 def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:

@@ -36,10 +36,23 @@ def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations"
     # jax would differentiate the shard_map as a sum over all other mesh axes, some of which are vmapped later.
     @jax.custom_vjp
     def row_major_shards(x: jax.Array) -> jax.Array:
-        return jax.shard_map(constrain_shard, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+        # Inside of `map_shards` only the mesh axes of the partitioner are left.
+        mesh = jax.sharding.get_abstract_mesh()
+        over = {"axis_names": {*mesh.auto_axes}} if mesh.manual_axes else {"mesh": layout.mesh}
+        return jax.shard_map(constrain_shard, in_specs=spec, out_specs=spec, check_vma=False, **over)(x)
 
     row_major_shards.defvjp(lambda x: (row_major_shards(x), None), lambda _, g: (row_major_shards(g),))
     return row_major_shards(x)
+
+
+def row_major_if_gathered(x: jax.Array, axes: Axes, role: Role, other: Role) -> jax.Array:
+    """Constrains the array to row-major on each device if the two roles are sharded differently. A gather or scatter
+    along a dimension is fastest if that dimension is outermost, so XLA would transpose the complete stack of layers
+    from which the array is sliced, or into which it is written, which is a second copy of the stack."""
+    layout = current()
+    if layout is None or x.ndim < 2 or layout.mesh_axes_each(role, axes) == layout.mesh_axes_each(other, axes):
+        return x
+    return row_major(x, *axes, role=role)
 
 
 def row_major_in_stages(x: jax.Array, *axes: str | Axis | None) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.quant import QTensor
 from jaxmem.sharding import host
-from jaxmem.sharding.arrays import constrain, row_major, vmap_groups
+from jaxmem.sharding.arrays import constrain, row_major_if_gathered, vmap_groups
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
 from jaxmem.sharding.weights import StoredWeight, Weight, is_quantized
@@ -67,7 +67,7 @@ def gather_with_input(
         else:
             # The cast is between two constraints; otherwise XLA gathers before it casts.
             w = constrain(w.astype(dtype), *axes, role="weights")
-            w = _row_major_if_gathered(w, axes, "weights", role)
+            w = row_major_if_gathered(w, axes, "weights", role)
         if shape != w.shape:
             w = jnp.pad(w, [(0, padded - size) for padded, size in zip(shape, w.shape, strict=True)])
         return constrain(w, *axes, role=role), x
@@ -79,7 +79,7 @@ def gather_with_input(
         # First constrain the gradient to partial sums; otherwise XLA may gather the operands of the matmul.
         g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
-        g = _row_major_if_gathered(constrain(g, *axes, role="gradients"), axes, "gradients", role)
+        g = row_major_if_gathered(constrain(g, *axes, role="gradients"), axes, "gradients", role)
         if delays:
             g, of_x = jax.lax.optimization_barrier((g, of_x))
         return g.astype(at.dtype), None, of_x
@@ -100,18 +100,6 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
     return tokens >= MIN_TOKENS_PER_ROW * min(weight.shape)
 
 
-def _row_major_if_gathered(x: jax.Array, axes: Axes, role: Role, compute_role: Role) -> jax.Array:
-    """Constrains the array to row-major on each device if the two roles are sharded differently. A gather or scatter
-    along a dimension is fastest if that dimension is outermost, so XLA would transpose the complete stack of layers
-    from which the array is sliced, which is a second copy of the stack."""
-    layout = current()
-    if layout is None or x.ndim < 2:
-        return x
-    if layout.mesh_axes_each(role, axes) == layout.mesh_axes_each(compute_role, axes):
-        return x
-    return row_major(x, *axes, role=role)
-
-
 def _mapped_like(at: jax.Array, stored: Any) -> Any:
     """A separate view of a stored weight for each group of rows, like `at`; XLA removes the operation. A shared value
     would have one gradient, the sum over the groups, and the `at` of each group would receive the complete sum."""
@@ -124,7 +112,7 @@ def gather_quantized(q: QTensor, axes: Axes) -> QTensor:
     even = tuple(map(if_even, axes))  # a dimension that needs padding stays replicated until it is dequantized
 
     def one(x: jax.Array) -> jax.Array:
-        return constrain(_row_major_if_gathered(x, even, "weights", "compute"), *even, role="compute")
+        return constrain(row_major_if_gathered(x, even, "weights", "compute"), *even, role="compute")
 
     return jax.tree.map(one, host.fetch_from_host(q))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxmem import optim
 from jaxmem.errors import UserError
 from jaxmem.optim.groups import Write, constrain_tree
+from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
@@ -53,15 +54,11 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         squares = nonfinite.squared_norms(grads, spec.model.select(spec.model.axes), spec.model.partial_stacks)
         metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
-        if state.loss_scale is None and cfg.train.on_nan != "skip":
-            return TrainState(state.step + 1, *_update(spec, state, grads, norm, write, after)), metrics
-        finite = jnp.isfinite(norm)
-        params, opt_state = jax.lax.cond(
-            finite,
-            lambda grads: _update(spec, state, grads, norm, write, after),
-            lambda _: (state.params, state.opt_state),
-            grads,
-        )
+        can_skip = state.loss_scale is not None or cfg.train.on_nan == "skip"
+        finite = jnp.isfinite(norm) if can_skip else None
+        params, opt_state = _update(spec, state, grads, norm, write, after, finite)
+        if finite is None:
+            return TrainState(state.step + 1, params, opt_state), metrics
         if state.loss_scale is None:
             metrics |= {"skipped": 1 - finite.astype(jnp.int32)}
             return TrainState(state.step + 1, params, opt_state), metrics
@@ -105,20 +102,35 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
 
 def _update(
-    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write, after: Any
+    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write, after: Any, finite: Any
 ) -> tuple[Params, Any]:
-    """Returns new parameters and optimizer state. `after`: what the forward pass changed."""
+    """Returns new parameters and optimizer state. `after`: what the forward pass changed. If `finite` is False, nothing
+    changes; None: not tested."""
     model = spec.model
     params, axes = model.select(state.params), model.select(model.axes)
-    if spec.offloads("optimizer"):
-        from jaxmem.step.update_in_parts import update_from_host
+    stored = stored_axes(axes, params)
+    on_host = spec.offloads("optimizer")
 
-        new, opt_state = update_from_host(spec, params, grads, state.opt_state, write, norm)
-    else:
+    def update(grads: Params) -> tuple[Params, Any]:
+        if on_host:
+            from jaxmem.step.update_in_parts import update_from_host
+
+            return update_from_host(spec, params, grads, state.opt_state, write, norm)
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
-        new = write(params, updates, axes=axes)
+        return write(params, updates, axes=axes), opt_state
+
+    if finite is None:
+        new, opt_state = update(grads)
+    else:
+        kept = params if on_host else constrain_tree(params, stored, "optimizer")
+        before = model.forward_state_of(state.params) if after else after
+        new, opt_state, after = jax.lax.cond(
+            finite, lambda grads: (*update(grads), after), lambda _: (kept, state.opt_state, before), grads
+        )
+    if not on_host:
         # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
-        new = constrain_tree(new, stored_axes(axes, new), "optimizer")
+        # The all-gather is outside of the cond: for a loop in one of its branches XLA would copy the old weights.
+        new = gather_in_place(params, constrain_tree(new, stored, "optimizer"), stored)
     return model.with_forward_state(model.replace(state.params, new), after), opt_state
 
 

@@ -25,7 +25,6 @@ from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.lab.tour.table import Row, Table, gib
 from jaxmem.planning import Plan, plan
-from jaxmem.planning.breakdown import UPDATES
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
@@ -96,13 +95,12 @@ def optimizer(step: Step) -> Row:
 
 
 def zero(step: Step) -> Row:
-    """Weights, their float32 copy and moments are arguments of the step; gradients are those at its peak. At stages 1
-    and 2 the paper has no memory for new weights, which are replicated until they replace the old ones."""
+    """Weights, their float32 copy and moments are arguments of the step; gradients are the values at its peak."""
     found = step.compiled()
-    parts, new = found.bytes_per_device, found.breakdown.kinds["gradients"].get(UPDATES, 0)
-    state, gradients = parts["parameters"] + parts["master"] + parts["optimizer"], parts["gradients"] - new
-    sizes = {"weights, optimizer": state, "gradients": gradients, "sum": state + gradients, "new weights": new}
-    return {f"{name}, GB": size / 1e9 for name, size in {**sizes, "step": parts["total"]}.items()}
+    parts = found.bytes_per_device
+    state, gradients = parts["parameters"] + parts["master"] + parts["optimizer"], parts["gradients"]
+    sizes = {"weights, optimizer": state, "gradients": gradients, "sum": state + gradients, "step": parts["total"]}
+    return {f"{name}, GB": size / 1e9 for name, size in sizes.items()}
 
 
 TABLES = {"layouts": layout, "few-bytes": few_bytes, "optimizers": optimizer, "zero": zero}

@@ -188,3 +188,20 @@ def test_zero_3_gathers_one_layer_at_a_time():
     assert live_at_most("hybrid", {sorted_dims(leaf.shape) for leaf in matrices()}) == 0
     one_layer = 2 * sum(leaf.size // len(leaf) for leaf in matrices())
     assert 0 < live_at_most("hybrid", {sorted_dims(leaf.shape[1:]) for leaf in matrices()}) <= 2 * one_layer
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"train": {"steps": 10, "on_nan": "skip"}}, {"memory": {"update": "during"}}, {"memory": {"offload": "optimizer"}}],
+    ids=["after", "on_nan=skip", "during", "offload"],
+)  # fmt: skip
+def test_new_weights_are_gathered_in_place_of_the_old_ones(sections):
+    """ZeRO-2: one layer at a time, and each byte once."""
+    model, batch = MODEL | {"layers": 16}, {"global_size": 8}
+    cfg = config(model=model, mesh={"fsdp": 8}, zero=2, batch=batch, optimizer={"clip": None}, **sections)
+    built = program(cfg, target_devices(TARGET, TARGET.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    weights = 4 * built.model.parameters  # bytes
+    assert step.sizes["temporaries"] < 0.75 * weights
+    sent = sum(one.traffic.wire_bytes for one in sent_by(step).collectives)
+    assert sent == pytest.approx((2 + 4) / 4 * weights * 7 / 8, rel=0.05)
