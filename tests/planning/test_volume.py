@@ -192,9 +192,14 @@ def test_zero_3_gathers_one_layer_at_a_time():
 
 @pytest.mark.parametrize(
     "sections",
-    [{}, {"train": {"steps": 10, "on_nan": "skip"}}, {"memory": {"update": "during"}}, {"memory": {"offload": "optimizer"}}],
+    [
+        {},
+        {"train": {"steps": 10, "on_nan": "skip"}},
+        {"memory": {"update": "during"}},
+        {"memory": {"offload": "optimizer"}},
+    ],
     ids=["after", "on_nan=skip", "during", "offload"],
-)  # fmt: skip
+)
 def test_new_weights_are_gathered_in_place_of_the_old_ones(sections):
     """ZeRO-2: one layer at a time, and each byte once."""
     model, batch = MODEL | {"layers": 16}, {"global_size": 8}
