@@ -39,7 +39,7 @@ from jaxmem.models.block import GATES, GatedMlp
 from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized
+from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized, mean_over_groups
 from jaxmem.sharding.weights import StoredWeight
 
 Tree = Any
@@ -152,7 +152,7 @@ class Experts(nnx.Module):
         if cfg.renormalize:
             shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
         loads = jnp.mean(jnp.sum(jax.nn.one_hot(choices, cfg.count), axis=-2), axis=(0, 1))  # choices per token
-        loads = jax.lax.stop_gradient(loads)
+        loads = jax.lax.stop_gradient(mean_over_groups(loads))
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         entropy = normalizer - jnp.sum(probabilities * logits, axis=-1)
         loss = cfg.balance_loss * cfg.count * (probabilities @ loads) + cfg.z_loss * normalizer**2

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Axis, Role, relax_resized
 
+GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
+
 
 def constrain(x: jax.Array, *axes: str | Axis | None, role: Role = "activations") -> jax.Array:
     """Constrains the sharding of an array."""
@@ -65,6 +67,11 @@ def vmap_groups() -> tuple[int, ...]:
     """The leading dimensions that the vmap of `Layout.inside_vmap` adds to an array."""
     layout = current()
     return (layout.size(layout.vmapped),) if layout and layout.vmapped else ()
+
+
+def mean_over_groups(x: jax.Array) -> jax.Array:
+    """The mean over the groups of rows of the vmap of `Layout.inside_vmap`."""
+    return jax.lax.pmean(x, GROUPS) if vmap_groups() else x
 
 
 def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:

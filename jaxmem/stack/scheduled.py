@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxmem.sharding import current
+from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer
 from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack.cuts import Run, StackCall
@@ -134,7 +134,7 @@ def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ..
     @of_group.def_vmap
     def _(groups: int, batched: Any, arguments: Any, g: Any) -> tuple[Any, Any]:
         in_axes = jax.tree.map(lambda own: 0 if own else None, batched[0])
-        mapped = jax.vmap(run, in_axes=tuple(in_axes), spmd_axis_name=layout.vmapped)
+        mapped = jax.vmap(run, in_axes=tuple(in_axes), axis_name=GROUPS, spmd_axis_name=layout.vmapped)
         every = lambda x, own: x if own else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
         gradients = _gradients(mapped, arguments, jax.tree.map(every, g, batched[1]))
         # The gradient of an argument that all groups share is the sum over groups, and not batched.

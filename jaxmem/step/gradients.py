@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, Layout, Role, constrain, current, is_axes
+from jaxmem.sharding import GROUPS, Axes, Layout, Role, constrain, current, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
 from jaxmem.step.objective import STATE, Batch, Sums
 
@@ -143,7 +143,7 @@ class _LocalGradients:
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)
-            mapped = jax.vmap(loss, in_axes=in_axes, spmd_axis_name=self._over)
+            mapped = jax.vmap(loss, in_axes=in_axes, axis_name=GROUPS, spmd_axis_name=self._over)
             losses, sums = mapped(at, *each)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 

@@ -17,6 +17,7 @@ EXPERTS = {"count": 4, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 LAYOUTS = {
     "expert x fsdp x tensor": ({"expert": 2, "fsdp": 2, "tensor": 2}, 3),
     "expert x context": ({"expert": 4, "context": 2}, 2),
+    "replica x expert x fsdp": ({"replica": 2, "expert": 2, "fsdp": 2}, 2),
     "stage x expert": ({"stage": 2, "expert": 2}, 3),
 }
 ADAPTER = {
