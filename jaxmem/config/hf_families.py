@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxmem.config.hf_modules import CONCATENATED, INTERLEAVED, Fused
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.config.networks import Decoder
 
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # names of `model.activation` in files
+# Names of `model.activation` in files.
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "swiglu_clamped": "silu"}
 MAX_EXPERTS = 10_000  # a limit above all models, checked before any array is created
 # Keys of mixtures of experts; `router_aux_loss_coef` has an effect only with `output_router_logits`.
 EXPERTS = (
@@ -32,15 +34,23 @@ class HfFamily:
     windows: Literal["all", "asked"] | int | None = None
     activation: str = "hidden_act"  # the key of the activation function
     sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if it differs
-    is_fused: bool = False  # whether files have one matrix for queries, keys and values, and one for gate and up
+    # Tensors of files that contain several weights (`hf_modules`): matrices one after the other, or interleaved.
+    fused: Mapping[str, Fused] = field(default_factory=dict)
+    has_mxfp4: bool = False  # whether files may have experts in MXFP4
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys of this class with one supported value
+    has_partial_rope: bool = False  # whether `partial_rotary_factor` has an effect
+    longrope: tuple[str, ...] = ()  # other names of `rope_type: longrope`
     experts: tuple[str, str] | None = None  # the keys of the number of experts, and of their hidden width
+    shared: str | None = None  # the key of the hidden width of a shared expert
     renormalize: bool | None = None  # whether the weights of chosen experts sum to 1; None: `norm_topk_prob` decides
 
     @property
     def understood(self) -> set[str]:
         """Keys of config.json that only this architecture has."""
         of_windows = set() if self.sliding_theta is None else {"rope_local_base_freq", "sliding_window_pattern"}
-        return {*self.keys.values(), *of_windows, *(EXPERTS if self.experts else ())}
+        known = {*self.keys.values(), *of_windows, *(EXPERTS if self.experts else ())}
+        known |= {"partial_rotary_factor"} if self.has_partial_rope else set()
+        return known if self.shared is None else known | {self.shared}
 
     def expert_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a mixture of experts: `experts`, and the hidden width of an expert as `mlp`."""
@@ -55,6 +65,8 @@ class HfFamily:
         if renormalize is None:
             renormalize = read(settings, "norm_topk_prob", bool, False)
         experts = {"count": count, "top_k": read(settings, "num_experts_per_tok", Size), "renormalize": renormalize}
+        if self.shared is not None:
+            experts["shared"] = read(settings, self.shared, Size)
         return {"mlp": read(settings, width, Size), "experts": experts}
 
     def expert_settings(self, model: Decoder) -> dict[str, Any]:
@@ -63,13 +75,14 @@ class HfFamily:
             return {}
         count, width = self.experts
         found = {count: model.experts.count, width: model.mlp, "num_experts_per_tok": model.experts.top_k}
+        found |= {} if self.shared is None else {self.shared: model.experts.shared}
         return found if self.renormalize else found | {"norm_topk_prob": model.experts.renormalize}
 
     @property
     def fixed(self) -> dict[str, tuple[Any, ...]]:
         """Keys with a single supported value."""
         only = ACTIVATIONS[self.fields.get("activation", "silu")]
-        return {self.activation: (only,), "hidden_act": (only,)}
+        return {self.activation: (only,), "hidden_act": (only,), **self.only}
 
 
 # Architectures that also read images, and the architecture of their text model.
@@ -112,6 +125,17 @@ _QWEN_MOE_DEFAULTS = {
     "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 0, "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768,
 }  # fmt: skip
+_QWEN2_MOE_DEFAULTS = {
+    "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
+_GPT_OSS_DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5, "attention_bias": True,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
 
 FAMILIES = {
     "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
@@ -137,12 +161,40 @@ FAMILIES = {
         activation="hidden_activation",
         sliding_theta=10_000.0,
     ),
-    "Phi3ForCausalLM": HfFamily("phi3", {"rms_norm_eps": 1e-5}, biased=False, windows="all", is_fused=True),
+    "Phi3ForCausalLM": HfFamily(
+        "phi3",
+        {"rms_norm_eps": 1e-5},
+        biased=False,
+        windows="all",
+        fused=CONCATENATED,
+        has_partial_rope=True,
+        longrope=("su", "yarn"),
+    ),
     "MixtralForCausalLM": HfFamily(
         "mixtral",
         _MIXTRAL_DEFAULTS,
         biased=False,
         windows="all",
+        experts=("num_local_experts", "intermediate_size"),
+        renormalize=True,
+    ),
+    "Qwen2MoeForCausalLM": HfFamily(
+        "qwen2_moe",
+        _QWEN2_MOE_DEFAULTS,
+        biased=True,
+        biased_output=False,
+        only={"qkv_bias": (True, None), "use_sliding_window": (False, None)},
+        experts=("num_experts", "moe_intermediate_size"),
+        shared="shared_expert_intermediate_size",
+    ),
+    "GptOssForCausalLM": HfFamily(
+        "gpt_oss",
+        _GPT_OSS_DEFAULTS,
+        {"attention_sinks": True, "activation": "swiglu_clamped", "mlp_bias": True},
+        windows=2,
+        fused=INTERLEAVED,
+        has_mxfp4=True,
+        only={"swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
         experts=("num_local_experts", "intermediate_size"),
         renormalize=True,
     ),

@@ -26,6 +26,10 @@ MODULES = {
     "blocks.mlp.up": "model.layers.{}.mlp.up_proj",
     "blocks.mlp.down": "model.layers.{}.mlp.down_proj",
     "blocks.mlp.router": "model.layers.{}.mlp.gate",
+    "blocks.mlp.shared.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
+    "blocks.mlp.shared.up": "model.layers.{}.mlp.shared_expert.up_proj",
+    "blocks.mlp.shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
+    "blocks.mlp.shared_gate": "model.layers.{}.mlp.shared_expert_gate",
     "norm": "model.norm",
     "head": "lm_head",
 }
@@ -44,10 +48,39 @@ MIXTRAL = {
     "blocks.mlp.up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
     "blocks.mlp.down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 }
-# Modules of Phi-3 that have the rows of several of these one after the other.
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+# In gpt-oss the weights of all experts of a layer are one tensor [expert, in, out]; its name and that of sinks have no
+# ".weight".
+GPT_OSS = {
+    **MODULES,
+    "blocks.attention.sinks": "model.layers.{}.self_attn.sinks",
+    "blocks.mlp.router": "model.layers.{}.mlp.router",
+    **{
+        f"blocks.mlp.{name}.{kind}": f"model.layers.{{}}.mlp.experts.{name}_proj{end}"
+        for name in ("gate", "up", "down")
+        for kind, end in (("weight", ""), ("bias", "_bias"))
+    },
+}
+
+
+class Fused(NamedTuple):
+    """The parts of a tensor, one after the other or interleaved along a dimension."""
+
+    parts: tuple[str, ...]
+    dim: int = 0
+    is_interleaved: bool = False
+
+
+# The ends of the names of such tensors: in Phi-3 they have the rows of several matrices, in gpt-oss the outputs of gate
+# and up alternate.
+CONCATENATED = {
+    "self_attn.qkv_proj.weight": Fused(tuple(f"self_attn.{name}_proj.weight" for name in "qkv")),
+    "mlp.gate_up_proj.weight": Fused(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+}
+INTERLEAVED = {
+    f"mlp.experts.gate_up_proj{end}": Fused(
+        tuple(f"mlp.experts.{name}_proj{end}" for name in ("gate", "up")), dim, True
+    )
+    for end, dim in (("", 2), ("_bias", 1), ("_blocks", 1), ("_scales", 1))
 }
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
 REGEX_SECONDS = 5
@@ -78,11 +111,13 @@ def modules_of(model: Decoder) -> list[HfModule]:
         model.norms, set()
     )
     # PEFT adapts no experts and no routers, which are not linear layers in transformers.
-    absent |= {"router", *(("gate", "up", "down") if model.experts else ())}
+    absent |= {"router", "shared_gate"}
+    has_shared = model.experts is not None and model.experts.shared is not None
     found = []
     for path, name in (MODULES if model.norms == "pre" else WITH_POST_NORMS).items():
-        last = path.rpartition(".")[2]
-        if last in absent:
+        parent, _, last = path.rpartition(".")
+        is_expert = parent == "blocks.mlp" and model.experts is not None
+        if last in absent or is_expert or (parent == "blocks.mlp.shared" and not has_shared):
             continue
         layers = range(model.layers) if "{}" in name else (None,)
         found += [HfModule(path, name.format(layer), layer, last in biased) for layer in layers]

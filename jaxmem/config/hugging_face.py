@@ -26,15 +26,18 @@ SHAPE = {
 MAX_LAYERS = 10_000  # a limit above all models, checked before any array is created
 DTYPES = ("float32", "float16", "bfloat16")
 # Scalings of rotary positions, with the fields of `model.rope` that each has besides `factor`: key and default.
-ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
+ROPE: dict[str, dict[str, tuple[str, Any]]] = {
     "default": {},
     "linear": {},
     "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None)},
-    "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0)},
+    "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0), "truncate": ("truncate", True)},
+    "longrope": {"short_factors": ("short_factor", None), "long_factors": ("long_factor", None)},
 }
+_KINDS = {"truncate": bool, "short_factors": list[Number], "long_factors": list[Number]}  # types; others: numbers
 _OPTIONS = (
     "activation", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
-    "scale_embeddings", "attention_bias", "output_bias", "mlp_bias", "window", "layer_types", "sliding_rope",
+    "scale_embeddings", "attention_sinks", "attention_bias", "output_bias", "mlp_bias", "window", "layer_types",
+    "sliding_rope",
 )  # fmt: skip
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Settings that change the outputs of a model, and the values that `Decoder` supports.
@@ -51,7 +54,6 @@ FIXED_ROPE: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "mscale": (None,),
     "mscale_all_dim": (None,),
-    "truncate": (True, None),
 }
 UNDERSTOOD_ROPE = {"rope_type", "type", "rope_theta", "factor", "attention_factor", ORIGINAL_LENGTH} | {
     key
@@ -73,6 +75,8 @@ WITHOUT_EFFECT = (
     "max_sequence_length", "model_max_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
     "num_return_sequences", "temperature", "top_k", "top_p", "typical_p", "*_penalty",
     "*no_repeat_ngram_size", "bad_words_ids", "cache_implementation",
+    # transformers ignores these keys of Phi-4-mini and gpt-oss.
+    "full_attn_mod", "interpolate_factor", "experts_per_token", "initial_context_length",
 )  # fmt: skip
 
 
@@ -110,14 +114,15 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    is_quantized = settings.get("quantization_config")
-    family, settings = family_of(settings), text_settings(settings)
-    if is_quantized or settings.get("quantization_config"):
+    quantizations = [one.get("quantization_config") for one in (settings, text_settings(settings))]
+    family, settings = family_of(settings), dict(text_settings(settings))
+    settings.pop("quantization_config", None)
+    if any(quantizations) and not (family.has_mxfp4 and is_mxfp4({"quantization_config": quantizations[0]})):
         raise UnsupportedError(
             "quantization_config: weights that another tool quantized are not supported; use the model without "
             "quantization, and set precision.parameters, for example to nf4"
         )
-    check_keys(settings, UNDERSTOOD | family.understood, FIXED | family.fixed, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | family.understood, _fixed(FIXED, family) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
@@ -139,6 +144,16 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **_ropes(settings, family, windows),
         **family.expert_fields(settings),
     }
+
+
+def is_mxfp4(settings: Mapping[str, Any]) -> bool:
+    """Whether the experts of a directory are stored in MXFP4, as those of gpt-oss are."""
+    quantization = settings.get("quantization_config")
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+
+
+def _fixed(keys: Mapping[str, tuple[Any, ...]], family: HfFamily) -> dict[str, tuple[Any, ...]]:
+    return {key: values for key, values in keys.items() if key not in family.understood}
 
 
 def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict[str, Any]:
@@ -174,33 +189,38 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
 def _ropes(settings: Mapping[str, Any], family: HfFamily, windows: Mapping[str, Any]) -> dict[str, Any]:
     """The fields `rope` and `sliding_rope`. `rope_parameters` has an object for each kind of layer if they differ."""
     if family.sliding_theta is None:
-        return {"rope": _rope_fields(settings)}
+        return {"rope": _rope_fields(settings, family)}
     each = read(settings, "rope_parameters", dict[WINDOWS, dict[str, Any] | None], {})
     full = {**(each.get("full_attention") or {}), **read(settings, "rope_scaling", dict[str, Any], {})}
     theta = read(settings, "rope_local_base_freq", Number, family.sliding_theta)
     sliding = {"rope_theta": theta, "rope_scaling": each.get("sliding_attention"), "rope_parameters": None}
-    ropes = [_rope_fields({**settings, **own}) for own in ({"rope_scaling": full, "rope_parameters": None}, sliding)]
+    ropes = [
+        _rope_fields({**settings, **own}, family) for own in ({"rope_scaling": full, "rope_parameters": None}, sliding)
+    ]
     if "layer_types" in windows:
         return dict(zip(("rope", "sliding_rope"), ropes, strict=True))
     return {"rope": ropes[windows["window"] is not None]}
 
 
-def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any]:
     """The fields of `model.rope`, from `rope_theta` and `rope_scaling`, or from `rope_parameters` (since transformers
     5). If a file has both, `rope_scaling` is used, as in transformers."""
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise UnsupportedError(f"rope_scaling: must be an object, not {json.dumps(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = "longrope" if kind in family.longrope else kind
     if not isinstance(kind, str) or kind not in ROPE:
         raise UnsupportedError(f"rope_type {json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
-    check_keys(scaling, UNDERSTOOD_ROPE, FIXED_ROPE, section="rope_scaling.")
+    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, _fixed(FIXED_ROPE, family), section="rope_scaling.")
     rope: dict[str, Any] = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
+    if family.has_partial_rope and (share := read({**settings, **scaling}, "partial_rotary_factor", Number, 1.0)) != 1:
+        rope["share"] = share
     if kind == "default":
         return rope
-    rope |= {"scaling": kind, "factor": read(scaling, "factor", Number)}
-    rope |= {name: read(scaling, key, Number, default) for name, (key, default) in ROPE[kind].items()}
-    if kind == "yarn" and scaling.get("attention_factor") is not None:
+    rope["scaling"] = kind
+    rope |= {name: read(scaling, key, _KINDS.get(name, Number), default) for name, (key, default) in ROPE[kind].items()}
+    if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
         rope["attention_factor"] = read(scaling, "attention_factor", Number)
     if kind != "linear":
         found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
@@ -210,7 +230,10 @@ def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
         default = found[0] if found else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
-    return rope
+    longer = None
+    if kind == "longrope":
+        longer = read(settings, "max_position_embeddings", Size, rope["original_length"]) / rope["original_length"]
+    return {**rope, "factor": read(scaling, "factor", Number, longer)}
 
 
 def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: int = 2048) -> dict[str, Any]:
@@ -222,9 +245,9 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     """
     expected, base = _comparable(model), None if base is None else text_settings(base)
     if base is not None and _read_back(base) == expected:
-        return dict(base)
+        return {key: value for key, value in base.items() if key != "quantization_config"}
     token_ids = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}
-    if model.rope.scaling in ("llama3", "yarn"):
+    if model.rope.scaling in ("llama3", "yarn", "longrope"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
     own = (base or {}).get("architectures") or []  # the architecture of the base first
@@ -240,8 +263,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
 def _comparable(model: Decoder) -> dict[str, Any]:
     """The fields that change the outputs of a model."""
     unequal = {"family", "preset", "hf", "dropout", "experts", "rope", "sliding_rope", "window", "layer_types"}
-    ropes = [(rope.theta, _rope_scaling(rope)) for rope in model.ropes]
-    experts = model.experts and model.experts.model_dump(include={"count", "top_k", "renormalize"})
+    ropes = [(rope.theta, rope.share, _rope_scaling(rope)) for rope in model.ropes]
+    experts = model.experts and model.experts.model_dump(include={"count", "top_k", "renormalize", "shared"})
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
 
 
@@ -253,6 +276,7 @@ def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
+    scales_by_default = "rope_parameters" in family.defaults
     found = {
         "model_type": family.model_type,
         **{key: getattr(model, name) for name, key in SHAPE.items()},
@@ -265,7 +289,8 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": length,
         "rope_theta": model.rope.theta,
-        "rope_scaling": _rope_scaling(model.rope),
+        "rope_scaling": _rope_scaling(model.rope) or ({"rope_type": "default"} if scales_by_default else None),
+        **({"partial_rotary_factor": model.rope.share} if family.has_partial_rope else {}),
         "sliding_window": model.window,
         **{key: getattr(model, name) for name, key in family.keys.items()},
         **family.expert_settings(model),
@@ -285,7 +310,8 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
     found |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
-    if rope.scaling == "yarn" and rope.attention_factor is not None:
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    if rope.scaling in ("yarn", "longrope") and rope.attention_factor is not None:
         found["attention_factor"] = rope.attention_factor
     if rope.scaling != "linear":
         found[ORIGINAL_LENGTH] = rope.original_length

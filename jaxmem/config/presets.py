@@ -21,8 +21,8 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     return {"theta": 500_000.0, "scaling": "llama3", "factor": factor, "original_length": 8192}
 
 
-def _experts(count: int, top_k: int) -> dict[str, Any]:
-    return {"count": count, "top_k": top_k}
+def _experts(count: int, top_k: int, **fields: Any) -> dict[str, Any]:
+    return {"count": count, "top_k": top_k, **fields}
 
 
 GALORE = {"norm_epsilon": 1e-6}
@@ -39,6 +39,22 @@ GEMMA3 = {
     "rope": {"theta": 1_000_000.0, "scaling": "linear", "factor": 8.0},
 }  # fmt: skip
 GEMMA3_1B = {**GEMMA3, "window": 512, "rope": {"theta": 1_000_000.0}}
+GPT_OSS = {
+    "norm_epsilon": 1e-5, "activation": "swiglu_clamped", "attention_sinks": True, "attention_bias": True,
+    "output_bias": True, "mlp_bias": True, "window": 128, "layer_types": ("sliding_attention", "full_attention"),
+    "rope": {"theta": 150_000.0, "scaling": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False},
+}  # fmt: skip
+PHI4_MINI = {
+    "theta": 10_000.0, "share": 0.75, "scaling": "longrope", "factor": 32.0, "original_length": 4096,
+    "short_factors": (1.0,) * 48,
+    "long_factors": (
+        1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+        2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+        6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252,
+        16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6,
+        32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+    ),
+}  # fmt: skip
 QWEN = {"rope": {"theta": 1_000_000.0}, "norm_epsilon": 1e-6}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -66,11 +82,31 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmo2-13b": _decoder(100_352, 40, 5120, 13_824, 40, 40, 128, **OLMO2),
     "phi3-mini": _decoder(32_064, 32, 3072, 8192, 32, 32, 96, window=2047),
     "phi4": _decoder(100_352, 40, 5120, 17_920, 40, 10, 128, rope={"theta": 250_000.0}),
+    "phi4-mini": _decoder(200_064, 32, 3072, 8192, 24, 8, 128, rope=PHI4_MINI, tie_embeddings=True),
     "qwen2.5-7b": _decoder(152_064, 28, 3584, 18_944, 28, 4, 128, attention_bias=True, **QWEN),
+    "qwen3-0.6b": _decoder(151_936, 28, 1024, 3072, 16, 8, 128, qk_norm=True, tie_embeddings=True, **QWEN),
+    "qwen3-1.7b": _decoder(151_936, 28, 2048, 6144, 16, 8, 128, qk_norm=True, tie_embeddings=True, **QWEN),
+    "qwen3-4b": _decoder(151_936, 36, 2560, 9728, 32, 8, 128, qk_norm=True, tie_embeddings=True, **QWEN),
     "qwen3-8b": _decoder(151_936, 36, 4096, 12_288, 32, 8, 128, qk_norm=True, **QWEN),
+    "qwen3-14b": _decoder(151_936, 40, 5120, 17_408, 40, 8, 128, qk_norm=True, **QWEN),
     "qwen3-32b": _decoder(151_936, 64, 5120, 25_600, 64, 8, 128, qk_norm=True, **QWEN),
     # For mixtures, mlp is the hidden width of an expert.
     "mixtral-8x7b": _decoder(32_000, 32, 4096, 14_336, 32, 8, 128, experts=_experts(8, 2), rope={"theta": 1e6}),
+    "mixtral-8x22b": _decoder(32_768, 56, 6144, 16_384, 48, 8, 128, experts=_experts(8, 2), rope={"theta": 1e6}),
+    "qwen1.5-moe": _decoder(
+        151_936,
+        24,
+        2048,
+        1408,
+        16,
+        16,
+        128,
+        attention_bias=True,
+        experts=_experts(60, 4, renormalize=False, shared=5632),
+        **QWEN,
+    ),
+    "gpt-oss-20b": _decoder(201_088, 24, 2880, 2880, 64, 8, 64, experts=_experts(32, 4), **GPT_OSS),
+    "gpt-oss-120b": _decoder(201_088, 36, 2880, 2880, 64, 8, 64, experts=_experts(128, 4), **GPT_OSS),
     "qwen3-30b-a3b": _decoder(151_936, 48, 2048, 768, 32, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
     "qwen3-235b-a22b": _decoder(151_936, 94, 4096, 1536, 64, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
 }
@@ -86,13 +122,18 @@ def parameter_count(model: Decoder, *, active: bool = False) -> int:
         attention += model.embed
     if model.qk_norm:
         attention += queries + keys if model.qk_norm == "all_heads" else 2 * model.head_dim
-    experts = 1
+    if model.attention_sinks:
+        attention += model.heads
+    experts, others = 1, 0
     if model.experts is not None:
         experts = model.experts.top_k if active else model.experts.count
-        attention += model.embed * model.experts.count  # the router
+        others = (model.embed + model.mlp_bias) * model.experts.count  # the router
+        if model.experts.shared is not None:
+            others += 3 * model.embed * model.experts.shared + model.embed  # the shared expert and its gate
     norms = 4 if model.norms == "both" else 2
-    layer = attention + experts * 3 * model.embed * model.mlp + norms * model.embed
+    mlp = 3 * model.embed * model.mlp
     if model.mlp_bias:
-        layer += 2 * model.mlp + model.embed
+        mlp += 2 * model.mlp + model.embed
+    layer = attention + experts * mlp + others + norms * model.embed
     tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)
     return model.layers * layer + tables + model.embed  # the last norm

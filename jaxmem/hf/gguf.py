@@ -49,7 +49,7 @@ NAMES = {
 SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{L}+|\p{N}|": "qwen2"}
 UNSUPPORTED = (
     "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
-    "scale_embeddings", "layer_types", "sliding_rope",
+    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope",
 )  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
 FALLBACKS = {"q4_k": "q8_0", "q4_0": "float16", "q8_0": "float16"}
@@ -96,6 +96,8 @@ def _architecture(cfg: Decoder) -> str:
     for name in UNSUPPORTED:
         if (value := getattr(cfg, name)) != Decoder.model_fields[name].default:
             raise UserError(f"GGUF export does not support model.{name}={as_yaml(value)}; use another format")
+    if cfg.experts is not None:
+        raise UserError("GGUF export does not support model.experts; use another format")
     if cfg.qk_norm == "all_heads":
         raise UserError("GGUF export does not support model.qk_norm=all_heads; use another format")
     if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
@@ -135,6 +137,9 @@ def _settings(cfg: Decoder, name: str, kind: str, length: int) -> dict[str, Any]
 
 
 def _rope_scaling(rope: Rope) -> dict[str, Any]:
+    if rope.share < 1 or rope.scaling == "longrope" or not rope.truncate:
+        given = f"share={rope.share:g} with scaling={rope.scaling} and truncate={as_yaml(rope.truncate)}"
+        raise UserError(f"GGUF export does not support model.rope.{given}; use another format")
     if rope.scaling in ("none", "llama3"):  # llama3: the file has a tensor of factors instead
         return {}
     settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}

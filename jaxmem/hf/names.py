@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
-from jaxmem.config.hf_modules import EXPERTS, MIXTRAL, MODULES, WITH_POST_NORMS
+from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, MIXTRAL, MODULES, WITH_POST_NORMS
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
@@ -70,9 +70,14 @@ def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterat
     blocks = params["blocks"]
     names = WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
     if "router" in blocks["mlp"]:
-        names = EXPERTS if "q_norm" in blocks["attention"] else MIXTRAL
+        names = EXPERTS if "q_norm" in blocks["attention"] or "shared" in blocks["mlp"] else MIXTRAL
+    if "sinks" in blocks["attention"]:
+        names = GPT_OSS
     for path, array in flatten_dict(params).items():
         *module, kind = path
+        if (name := names.get(".".join(path))) is not None:
+            yield FileWeight.of(path, array, name, is_transposed=False, indices=indices)
+            continue
         is_transposed = kind == "weight" and module != ["embedding"]
         yield FileWeight.of(path, array, f"{names['.'.join(module)]}.{LEAVES[kind]}", is_transposed, indices)
 

@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
-from jaxmem.config.hf_modules import MODULES
+from jaxmem.config.hf_modules import CONCATENATED, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
@@ -137,7 +137,7 @@ def save_adapter(
     """Writes the adapters among the parameters of a decoder, and returns their ranks. `base`: the directory of the base
     model. `indices`: the position of each layer in a stack, by default in order. `saved`: the names of the tensors of
     the base model that are written too."""
-    if base is not None and family_of(read_json(Path(base).expanduser() / "config.json")).is_fused:
+    if base is not None and family_of(read_json(Path(base).expanduser() / "config.json")).fused is CONCATENATED:
         raise UserError(
             f"{base} has one matrix for queries, keys and values (qkv_proj), which adapters of each do not fit"
             "; use --merge"

@@ -5,6 +5,7 @@ twice the largest tensor. The layers of a stack are written one by one into an a
 transposed and cast there. A device needs memory for its weights and twice its shard of one tensor.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -20,9 +21,8 @@ from jax.typing import DTypeLike
 from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hf_families import text_name, text_settings
-from jaxmem.config.hf_modules import FUSED
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.hugging_face import decoder_fields, family_of
+from jaxmem.config.hugging_face import decoder_fields, family_of, is_mxfp4
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
     ADAPTER,
@@ -33,7 +33,8 @@ from jaxmem.hf.names import (
     is_ignored,
     tensor_shapes,
 )
-from jaxmem.hf.tensors import Tensors
+from jaxmem.hf.quantized import mxfp4_weight
+from jaxmem.hf.tensors import MXFP4, Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST, send_like, to_host, zeros_on_host
@@ -87,12 +88,25 @@ def read_weights(
     settings = read_json(Path(directory).expanduser() / "config.json")
     if text_settings(settings) is not settings:
         tensors.rename(text_name)
-    if family_of(settings).is_fused:
-        tensors.split(FUSED, tensor_shapes(weights))
+    shapes = _file_shapes(weights, has_mxfp4=is_mxfp4(settings))
+    tensors.split(family_of(settings).fused, shapes)
     if adapter is not None:
         tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)
-    tensors.expect(tensor_shapes(weights), partial(is_ignored, cfg))
+    tensors.expect(shapes, partial(is_ignored, cfg))
     return unflatten_dict(read_arrays(tensors, weights, axes, layout))
+
+
+def _file_shapes(weights: Sequence[FileWeight], *, has_mxfp4: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of these weights. In MXFP4, the matrices of experts are two tensors each."""
+    found = {}
+    for name, shape in tensor_shapes(weights).items():
+        if has_mxfp4 and len(shape) == 3:
+            count, inputs, outputs = shape
+            blocks = count, outputs, inputs // 32
+            found |= {f"{name}{end}": size for end, size in zip(MXFP4, ((*blocks, 16), blocks), strict=True)}
+        else:
+            found[name] = shape
+    return found
 
 
 def read_arrays(
@@ -107,12 +121,22 @@ def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | Non
     shape, spec = weight.shape, weight.array
     axes = axes[weight.depth :]
     axes = axes[::-1] if weight.is_transposed else axes
-    sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
 
-    def read(name: str) -> jax.Array:
-        x = _on_devices(partial(tensors.read, name, shape), shape, sharding)
-        if not _is_finite(x):
-            raise UserError(f"{tensors.entries[name].file}: {name} contains NaN or infinite values; copy it again")
+    def array(name: str, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+        sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
+        return _on_devices(partial(tensors.read, name, shape), shape, sharding)
+
+    def read(name: str) -> jax.Array | QTensor:
+        if name in tensors.entries:
+            x = array(name, axes, shape)
+        else:
+            parts = {end: tensors.entries[name + end].shape for end in MXFP4}
+            x = mxfp4_weight(
+                *(array(name + end, (axes[0], *[None] * (len(own) - 1)), own) for end, own in parts.items())
+            )
+        if not _is_finite(x.scales if isinstance(x, QTensor) else x):
+            file = next(entry.file for known, entry in tensors.entries.items() if known.startswith(name))
+            raise UserError(f"{file}: {name} contains NaN or infinite values; copy it again")
         return x
 
     if not weight.depth:
@@ -140,7 +164,7 @@ def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], shard
 
 @cache
 def _converted(is_transposed: bool, spec: Spec) -> Any:
-    def convert(x: jax.Array) -> Any:
+    def convert(x: jax.Array | QTensor) -> Any:
         new = _as_spec(x, is_transposed, spec)
         return jax.tree.map(lambda x, own: to_host(x) if own.sharding.memory_kind == HOST else x, new, spec)
 
@@ -149,7 +173,7 @@ def _converted(is_transposed: bool, spec: Spec) -> Any:
 
 @cache
 def _write_layer(is_transposed: bool, spec: Spec) -> Any:
-    def write(stack: Any, x: jax.Array, index: jax.Array) -> Any:
+    def write(stack: Any, x: jax.Array | QTensor, index: jax.Array) -> Any:
         new = send_like(_as_spec(x, is_transposed, spec), stack)
 
         def put(stack: jax.Array, one: jax.Array) -> jax.Array:
@@ -162,8 +186,12 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
 
 
-def _as_spec(x: jax.Array, is_transposed: bool, spec: Spec) -> Any:
-    """The array, transposed if needed, and cast or quantized."""
+def _as_spec(x: jax.Array | QTensor, is_transposed: bool, spec: Spec) -> Any:
+    """The array, transposed if needed, and cast or quantized; unchanged if it has the format of `spec`."""
+    if isinstance(x, QTensor):
+        if isinstance(spec, QTensor) and (spec.format, spec.block_size) == (x.format, x.block_size):
+            return dataclasses.replace(x, dtype=spec.dtype)
+        x = x.dequantize(jnp.float32)
     x = x.T if is_transposed else x
     return spec.requantize(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
 

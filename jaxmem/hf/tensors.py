@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxmem.config.hf_modules import Fused
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import fetch_weights
 from jaxmem.errors import UserError, few
@@ -27,6 +28,7 @@ from jaxmem.errors import UserError, few
 SHARD = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+MXFP4 = ("_blocks", "_scales")  # ends of the names of the two tensors of a matrix in MXFP4
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_NAME = 255  # longest file name of usual file systems
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -47,7 +49,10 @@ class TensorEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    first_row: int = 0  # the first row of a part of this tensor
+    # For a part of this tensor: every `step`-th index of a dimension, from `start` on.
+    dim: int = 0
+    start: int = 0
+    step: int = 1
 
 
 class Tensors:
@@ -83,7 +88,7 @@ class Tensors:
             entry = self.entries[name]
             if entry.shape != shape:
                 raise _wrong_shape(entry, shape, config)
-            if entry.dtype not in DTYPES:
+            if entry.dtype not in (("U8",) if name.endswith(MXFP4) else DTYPES):
                 raise UserError(f"{entry.file}: {name} has dtype {entry.dtype}; save the model in {', '.join(DTYPES)}")
 
     def rename(self, new_name: Callable[[str], str | None]) -> None:
@@ -91,22 +96,24 @@ class Tensors:
         named = {new_name(name): entry for name, entry in self.entries.items()}
         self.entries = {name: entry for name, entry in named.items() if name is not None}
 
-    def split(self, fused: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Replaces tensors that have the rows of several others by their parts, which have these shapes. `fused`: the
-        ends of their names, and of the names of the parts in order."""
+    def split(self, fused: Mapping[str, Fused], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Replaces tensors that have the values of several others by their parts, which have these shapes. `fused`: by
+        the end of the name."""
         for name, entry in list(self.entries.items()):
-            end = next((end for end in fused if name.endswith(f".{end}.weight")), None)
+            end = next((end for end in fused if name.endswith(f".{end}")), None)
             if end is None:
                 continue
-            parts = [f"{name.removesuffix(f'{end}.weight')}{part}.weight" for part in fused[end]]
+            how, begin = fused[end], name.removesuffix(end)
+            parts = [f"{begin}{part}" for part in how.parts]
             if not shapes.keys() >= set(parts):
                 continue  # `expect` refuses it
-            rows = [shapes[part][0] for part in parts]
-            if entry.shape != (full_shape := (sum(rows), *shapes[parts[0]][1:])):
+            sizes = [shapes[part][how.dim] for part in parts]
+            if entry.shape != (full_shape := _with_size(shapes[parts[0]], how.dim, sum(sizes))):
                 raise _wrong_shape(entry, full_shape, "config.json")
             del self.entries[name]
             for i, part in enumerate(parts):
-                self.entries[part] = replace(entry, shape=shapes[part], first_row=sum(rows[:i]))
+                start, step = (i, len(parts)) if how.is_interleaved else (sum(sizes[:i]), 1)
+                self.entries[part] = replace(entry, shape=shapes[part], dim=how.dim, start=start, step=step)
 
     def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
         """A slice of a tensor padded with zeros to `shape`, in the dtype of the file."""
@@ -114,10 +121,14 @@ class Tensors:
         ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
         own = [range(r.start, min(r.stop, size)) for r, size in zip(ranges, entry.shape, strict=True)]
         if not all(own):
-            return np.zeros([len(r) for r in ranges], DTYPES[entry.dtype])
-        starts = [entry.first_row, *[0] * len(own)]
-        part = tuple(slice(first + r.start, first + r.stop) for first, r in zip(starts, own, strict=False))
-        found = self._open[entry.file].get_slice(entry.name)[part]
+            return np.zeros([len(r) for r in ranges], DTYPES.get(entry.dtype, np.uint8))
+        part = [slice(r.start, r.stop) for r in own]
+        if own:
+            r, step = own[entry.dim], entry.step
+            part[entry.dim] = slice(entry.start + r.start * step, entry.start + (r.stop - 1) * step + 1)
+        found = self._open[entry.file].get_slice(entry.name)[tuple(part)]
+        if entry.step > 1:
+            found = found[(*[slice(None)] * entry.dim, slice(None, None, entry.step))]
         missing = [(0, len(r) - size) for r, size in zip(ranges, found.shape, strict=True)]
         return np.pad(found, missing) if any(map(any, missing)) else found
 
@@ -202,21 +213,28 @@ class OutputTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def fuse_tensors(tensors: Sequence[OutputTensor], fused: Mapping[str, Sequence[str]]) -> list[OutputTensor]:
+def fuse_tensors(tensors: Sequence[OutputTensor], fused: Mapping[str, Fused]) -> list[OutputTensor]:
     """The tensors, with those that `fused` names together (see `Tensors.split`) as one."""
     known = {one.name: one for one in tensors}
-    for end, (first, *others) in fused.items():
-        for name in [name for name in known if name.endswith(f".{first}.weight")]:
-            begin = name.removesuffix(f"{first}.weight")
-            parts = [known.pop(f"{begin}{part}.weight") for part in (first, *others)]
-            rows = sum(one.shape[0] for one in parts)
-            whole = replace(parts[0], name=f"{begin}{end}.weight", shape=(rows, *parts[0].shape[1:]))
-            known[whole.name] = replace(whole, values=partial(_concatenated, parts))
+    for end, how in fused.items():
+        for name in [name for name in known if name.endswith(f".{how.parts[0]}")]:
+            begin = name.removesuffix(how.parts[0])
+            parts = [known.pop(f"{begin}{part}") for part in how.parts]
+            shape = _with_size(parts[0].shape, how.dim, sum(one.shape[how.dim] for one in parts))
+            values = partial(_fused_values, parts, how, shape)
+            known[f"{begin}{end}"] = replace(parts[0], name=f"{begin}{end}", shape=shape, values=values)
     return list(known.values())
 
 
-def _concatenated(parts: Sequence[OutputTensor]) -> np.ndarray:
-    return np.concatenate([one.values() for one in parts])
+def _fused_values(parts: Sequence[OutputTensor], how: Fused, shape: tuple[int, ...]) -> np.ndarray:
+    arrays = [one.values() for one in parts]
+    if how.is_interleaved:
+        return np.stack(arrays, axis=how.dim + 1).reshape(shape)
+    return np.concatenate(arrays, axis=how.dim)
+
+
+def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def write_tensors(

@@ -18,7 +18,6 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem import models
 from jaxmem.adapters import Lora, TokenRows, base_of, merged_weight, weights_to_merge
-from jaxmem.config.hf_modules import FUSED
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
@@ -74,7 +73,7 @@ def save(
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         tensors = model_tensors(model, dtype, indices)
-        write_tensors(place, fuse_tensors(tensors, FUSED) if family_of(settings).is_fused else tensors, shard)
+        write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), shard)
 
 
 def model_tensors(model: models.Decoder, dtype: str, indices: Sequence[int] | None = None) -> list[OutputTensor]:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmem import models
 from jaxmem.config import Decoder
-from jaxmem.config.hf_modules import FUSED
+from jaxmem.config.hf_modules import CONCATENATED
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, fields_of
 from jaxmem.hf.names import decoder_weights, tensor_shapes
@@ -25,7 +25,7 @@ def shapes_of(model: Decoder, fused: bool) -> dict[str, tuple[int, ...]]:
     if not fused:
         return shapes
     tensors = [OutputTensor(name, np.dtype(np.float32), shape, np.array) for name, shape in shapes.items()]
-    return {one.name: one.shape for one in fuse_tensors(tensors, FUSED)}
+    return {one.name: one.shape for one in fuse_tensors(tensors, CONCATENATED)}
 
 
 def test_a_random_config_is_refused_or_computes_what_transformers_does():

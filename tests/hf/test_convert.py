@@ -30,6 +30,8 @@ STORED = {
     "gemma2": ml_dtypes.bfloat16,
     "phi3": np.float32,
     "mixtral": np.float32,
+    "gpt-oss": ml_dtypes.bfloat16,
+    "qwen2-moe": np.float32,
 }
 
 

@@ -37,10 +37,34 @@ def test_logits_are_those_of_transformers(name, directories, compare):
     np.testing.assert_allclose(np.asarray(found) * shown, PEERS[f"{name}.logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama3.2", "mistral", "gemma2-types", "gemma3", "olmo2", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama3.2", "mistral", "gemma2-types", "gemma3", "olmo2", "gpt-oss", "qwen2-moe", "phi4-mini"]
+)
 def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
     assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()
+
+
+def test_experts_in_mxfp4_are_read_as_they_are(tmp_path, directories):
+    place = directories / "gpt-oss-mxfp4"
+    file, stem = load_file(place / "model.safetensors"), "model.layers.1.mlp.experts."
+    _, params = open_model(place, ["adapter.kind=qlora", "adapter.base=mxfp4"])
+    for name, own in (("gate", slice(0, None, 2)), ("up", slice(1, None, 2)), ("down", slice(None))):
+        stored = params["blocks"]["mlp"][name]["weight"]
+        tensor = f"{stem}{'down' if name == 'down' else 'gate_up'}_proj"
+        blocks, scales = file[f"{tensor}_blocks"][:, own], file[f"{tensor}_scales"][:, own]
+        swapped = (blocks >> 4 | blocks << 4).reshape(*blocks.shape[:2], -1)
+        np.testing.assert_array_equal(stored.codes[1], swapped.swapaxes(1, 2))
+        np.testing.assert_array_equal(stored.scale[1], scales.swapaxes(1, 2))
+    # Without quantization, written in bfloat16: the exact values.
+    hf.save(hf.load(place), tmp_path / "out", base=place, dtype="bfloat16")
+    found = load_file(tmp_path / "out" / "model.safetensors")[f"{stem}down_proj"]
+    blocks, scales = file[f"{stem}down_proj_blocks"], file[f"{stem}down_proj_scales"]
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    values = np.where(codes & 8, -1, 1) * table[codes & 7] * 2.0 ** (scales[..., None].astype(int) - 127)
+    np.testing.assert_array_equal(found.astype(np.float64), values.reshape(*scales.shape[:2], -1).swapaxes(1, 2))
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_a_missing_expert_is_named(tmp_path, directories):

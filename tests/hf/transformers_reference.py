@@ -51,7 +51,18 @@ EXPERTS = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-MODEL_TYPES = {"Qwen3Moe": "qwen3_moe", "Gemma3": "gemma3_text"}
+MODEL_TYPES = {"Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "Gemma3": "gemma3_text", "GptOss": "gpt_oss"}
+GPT_OSS = {
+    "head_dim": 16, "sliding_window": 4, "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2,
+    "attention_bias": True, "swiglu_limit": 7.0, "experts_per_token": 2, "initial_context_length": 16,
+    "rope_theta": 150000.0, "rope_scaling": {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+}  # fmt: skip
+SHARED = {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20, "qkv_bias": True}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
+PHI4_MINI = {
+    "pad_token_id": 0, "sliding_window": 262144, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "rope_scaling": LONGROPE,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -78,6 +89,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 64, "resid_pdrop": 0.0},
     ),
     "phi4": ("Phi3", {"pad_token_id": 0, "sliding_window": None, "rope_theta": 250000.0, "rope_scaling": None}),
+    "phi4-mini": ("Phi3", {**PHI4_MINI, "original_max_position_embeddings": 4}),
+    "phi4-mini-short": ("Phi3", {**PHI4_MINI, "original_max_position_embeddings": 32}),
     "olmo2": ("Olmo2", {"rope_theta": 500000.0, "rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", {**QWEN, "head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
@@ -94,6 +107,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 36,
             "head_dim": 8,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2-moe": ("Qwen2Moe", {**QWEN, **SHARED}),
+    "qwen2-moe-one": (
+        "Qwen2Moe",
+        {
+            **QWEN,
+            **SHARED,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-all": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rope_scaling": {"rope_type": "default"},
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gpt-oss-mxfp4": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "intermediate_size": 64,
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
         },
     ),
     "qwen3-biases": ("Qwen3", {**QWEN, "head_dim": 16, "attention_bias": True, "rope_scaling": YARN}),
@@ -115,7 +162,7 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     family = given["model_type"]
     dim = given.get("head_dim") or embed // heads
     asked = given.get("attention_bias", False)
-    biased = {"q_proj", "k_proj", "v_proj"} if family == "qwen2" else set()
+    biased = {"q_proj", "k_proj", "v_proj"} if family in ("qwen2", "qwen2_moe") else set()
     if asked and family != "mistral":
         biased = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if given.get("mlp_bias", False):
@@ -135,7 +182,7 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = shape
         if name.split(".")[1] in biased:
             layer[f"{name}.bias"] = shape[:1]
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | experts(given)
     if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
@@ -154,7 +201,9 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def experts(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer's router and experts."""
+    """The tensors of a layer's router and experts, and sinks."""
+    if given["model_type"] == "gpt_oss":
+        return gpt_oss(given)
     embed, is_mixtral = given["hidden_size"], given["model_type"] == "mixtral"
     mlp = given["intermediate_size" if is_mixtral else "moe_intermediate_size"]
     count = given["num_local_experts" if is_mixtral else "num_experts"]
@@ -162,11 +211,35 @@ def experts(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     one = {gate: (mlp, embed), up: (mlp, embed), down: (embed, mlp)}
     found = {f"{place}.experts.{i}.{name}.weight": shape for i in range(count) for name, shape in one.items()}
+    if (shared := given.get("shared_expert_intermediate_size")) is not None:
+        found |= {f"mlp.shared_expert.{name}.weight": (shared, embed) for name in ("gate_proj", "up_proj")}
+        found |= {"mlp.shared_expert.down_proj.weight": (embed, shared), "mlp.shared_expert_gate.weight": (1, embed)}
     return found | {f"{place}.gate.weight": (count, embed)}
 
 
+def gpt_oss(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    embed, mlp, count = given["hidden_size"], given["intermediate_size"], given["num_local_experts"]
+    found: dict[str, tuple[int, ...]] = {
+        "self_attn.sinks": (given["num_attention_heads"],),
+        "mlp.router.weight": (count, embed),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * mlp),
+        "mlp.experts.down_proj_bias": (count, embed),
+    }
+    for name, inputs, outputs in (("gate_up_proj", embed, 2 * mlp), ("down_proj", mlp, embed)):
+        if "quantization_config" in given:
+            found[f"mlp.experts.{name}_blocks"] = (count, outputs, inputs // 32, 16)
+            found[f"mlp.experts.{name}_scales"] = (count, outputs, inputs // 32)
+        else:
+            found[f"mlp.experts.{name}"] = (count, inputs, outputs)
+    return found
+
+
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    if name.endswith(("_blocks", "_scales")):
+        return rng.integers(*((0, 256) if name.endswith("_blocks") else (121, 125)), shape).astype(np.uint8)
+    drawn = rng.standard_normal(shape).astype(np.float32)
     return 1 + drawn / 8 if name.endswith("norm.weight") else drawn / 4
 
 
@@ -177,15 +250,19 @@ def write_directory(name: str, place: Path, dtype: Any = np.float32, **changed: 
     place.mkdir(parents=True, exist_ok=True)
     given = {**config(name), "torch_dtype": np.dtype(dtype).name, **changed}
     (place / "config.json").write_text(json.dumps(given, indent=1))
-    tensors = {one: values(one, shape).astype(dtype) for one, shape in shapes(given).items()}
+    drawn = {one: values(one, shape) for one, shape in shapes(given).items()}
+    tensors = {one: x if x.dtype == np.uint8 else x.astype(dtype) for one, x in drawn.items()}
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
 
 
 def opened(place: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if "quantization_config" in json.loads((place / "config.json").read_text()):
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(place, **options).float().eval()
 
 
 def logits(model: Any) -> np.ndarray:
