@@ -74,7 +74,8 @@ class HfFamily:
         if self.experts is None or model.experts is None:
             return {}
         count, width = self.experts
-        found = {count: model.experts.count, width: model.mlp, "num_experts_per_tok": model.experts.top_k}
+        found: dict[str, Any] = {count: model.experts.count, width: model.mlp}
+        found["num_experts_per_tok"] = model.experts.top_k
         found |= {} if self.shared is None else {self.shared: model.experts.shared}
         return found if self.renormalize else found | {"norm_topk_prob": model.experts.renormalize}
 

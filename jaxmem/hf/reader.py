@@ -98,7 +98,7 @@ def read_weights(
 
 def _file_shapes(weights: Sequence[FileWeight], *, has_mxfp4: bool) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of these weights. In MXFP4, the matrices of experts are two tensors each."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name, shape in tensor_shapes(weights).items():
         if has_mxfp4 and len(shape) == 3:
             count, inputs, outputs = shape
@@ -127,6 +127,7 @@ def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | Non
         return _on_devices(partial(tensors.read, name, shape), shape, sharding)
 
     def read(name: str) -> jax.Array | QTensor:
+        x: jax.Array | QTensor
         if name in tensors.entries:
             x = array(name, axes, shape)
         else:
@@ -191,9 +192,9 @@ def _as_spec(x: jax.Array | QTensor, is_transposed: bool, spec: Spec) -> Any:
     if isinstance(x, QTensor):
         if isinstance(spec, QTensor) and (spec.format, spec.block_size) == (x.format, x.block_size):
             return dataclasses.replace(x, dtype=spec.dtype)
-        x = x.dequantize(jnp.float32)
-    x = x.T if is_transposed else x
-    return spec.requantize(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
+    full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
+    full = full.T if is_transposed else full
+    return spec.requantize(full.astype(jnp.float32)) if isinstance(spec, QTensor) else full.astype(spec.dtype)
 
 
 @cache
