@@ -189,10 +189,12 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
 
 def _as_spec(x: jax.Array | QTensor, is_transposed: bool, spec: Spec) -> Any:
     """The array, transposed if needed, and cast or quantized; unchanged if it has the format of `spec`."""
-    are_codes = isinstance(x, QTensor) and isinstance(spec, QTensor)
-    if are_codes and (spec.format, spec.block_size) == (x.format, x.block_size):
-        return dataclasses.replace(x, dtype=spec.dtype)
-    full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
+    if isinstance(x, QTensor):
+        own = None if not isinstance(spec, QTensor) else (spec.format, spec.block_size)
+        if own == (x.format, x.block_size):
+            return dataclasses.replace(x, dtype=spec.dtype)
+        x = x.dequantize(jnp.float32)
+    full: jax.Array = x
     full = full.T if is_transposed else full
     return spec.requantize(full.astype(jnp.float32)) if isinstance(spec, QTensor) else full.astype(spec.dtype)
 
