@@ -193,8 +193,7 @@ def _as_spec(x: jax.Array | QTensor, is_transposed: bool, spec: Spec) -> Any:
         own = None if not isinstance(spec, QTensor) else (spec.format, spec.block_size)
         if own == (x.format, x.block_size):
             return dataclasses.replace(x, dtype=spec.dtype)
-        x = x.dequantize(jnp.float32)
-    full: jax.Array = x
+    full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
     full = full.T if is_transposed else full
     return spec.requantize(full.astype(jnp.float32)) if isinstance(spec, QTensor) else full.astype(spec.dtype)
 
