@@ -164,8 +164,8 @@ def _objective(cfg: Config) -> Iterator[str]:
 
 
 def _own(cfg: Config) -> Iterator[str]:
-    """Errors for a model without jaxmem's layers: settings that change how its layers are computed."""
-    if cfg.own.model is None or cfg.own.passes_execution:
+    """Errors for a model of Flax's layers: settings that change how its layers are computed."""
+    if cfg.own.model is None or cfg.own.passes_execution or cfg.own.layers:
         return
     memory, adapter = cfg.memory, cfg.adapter.kind
     wrong = {
@@ -176,8 +176,8 @@ def _own(cfg: Config) -> Iterator[str]:
     }
     for setting in (setting for setting, is_set in wrong.items() if is_set):
         yield (
-            f"{setting} requires a model of jaxmem's layers: model(rngs, execution), which applies its stack of layers "
-            "by jaxmem.models.network.apply_blocks; see docs/how-to/from-a-script.md"
+            f"{setting} requires the argument layers, the name of a list of equal blocks in the model: "
+            'train(cfg, model=..., layers="blocks"); see docs/how-to/from-a-script.md'
         )
 
 

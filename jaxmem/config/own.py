@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
@@ -22,12 +22,14 @@ class ModelParts(TypedDict, total=False):
     """The model and the loss of a script.
 
     `model(rngs)` returns a Flax NNX module; `model(rngs, execution)` a module of jaxmem's layers. `axes`: logical axes
-    of its weights, by patterns of their names. `loss(model, batch)` or `loss(model, batch, keys)` returns the mean loss
+    of its weights, by patterns of their names. `layers`: the name of a list of equal blocks of a Flax module, or
+    several, which are computed as a stack. `loss(model, batch)` or `loss(model, batch, keys)` returns the mean loss
     of the rows of a batch, or (loss, metrics); `keys` has a random key for each row.
     """
 
     model: Callable[..., Any] | None
     axes: Axes | None
+    layers: str | Sequence[str] | None
     loss: Callable[..., Any] | None
 
 
@@ -49,6 +51,7 @@ class Own:
 
     model: Callable[..., Any] | None = None
     axes: Axes | None = None
+    layers: tuple[str, ...] = ()
     loss: Callable[..., Any] | None = None
     data: OwnBatches | None = None
     held_out: OwnBatches | None = None
@@ -56,12 +59,12 @@ class Own:
 
     @property
     def is_empty(self) -> bool:
-        return all(part is None for part in vars(self).values())
+        return all(part is None or part == () for part in vars(self).values())
 
     @property
     def passes_execution(self) -> bool:
         """Whether the model consists of jaxmem's layers, which receive the settings of the computation."""
-        return self.model is not None and _arguments(self.model) >= 2
+        return self.model is not None and _passes_execution(self.model)
 
     @property
     def loss_needs_keys(self) -> bool:
@@ -112,21 +115,31 @@ class OwnBatches:
         return found
 
 
-def _arguments(function: Callable[..., Any]) -> int:
+def _passes_execution(model: Callable[..., Any]) -> bool:
+    return _arguments(model, with_defaults=False) >= 2
+
+
+def _arguments(function: Callable[..., Any], *, with_defaults: bool = True) -> int:
     """The number of positional arguments of a function."""
     # The metaclass of NNX modules hides the arguments of their constructor.
     described: Any = getattr(function, "__init__", function) if isinstance(function, type) else function
     parameters = inspect.signature(described).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return sum(one.kind in kinds for one in parameters) - (described is not function)  # without `self`
+    counted = [one for one in parameters if one.kind in kinds and (with_defaults or one.default is one.empty)]
+    return len(counted) - (described is not function)  # without `self`
 
 
 def own_of(parts: Parts) -> Own:
     """The parts as the attribute `own` of a config."""
     if parts.get("axes") is not None and parts.get("model") is None:
         raise UserError("axes requires the argument model; the logical axes of jaxmem's models are known")
+    layers = parts.get("layers") or ()
+    model = parts.get("model")
+    if layers and (model is None or _passes_execution(model)):
+        raise UserError("layers requires a model of Flax's layers, model(rngs); jaxmem's layers are stacked already")
     if parts.get("held_out") is not None and parts.get("data") is None:
         raise UserError("held_out requires the argument data")
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
     given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
+    given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
     return Own(**given)

@@ -6,7 +6,7 @@ gathers the weights of the complete module in the compute dtype; XLA runs each g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 
 from jaxmem.config.own import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
+from jaxmem.models.own_layers import Path, Stack, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.table import DEFAULT_TABLE
 from jaxmem.sharding.weights import StoredWeight, apply_hooks
-
-Path = tuple[str, ...]
+from jaxmem.stack import StackOptions
 
 
 class Functions(nnx.Module):
@@ -49,38 +49,70 @@ class PlainModel:
     variables: Mapping[Path, nnx.Variable]  # the parameters, and what the forward pass changes
     state: frozenset[Path]  # variables that the forward pass changes, for example the statistics of BatchNorm
     axes: Mapping[Path, Axes]
+    stacks: Mapping[Path, int]  # the number of blocks of each list that is stacked
 
     @classmethod
-    def of(cls, create: Callable[[], Any], by_pattern: AxesByPattern | None, shards: int) -> PlainModel:
-        """`shards`: the number of devices over which the weights are sharded."""
-        network = nnx.eval_shape(create)
-        graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
-            network, nnx.Param, nnx.RngState, ...
-        )
-        weights, state = _flat(params), _flat(rest)
-        replicated: dict[Path, Axes] = {path: (None,) * len(variable.shape) for path, variable in state.items()}
-        axes = axes_by_rule(weights, by_pattern, shards) | replicated
-        return cls(graphdef, randomness, weights | state, frozenset(state), axes)
+    def of(cls, build: Callable[[], tuple[Any, Mapping[Path, int]]], by_pattern: Any, shards: int) -> PlainModel:
+        """`build` returns a module and its stacks. `shards`: the number of devices that shard the weights."""
+        stacks: dict[Path, int] = {}
 
-    def network(self, params: Any, dtype: DTypeLike) -> PlainNetwork:
-        """The module with gathered weights in the compute dtype."""
-        flat = flatten_dict(apply_hooks(params))
-        arrays = {
-            path: _stored(x) if path in self.state else gather(x, self.axes[path], dtype) for path, x in flat.items()
+        def create() -> Any:
+            network, found = build()
+            stacks.update(found)
+            return network
+
+        graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
+            nnx.eval_shape(create), nnx.Param, nnx.RngState, ...
+        )
+        weights, state = flat_state(params), flat_state(rest)
+        shapes = {path: variable.shape for path, variable in (weights | state).items()}
+        layered = {path for path in shapes if any(path[: len(stack)] == stack for stack in stacks)}
+        axes = {path: (None,) * len(shapes[path]) for path in state} | axes_by_rule(
+            weights, layered, by_pattern, shards
+        )
+        axes |= {path: ("layer", *axes[path][1:]) for path in layered & state.keys()}
+        return cls(graphdef, randomness, weights | state, frozenset(state), axes, stacks)
+
+    def network(self, params: Any, dtype: DTypeLike, options: StackOptions) -> PlainNetwork:
+        """The module with weights in the compute dtype: gathered, but in stacks as they are stored."""
+        flat = flatten_dict(params)
+        arrays = {path: _stored(x) if path in self.state else x for path, x in flat.items()}
+        arrays |= {
+            path: gather(apply_hooks(x), self.axes[path], dtype)
+            for path, x in arrays.items()
+            if path not in self.state and self._stack_of(path) is None
         }
-        # Indices of lists are numbers in the state of a module.
-        numbered = {tuple(int(key) if key.isdigit() else key for key in path): x for path, x in arrays.items()}
-        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-        new = jax.tree.map(lambda x: jax.random.key(0) if is_key(x) else jnp.zeros(x.shape, x.dtype), self.randomness)
-        return PlainNetwork(self, nnx.merge(self.graphdef, unflatten_dict(numbered), new), dtype)
+        module = nnx.merge(self.graphdef, unflatten_dict(numbered(arrays)), new_randomness(self.randomness))
+        variables = {tuple(map(str, path)): node for path, node in nnx.iter_graph(module)}
+        state = {path: variables[path] for path in self.state}
+        stacks = [
+            Stack(
+                path,
+                count,
+                module=module,
+                weights={
+                    own[len(path) :]: x for own, x in flat.items() if self._stack_of(own) == path and own not in state
+                },
+                axes={own[len(path) :]: axes for own, axes in self.axes.items() if self._stack_of(own) == path},
+                state={own[len(path) :]: x for own, x in state.items() if self._stack_of(own) == path},
+                options=options,
+                dtype=dtype,
+            )
+            for path, count in self.stacks.items()
+        ]
+        return PlainNetwork(module, state, stacks, dtype)
+
+    def _stack_of(self, path: Path) -> Path | None:
+        return next((stack for stack in self.stacks if path[: len(stack)] == stack), None)
 
 
 @dataclass(frozen=True)
 class PlainNetwork:
     """A module with the values of its variables."""
 
-    model: PlainModel
     module: Any
+    _state: Mapping[Path, nnx.Variable]
+    _stacks: Sequence[Stack]
     dtype: DTypeLike
 
     def prepared(self, keys: jax.Array | None) -> Any:
@@ -88,42 +120,46 @@ class PlainNetwork:
         keys, dropout is off and BatchNorm uses its statistics."""
         if keys is None:
             self.module.eval()
-            return self.module
-        self.module.train()
-        for number, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(self.module, nnx.RngKey))):
-            variable.set_value(jax.random.fold_in(keys.ravel()[0], number))
+        else:
+            self.module.train()
+            reseed(self.module, keys)
+        for stack in self._stacks:
+            stack.replace(keys)
         return self.module
 
     @property
     def state(self) -> dict[str, Any]:
         """The variables that the forward pass changed."""
-        flat = _flat(nnx.state(self.module))
-        return unflatten_dict({path: flat[path].get_value() for path in self.model.state})
+        return unflatten_dict({path: variable.get_value() for path, variable in self._state.items()})
 
 
 def variables_of(network: Any) -> dict[Path, Any]:
     """The values of the variables of a module, except for the states of random number generators."""
-    flat = _flat(nnx.state(network, nnx.Not(nnx.RngState)))
+    flat = flat_state(nnx.state(network, nnx.Not(nnx.RngState)))
     return {path: variable.get_value() for path, variable in flat.items()}
-
-
-def _flat(state: Any) -> dict[Path, nnx.Variable]:
-    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def _stored(x: Any) -> Any:
     return x.stored if isinstance(x, StoredWeight) else x
 
 
-def axes_by_rule(shapes: Mapping[Path, Any], by_pattern: AxesByPattern | None, shards: int) -> dict[Path, Axes]:
+def axes_by_rule(
+    shapes: Mapping[Path, Any], layered: Collection[Path], by_pattern: AxesByPattern | None, shards: int
+) -> dict[Path, Axes]:
     """The logical axes of each weight: the axes that it declares, or those of a pattern that matches its name;
-    otherwise `embed` for its largest dimension that is divisible by the number of shards."""
+    otherwise `embed` for its largest dimension that is divisible by the number of shards. `layered`: the weights that
+    are stacked; patterns have the axes of one layer."""
     used = set()
 
     def axes_of(path: Path, variable: Any) -> Axes:
-        name, shape = _name(path), variable.shape
+        if path in layered:
+            return ("layer", *axes_of_shape(path, variable, variable.shape[1:]))
+        return axes_of_shape(path, variable, variable.shape)
+
+    def axes_of_shape(path: Path, variable: Any, shape: tuple[int, ...]) -> Axes:
+        name = _name(path)
         if (declared := variable.get_metadata().get("axes")) is not None:
-            return declared
+            return declared[len(declared) - len(shape) :]
         for pattern, axes in (by_pattern or {}).items():
             if fnmatchcase(name, pattern):
                 used.add(pattern)

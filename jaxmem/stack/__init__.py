@@ -13,7 +13,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    apply="StackOptions apply_stack stacked",
+    apply="StackOptions apply_layers apply_stack stacked",
     cuts="StackCall cut_by",
     remat="recompute_from_inputs",
     reverse="ForwardPass forward merge_micro_batches",

@@ -27,7 +27,7 @@ from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.stages import Pipeline
 
-# (module, x, input of this layer, shared inputs) -> (x, output of this layer)
+# (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
@@ -60,11 +60,17 @@ def apply_stack(
     `jax.vmap`. Arrays of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
     """
     graphdef, state = nnx.split(blocks)
-    weights = nnx.to_pure_dict(state)
 
     def run(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
         return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, one, shared)
 
+    return apply_layers(run, nnx.to_pure_dict(state), x, inputs, shared, options=options)
+
+
+def apply_layers(
+    run: Layer, weights: Any, x: Any, inputs: Any = None, shared: Any = None, *, options: StackOptions = StackOptions()
+) -> tuple[Any, Any]:
+    """`apply_stack` for layers that are functions `run(weights, x, input, shared)` of their stored weights."""
     call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
     if options.pipeline is not None:
         from jaxmem.stack.pipeline import apply_pipeline

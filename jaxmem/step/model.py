@@ -16,7 +16,7 @@ from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
 from jaxmem.config.networks import OwnModel
 from jaxmem.errors import UserError
-from jaxmem.models import own
+from jaxmem.models import own, own_layers
 from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params, compute_dtype
@@ -72,7 +72,7 @@ class ModelSpec:
         if self.cfg.own.model is None or self.cfg.own.passes_execution:
             return None
         shards = self.cfg.mesh.fsdp * self.cfg.mesh.context
-        return own.PlainModel.of(partial(self._build, jax.random.key(0)), self.cfg.own.axes, shards)
+        return own.PlainModel.of(partial(self._build_plain, jax.random.key(0)), self.cfg.own.axes, shards)
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:
@@ -95,7 +95,8 @@ class ModelSpec:
         """The network with these weights."""
         if self.plain is None:
             return nnx.merge(self.graphdef, params)
-        return self.plain.network(params, compute_dtype(self.cfg.precision, self.platform))
+        options = self._execution.stack if self.plain.stacks else StackOptions()
+        return self.plain.network(params, compute_dtype(self.cfg.precision, self.platform), options)
 
     @property
     def axes(self) -> Any:
@@ -206,9 +207,16 @@ class ModelSpec:
 
     def _build(self, key: jax.Array) -> models.Network:
         if (create := self.cfg.own.model) is not None:
-            rngs = nnx.Rngs(key)
-            return create(rngs, self._execution) if self.cfg.own.passes_execution else create(rngs)
+            return (
+                create(nnx.Rngs(key), self._execution) if self.cfg.own.passes_execution else self._build_plain(key)[0]
+            )
         return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
+
+    def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+        """The model of a script without jaxmem's layers, and its stacks."""
+        assert self.cfg.own.model is not None
+        network = self.cfg.own.model(nnx.Rngs(key))
+        return network, own_layers.stack_lists(network, self.cfg.own.layers)
 
     @cached_property
     def attention(self) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.models.vocab_slices import VocabOpResult
@@ -40,7 +39,7 @@ class Segments:
     """One forward pass over a batch, followed by any number of backward passes."""
 
     def __init__(self, spec: StateSpec, params: Params, batch: Batch, key: jax.Array, micro_batches: int) -> None:
-        self._graphdef, self._params, self._batch, self._key = spec.model.graphdef, params, batch, key
+        self._model, self._params, self._batch, self._key = spec.model, params, batch, key
         self._objective = objective(spec.cfg)
         self._trainable = trainable = spec.model.select(params)
         self._cuts: list[ForwardPass | VocabOpResult] = []  # in the order in which the network computes them
@@ -53,7 +52,7 @@ class Segments:
                 return self._add(forward(part, learns, spec.gradient_dtype, micro_batches), part.weights), None
             return None if part.x is None and self._cuts else self._add(part.forward(), part.weight)
 
-        network = nnx.merge(self._graphdef, params)
+        network = self._model.network(params)
         with cut_by(run):
             x = self._objective.features(network, batch, key)
             # Run the loss only if it uses a matrix that can be cut out; running it records that cut.
@@ -168,7 +167,7 @@ class Segments:
             return (y, None) if isinstance(part, StackCall) else y
 
         outside = flatten_dict(with_gradients(self._outside, at))
-        network = nnx.merge(self._graphdef, unflatten_dict(flatten_dict(self._params) | outside))
+        network = self._model.network(unflatten_dict(flatten_dict(self._params) | outside))
         with cut_by(replay):
             x = self._objective.features(network, self._batch, self._key)
             if number < len(inputs):

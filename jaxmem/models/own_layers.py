@@ -1,0 +1,273 @@
+"""Lists of equal blocks in the modules of a script, computed as stacks of layers.
+
+`stack_lists` replaces a list by one block whose variables are stacked along a first axis. In a pass over a batch the
+list is a `Blocks`: the call of the first block computes all blocks by `stack.apply_layers`, so that recompute,
+offloading, `update: during` and dequantization work layer by layer. The calls of the other blocks return this result.
+This equals the loop of the script if each block receives the output of the block before and the same other arguments,
+and if nothing else uses the outputs in between, which is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+
+from jaxmem.errors import UserError, one_of
+from jaxmem.models.layers import split_keys
+from jaxmem.sharding import Axes, gather
+from jaxmem.sharding.host import fetch_from_host
+from jaxmem.sharding.weights import apply_hooks
+from jaxmem.stack import StackOptions, apply_layers
+
+Path = tuple[str, ...]
+
+
+def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
+    """Replaces the lists of blocks whose names match by stacked blocks, in place. Returns the number of blocks of each,
+    by its path."""
+    lists = {_name(path): path for path, node in nnx.iter_graph(network) if _is_list_of_blocks(node)}
+    found = [path for name, path in lists.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in lists):
+            known = one_of(sorted(lists)) if lists else "no list of blocks of one class (nnx.List or nnx.Sequential)"
+            raise UserError(f"layers={pattern} matches no list of blocks; the model has {known}")
+    counts = {}
+    for path in found:
+        blocks = list(_at(network, path))
+        counts[tuple(map(str, path))] = len(blocks)
+        setattr(_at(network, path[:-1]), str(path[-1]), _stacked(_name(path), blocks))
+    return counts
+
+
+def reseed(module: Any, keys: jax.Array) -> None:
+    """Sets new keys of the random number generators of a module, from the key of the first row."""
+    for number, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(module, nnx.RngKey))):
+        variable.set_value(jax.random.fold_in(keys.ravel()[0], number))
+
+
+def new_randomness(states: Any, dims: int = 0) -> Any:
+    """Values for the states of random number generators, until `reseed` sets them, without leading dimensions."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(
+        lambda x: (
+            jnp.broadcast_to(jax.random.key(0), x.shape[dims:]) if is_key(x) else jnp.zeros(x.shape[dims:], x.dtype)
+        ),
+        states,
+    )
+
+
+def flat_state(state: Any) -> dict[Path, nnx.Variable]:
+    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def numbered(arrays: Mapping[Path, Any]) -> dict[tuple[str | int, ...], Any]:
+    """Indices of lists are numbers in the state of a module."""
+    return {tuple(int(key) if key.isdigit() else key for key in path): x for path, x in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of blocks of a module, stacked. Paths begin at a block."""
+
+    path: Path
+    count: int
+    module: Any
+    weights: Mapping[Path, Any]  # as they are stored
+    axes: Mapping[Path, Axes]
+    state: Mapping[Path, nnx.Variable]  # what the forward pass changes
+    options: StackOptions
+    dtype: DTypeLike
+
+    @property
+    def name(self) -> str:
+        return _name(self.path)
+
+    def replace(self, keys: jax.Array | None) -> None:
+        """Replaces the stacked block of the module by the list that the script sees."""
+        block = _at(self.module, self.path)
+        # Not by the `setattr` of a module, which refuses values that are not variables or constants.
+        object.__setattr__(_at(self.module, self.path[:-1]), self.path[-1], Blocks(self, block, keys))
+
+    def __call__(self, block: Any, x: Any, arguments: Any, keys: jax.Array | None) -> Any:
+        """The output of the last block. `arguments`: the other arguments of each block, (positional, named)."""
+        graphdef, randomness, _ = nnx.split(block, nnx.RngState, ...)  # type: ignore[misc]
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_rngs)
+        arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray) else None for leaf in leaves]
+
+        def run(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
+            keys, state = one
+            flat = flatten_dict(apply_hooks(fetch_from_host(weights)))
+            gathered = {path: gather(w, self.axes[path][1:], self.dtype) for path, w in flat.items()}
+            block = nnx.merge(graphdef, unflatten_dict(numbered(gathered | state)), new_randomness(randomness, 1))
+            if keys is not None:
+                reseed(block, keys)
+            own = [_argument(leaf, array, keys) for leaf, array in zip(leaves, shared, strict=True)]
+            rest, named = jax.tree.unflatten(tree, own)
+            with jax.numpy_dtype_promotion("standard"):
+                y = block(x, *rest, **named)
+            if _form(y) != _form(x):
+                raise UserError(
+                    f"layers={self.name}: a block maps {_form(x)} to {_form(y)}; its output must have the shape and "
+                    "dtype of its first argument"
+                )
+            after = flat_state(nnx.state(block))
+            return y, {path: after[path].get_value() for path in state}
+
+        state = {path: variable.get_value() for path, variable in self.state.items()}
+        inputs = (None if keys is None else split_keys(keys, self.count), state)
+        weights = unflatten_dict(dict(self.weights))
+        y, after = apply_layers(run, weights, x, inputs, arrays, options=self.options)
+        for path, value in (after or {}).items():
+            self.state[path].set_value(value)
+        return y
+
+
+def _argument(leaf: Any, array: Any, keys: jax.Array | None) -> Any:
+    """An argument of a block: other random numbers in each layer."""
+    if _is_rngs(leaf):
+        return nnx.Rngs(jax.random.key(0) if keys is None else keys.ravel()[-1])
+    return leaf if array is None else array
+
+
+class Blocks(Sequence[Any]):
+    """The list of blocks that the script sees in a pass over a batch."""
+
+    def __init__(self, stack: Stack, block: Any, keys: jax.Array | None) -> None:
+        self.stack, self.block, self._keys = stack, block, keys
+        self._arguments: Any = None
+        self._output: Any = None
+
+    def __len__(self) -> int:
+        return self.stack.count
+
+    def __getitem__(self, index: Any) -> Any:
+        return [_Block(self, i) for i in range(len(self))][index]
+
+    def call(self, index: int, x: Any, arguments: Any) -> Any:
+        if index == 0:
+            self._arguments, self._output = arguments, self.stack(self.block, x, arguments, self._keys)
+        elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
+            raise UserError(
+                f"layers={self.stack.name}: block {index} does not receive the output of block {index - 1}; use a "
+                f"loop `for block in self.{self.stack.name}: x = block(x)`, or remove layers"
+            )
+        elif not _is_same(arguments, self._arguments):
+            raise UserError(
+                f"layers={self.stack.name}: block {index} has other arguments than block 0; pass the same to each "
+                "block, or remove layers"
+            )
+        return self._output if index == len(self) - 1 else _Output(self, index)
+
+
+class _Block:
+    def __init__(self, blocks: Blocks, index: int) -> None:
+        self._blocks, self._index = blocks, index
+
+    def __call__(self, x: Any, *arguments: Any, **named: Any) -> Any:
+        return self._blocks.call(self._index, x, (arguments, named))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._blocks.block, name)
+        if isinstance(value, nnx.Variable | nnx.Pytree):
+            raise UserError(
+                f"layers={self._blocks.stack.name}: the model uses {name} of a block, but all blocks are computed "
+                "together; call the blocks, or remove layers"
+            )
+        return value
+
+
+class _Output:
+    """The output of a block that is not the last one. It exists only inside of the computation of all blocks."""
+
+    def __init__(self, blocks: Blocks, index: int) -> None:
+        self.blocks, self.index = blocks, index
+
+    def _refuse(self, *_: Any) -> Any:
+        name = self.blocks.stack.name
+        raise UserError(
+            f"layers={name}: the model uses the output of block {self.index} outside of the next block; use a loop "
+            f"`for block in self.{name}: x = block(x)`, or remove layers"
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __jax_array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
+
+
+def _stacked(name: str, blocks: list[Any]) -> Any:
+    for number, other in enumerate(blocks[1:], 1):
+        if (where := _difference(blocks[0], other)) is not None:
+            raise UserError(
+                f"layers={name}: block {number} differs from block 0 in {where.lstrip('.')}; layers requires equal "
+                "blocks with their own weights"
+            )
+    graphdef, _ = nnx.split(blocks[0])
+    states = [nnx.to_pure_dict(nnx.state(block)) for block in blocks]
+    return nnx.merge(graphdef, jax.tree.map(lambda *each: jnp.stack(each), *states))
+
+
+def _difference(a: Any, b: Any) -> str | None:
+    """The attribute in which two modules differ; None: they are equal except for the values of variables."""
+    if type(a) is not type(b):
+        return ""
+    if isinstance(a, nnx.RngState):
+        return None
+    if isinstance(a, nnx.Variable):
+        return None if a is not b and (a.shape, a.dtype) == (b.shape, b.dtype) else ""
+    if not isinstance(a, nnx.Pytree):
+        return None if _is_same(a, b) else ""
+    own, others = ({k: v for k, v in vars(x).items() if not k.startswith("_pytree__")} for x in (a, b))
+    for key in sorted(own.keys() | others.keys()):
+        if (where := _difference(own.get(key), others.get(key))) is not None:
+            return f".{key}{where}"
+    return None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values of the configuration of a module, or two arguments, are equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, types.FunctionType):  # for example two initializers that one function returned
+        cells = [tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (a, b)]
+        return a.__code__ is b.__code__ and _is_same(*cells) and _is_same(a.__defaults__, b.__defaults__)
+    if isinstance(a, functools.partial):
+        return _is_same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    return not isinstance(a, jax.Array) and bool(a == b)
+
+
+def _is_list_of_blocks(node: Any) -> bool:
+    return isinstance(node, nnx.List) and len(node) > 1 and len({type(x) for x in node}) == 1 and callable(node[0])
+
+
+def _is_rngs(x: Any) -> bool:
+    return isinstance(x, nnx.Rngs)
+
+
+def _at(node: Any, path: tuple[Any, ...]) -> Any:
+    return functools.reduce(lambda node, key: getattr(node, str(key)), path, node)
+
+
+def _name(path: Any) -> str:
+    return ".".join(map(str, path))
+
+
+def _form(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
