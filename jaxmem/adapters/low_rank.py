@@ -22,6 +22,7 @@ and over the other axes if a dimension is divisible by them.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxmem.adapters import flax_layers
 from jaxmem.adapters.trained_parts import TokenRows
 from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
 from jaxmem.errors import UserError, nearest
@@ -38,7 +40,7 @@ from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Axis, axis_name
+from jaxmem.sharding import Axes, Axis
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import store_new
 
@@ -82,7 +84,10 @@ class Lora(nnx.Module):
         scales = jnp.array([one.scale if one else 0.0 for one in own], jnp.float32)
         self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked[:1])
         self.dropout = cfg.dropout
-        inputs_axis, outputs_axis = (axis and Axis(axis_name(axis), like_storage=True) for axis in (first, last))
+        inputs_axis, outputs_axis = (
+            axis and replace(axis if isinstance(axis, Axis) else Axis(axis), like_storage=True)
+            for axis in (first, last)
+        )
         self.a = _param(a, (*stacked_of_a, inputs_axis, "rank"))
         self.b = _param(b, (*stacked, "rank", outputs_axis))
         self.magnitude = _param(_column_norms(base), (*stacked, outputs_axis)) if cfg.kind == "dora" else None
@@ -143,7 +148,10 @@ def add_low_rank(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequenc
     """Adds the low-rank adapters of a config. `order`: the layer at each position of a stack."""
     rngs = nnx.Rngs(params=key)
     for module, layers in _targets(model, cfg, order is not None):
-        module.lora = Lora(rngs, module, layers, cfg, order)
+        if isinstance(module, flax_layers.LAYERS):
+            flax_layers.add(module, Lora(rngs, flax_layers.as_matrix(module), layers, cfg))
+        else:
+            module.lora = Lora(rngs, module, layers, cfg, order)
 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Array], scale: float) -> jax.Array:
@@ -201,8 +209,13 @@ def _targets(
     """The matching modules and the adapters of their layers, sorted by name, so that random keys depend on names only.
     `is_padded`: whether stacks end with identity layers."""
     found = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    known = {name: module for name, module in sorted(found.items()) if isinstance(module, Linear | Embedding)}
-    sizes = {name: x.weight.shape[0] if len(x.weight.shape) > 2 else None for name, x in known.items()}
+    known: dict[str, Any] = {
+        name: module
+        for name, module in sorted(found.items())
+        if isinstance(module, Linear | Embedding) or flax_layers.can_adapt(module)
+    }
+    weights = {name: flax_layers.as_matrix(x) if flax_layers.can_adapt(x) else x for name, x in known.items()}
+    sizes = {name: x.weight.shape[0] if len(x.weight.shape) > 2 else None for name, x in weights.items()}
     if is_padded:
         sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
     for key in ("targets", "alpha_pattern"):

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 
+from jaxmem.config.adapter import Adapter
 from jaxmem.config.check_adapter import check_adapter, check_some_layers
 from jaxmem.config.check_sections import check_data, check_memory
 from jaxmem.config.combinations import check_combinations
@@ -165,14 +166,19 @@ def _objective(cfg: Config) -> Iterator[str]:
 
 def _own(cfg: Config) -> Iterator[str]:
     """Errors for a model of Flax's layers: settings that change how its layers are computed."""
-    if cfg.own.model is None or cfg.own.passes_execution or cfg.own.layers:
+    if cfg.own.model is None or cfg.own.passes_execution:
         return
-    memory, adapter = cfg.memory, cfg.adapter.kind
+    memory, adapter, plain = cfg.memory, cfg.adapter, Adapter()
+    for field in ("kind", "dropout", "lora_bias", "matmul"):
+        value = getattr(adapter, field)
+        if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns", "dequantize"):
+            yield f"adapter.{field}={as_yaml(value)} requires a model of jaxmem's layers: model(rngs, execution)"
+    if cfg.own.layers:
+        return
     wrong = {
         f"memory.remat={as_yaml(memory.remat)}": memory.remat not in ("none", "auto"),
         f"memory.update={memory.update}": memory.update == "during",
         f"memory.offload={as_yaml(memory.offload)}": bool(offloaded_activations(memory.offload)),
-        f"adapter.kind={adapter}": adapter not in ("none", "patterns"),
     }
     for setting in (setting for setting, is_set in wrong.items() if is_set):
         yield (

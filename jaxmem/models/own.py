@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from jaxmem.config.own import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.own_layers import Path, Stack, flat_state, new_randomness, numbered, reseed
-from jaxmem.sharding import Axes, gather
+from jaxmem.sharding import Axes, gather, weights
 from jaxmem.sharding.table import DEFAULT_TABLE
-from jaxmem.sharding.weights import StoredWeight, apply_hooks
+from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks
 from jaxmem.stack import StackOptions
 
 
@@ -64,14 +64,12 @@ class PlainModel:
         graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
             nnx.eval_shape(create), nnx.Param, nnx.RngState, ...
         )
-        weights, state = flat_state(params), flat_state(rest)
-        shapes = {path: variable.shape for path, variable in (weights | state).items()}
+        params, state = flat_state(params), flat_state(rest)
+        shapes = {path: variable.shape for path, variable in (params | state).items()}
         layered = {path for path in shapes if any(path[: len(stack)] == stack for stack in stacks)}
-        axes = {path: (None,) * len(shapes[path]) for path in state} | axes_by_rule(
-            weights, layered, by_pattern, shards
-        )
+        axes = {path: (None,) * len(shapes[path]) for path in state} | axes_by_rule(params, layered, by_pattern, shards)
         axes |= {path: ("layer", *axes[path][1:]) for path in layered & state.keys()}
-        return cls(graphdef, randomness, weights | state, frozenset(state), axes, stacks)
+        return cls(graphdef, randomness, params | state, frozenset(state), axes, stacks)
 
     def network(self, params: Any, dtype: DTypeLike, options: StackOptions) -> PlainNetwork:
         """The module with weights in the compute dtype: gathered, but in stacks as they are stored."""
@@ -131,6 +129,15 @@ class PlainNetwork:
     def state(self) -> dict[str, Any]:
         """The variables that the forward pass changed."""
         return unflatten_dict({path: variable.get_value() for path, variable in self._state.items()})
+
+
+def store(path: Path, w: jax.Array, axes: Axes, storage: Storage) -> Any:
+    """A new weight as it is stored. Biases are not quantized; those of attention are [heads, head_dim], and its
+    kernels [embed, heads, head_dim], with few heads."""
+    if storage.precision.is_quantized and path[-1] == "bias":
+        return w
+    is_short = w.ndim - (axes[:1] == ("layer",)) > 2 and w.shape[-2] < MIN_BLOCK
+    return weights.store(w, axes, storage, blocks_along=-1 if is_short else -2)
 
 
 def variables_of(network: Any) -> dict[Path, Any]:

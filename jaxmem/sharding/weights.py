@@ -173,14 +173,15 @@ class Storage:
     on_host: bool = False  # whether matrices are in host memory
 
 
-def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array | QTensor:
+def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along: int = -2) -> jax.Array | QTensor:
     """Returns a new weight, or one layer of it, in the form in which it is stored between steps.
 
     Matrices are quantized in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
-    dimension of [vocab, embed]. Vectors, routers, and matrices with fewer than 16 values per column, stay in float32.
+    dimension of [vocab, embed]; or along `blocks_along`. Vectors, routers, and matrices with fewer than 16 values per
+    column, stay in float32.
     Optimizers treat a quantized weight as bfloat16.
     """
-    stored = _convert(w, axes, storage)
+    stored = _convert(w, axes, storage, blocks_along)
     return to_host(stored) if storage.on_host and is_matrix(axes) else stored
 
 
@@ -189,11 +190,11 @@ def is_matrix(axes: Axes) -> bool:
     return sum(axis not in ("layer", "expert") for axis in axes) > 1
 
 
-def _convert(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
+def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> jax.Array | QTensor:
     precision = storage.precision
     if not precision.is_quantized:
         return w.astype(getattr(jnp, precision.parameters))
-    axis = -1 if axes[:1] == ("vocab",) else -2
+    axis = -1 if axes[:1] == ("vocab",) else blocks_along
     if not is_matrix(axes) or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w
     limit = precision.block_size or FORMATS[precision.parameters].block_size

@@ -21,7 +21,7 @@ from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.weights import Storage, store, storing_as
+from jaxmem.sharding.weights import Storage, storing_as
 from jaxmem.stack import Pipeline, StackOptions
 
 _ADAPTER_KEY = (
@@ -72,7 +72,13 @@ class ModelSpec:
         if self.cfg.own.model is None or self.cfg.own.passes_execution:
             return None
         shards = self.cfg.mesh.fsdp * self.cfg.mesh.context
-        return own.PlainModel.of(partial(self._build_plain, jax.random.key(0)), self.cfg.own.axes, shards)
+
+        def build() -> tuple[Any, Mapping[tuple[str, ...], int]]:
+            network, stacks = self._build_plain(jax.random.key(0))
+            adapters.attach(network, self._adapter, jax.random.key(0))
+            return network, stacks
+
+        return own.PlainModel.of(build, self.cfg.own.axes, shards)
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:
@@ -188,7 +194,7 @@ class ModelSpec:
             if self.plain is not None:
                 axes, state = self.plain.axes, self.forward_state
                 values = own.variables_of(self._build(key)).items()
-                return unflatten_dict({p: x if p in state else store(x, axes[p], storage) for p, x in values})
+                return unflatten_dict({p: x if p in state else own.store(p, x, axes[p], storage) for p, x in values})
             with storing_as(storage):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 
@@ -199,10 +205,15 @@ class ModelSpec:
 
     def with_adapters(self, base: Params, key: jax.Array) -> Params:
         """The weights of the model with new adapters."""
-        network = nnx.eval_shape(partial(self._build, key))
+        network, adapter_key = nnx.eval_shape(partial(self._build, key)), jax.random.fold_in(key, _ADAPTER_KEY)
+        if self.plain is not None:
+            adapters.attach(network, self._adapter, adapter_key)
+            added = {path: x for path, x in own.variables_of(network).items() if "lora" in path}
+            new = {p: own.store(p, x, self.plain.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
+            return unflatten_dict(flatten_dict(base) | new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):
-            adapters.attach(network, self._adapter, jax.random.fold_in(key, _ADAPTER_KEY), self.layer_order)
+            adapters.attach(network, self._adapter, adapter_key, self.layer_order)
         return nnx.to_pure_dict(nnx.state(network))
 
     def _build(self, key: jax.Array) -> models.Network:

@@ -9,8 +9,9 @@ import pytest
 from jaxmem.planning import result
 from jaxmem.planning.compile import compile_all
 from jaxmem.step import Program
+from jaxmem.step.batches import batch_spec
 
-LOWERED: dict[tuple[str, ...], Any] = {}
+LOWERED: dict[tuple[Any, ...], Any] = {}
 COMPILED: dict[Any, Any] = {}
 
 
@@ -23,7 +24,8 @@ def kept(name: str, lower: Callable[[Program], Any]) -> Callable[[Program], Any]
         relevant["data"].pop("path")
         relevant["train"] = [cfg.train.deterministic, cfg.train.on_nan]
         relevant["train"] += [cfg.steps] if cfg.optimizer.schedule != "constant" else []
-        key = (name, json.dumps(relevant, sort_keys=True), str(built.layout.mesh.devices.tolist()))
+        own = (cfg.own.model, cfg.own.layers, cfg.own.loss, cfg.own.optimizer, str(batch_spec(cfg)))
+        key = (name, json.dumps(relevant, sort_keys=True), str(built.layout.mesh.devices.tolist()), *own)
         if key not in LOWERED:
             LOWERED[key] = lower(built)
         return LOWERED[key]

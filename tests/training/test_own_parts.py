@@ -222,6 +222,168 @@ def test_statistics_and_dropout_equal_a_loop_of_flax(tmp_path, changes):
     assert run.program.model.parameters == sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
+TOKENS = [{"tokens": np.random.default_rng(i).integers(0, 32, (ROWS, 9)).astype(np.int32)} for i in range(2)]
+
+
+class TransformerBlock(nnx.Module):
+    def __init__(self, rngs, mlp=32):
+        self.norm1, self.norm2 = nnx.LayerNorm(16, rngs=rngs), nnx.RMSNorm(16, rngs=rngs)
+        # A new initializer for each block, as Flax's examples have it.
+        start = nnx.initializers.normal(0.1)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, kernel_init=start, rngs=rngs)
+        self.gate, self.up = nnx.Linear(16, mlp, rngs=rngs), nnx.Einsum("btd,df->btf", (16, mlp), rngs=rngs)
+        self.down, self.dropout = nnx.Linear(mlp, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, mask):
+        x = x + self.dropout(self.attention(self.norm1(x), mask=mask))
+        normal = self.norm2(x)
+        return x + self.dropout(self.down(nnx.gelu(self.gate(normal)) * self.up(normal)))
+
+
+class Transformer(nnx.Module):
+    """Like the language models of Flax's examples: learned positions, blocks in a list, tied embeddings."""
+
+    def __init__(self, rngs, layers=2):
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (8, 16)))
+        self.blocks = nnx.List([TransformerBlock(rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x, mask = self.embed(tokens) + self.positions[...], nnx.make_causal_mask(tokens)
+        return self.embed.attend(self.norm(self.all_blocks(x, mask)))
+
+    def all_blocks(self, x, mask):
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def without_dropout(rngs):
+    network = Transformer(rngs)
+    for block in network.blocks:
+        block.dropout.rate = 0.0
+    return network
+
+
+def next_token(model, batch):
+    logits = model(batch["tokens"][:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean(), {}
+
+
+LM = {"model": without_dropout, "loss": next_token, "data": TOKENS}
+
+
+def test_a_transformer_of_flax_equals_a_loop_of_flax(tmp_path):
+    losses, *_ = hand_written(Transformer, next_token, TOKENS, optax.adamw(1e-2), 3)
+    run = jaxmem.train(settings(tmp_path), **LM | {"model": Transformer}, optimizer=optax.adamw(1e-2))
+    assert run.metrics["loss"] == pytest.approx(losses[-1], rel=1e-4)
+
+
+def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path):
+    as_list = jaxmem.train(settings(tmp_path / "list"), **LM)
+    expected = as_list.metrics["loss"]
+    for name, changes in {
+        "during": {"memory": {"remat": "full", "update": "during"}, "batch": {"global_size": ROWS, "accumulate": 2}},
+    }.items():
+        run = jaxmem.train(settings(tmp_path / name, **changes), **LM, layers="blocks")
+        assert run.metrics["loss"] == pytest.approx(expected, rel=1e-6)
+        kernel = run.state.params["blocks"]["attention"]["query"]["kernel"]
+        assert kernel.shape == (2, 16, 2, 8)
+        assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 2, 8)
+        assert run.program.model.parameters == as_list.program.model.parameters
+    deep = {**LM, "model": lambda rngs: Transformer(rngs, 4), "layers": "blocks"}
+    stored = {remat: jaxmem.plan(settings(tmp_path, memory={"remat": remat}), **deep) for remat in ("none", "full")}
+    sizes = {remat: plan.bytes_per_device["activations"] for remat, plan in stored.items()}
+    assert sizes["full"] < 0.6 * sizes["none"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes"),
+    [
+        ("blocks", {"adapter": {"kind": "lora", "rank": 4, "targets": {"blocks[1:].*": 4}}}),
+        ("blocks", {"adapter": {"kind": "qlora", "rank": 4}, "memory": {"remat": "full", "update": "during"}}),
+    ],
+    ids=["some layers", "qlora"],
+)
+def test_low_rank_adapters_of_flax_layers(tmp_path, layers, changes):
+    raw = settings(tmp_path, optimizer={"learning_rate": 0.02, "schedule": "constant"}, train={"steps": 8}, **changes)
+    run = jaxmem.train(raw, **LM, layers=layers, held_out=TOKENS[:1])
+    assert run.metrics["loss"] < 3.4  # log 32 = 3.47
+    block = run.state.params["blocks"] if layers else run.state.params["blocks"]["0"]
+    query = block["attention"]["query"]
+    lora = query["lora"]
+    assert lora["a"].shape[-2:] == (16, 4)
+    assert lora["b"].shape[-2:] == (4, 16)
+    if changes["adapter"]["kind"] == "qlora":
+        assert block["gate"]["kernel"].format == "nf4"
+        assert query["bias"].dtype == jnp.float32
+        return
+    # Merged into the kernels, the adapters give the same loss.
+    found = jaxmem.evaluate(run.directory, TOKENS[:1], model=without_dropout, loss=next_token, layers=layers)["loss"]
+    module = nnx.jit(lambda: without_dropout(nnx.Rngs(0)))()
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        variable.set_value(merged(run.state.params, [str(key) for key in path], is_stacked=layers is not None))
+    with jax.numpy_dtype_promotion("standard"):
+        assert float(next_token(module, TOKENS[0])[0]) == pytest.approx(found, rel=1e-5)
+
+
+def merged(params, path, *, is_stacked):
+    """The weight at a path, with its adapter merged into it."""
+    layer = int(path.pop(1)) if is_stacked and path[0] == "blocks" else ...
+    for key in path[:-1]:
+        params = params[key]
+    w, lora = params[path[-1]][layer], params.get("lora")
+    if lora is None or path[-1] != "kernel":
+        return w
+    scale = lora["layer_scale"][layer] if "layer_scale" in lora else 16 / 4
+    return w + scale * (lora["a"][layer] @ lora["b"][layer]).reshape(w.shape)
+
+
+class Statistics(nnx.Module):
+    """Blocks with BatchNorm."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.BatchNorm(1, rngs=rngs) for _ in range(2)])
+        self.out = nnx.Linear(16, 2, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x.reshape(len(x), -1))
+
+
+def test_blocks_with_statistics(tmp_path):
+    parts = PARTS | {"model": Statistics, "optimizer": optax.sgd(0.1)}
+    as_list = jaxmem.train(settings(tmp_path / "list"), **parts).state.params["blocks"]
+    stacked = jaxmem.train(settings(tmp_path, memory={"remat": "full"}), **parts, layers="blocks").state.params[
+        "blocks"
+    ]
+    for name in ("mean", "var", "scale"):
+        expected = np.stack([as_list[key][name] for key in "01"])
+        np.testing.assert_allclose(stacked[name], expected, rtol=1e-5, atol=1e-6)
+
+
+class Wrong(Transformer):
+    """Uses its blocks in other ways than one after the other."""
+
+    def __init__(self, rngs, use):
+        super().__init__(rngs)
+        self.use = use
+
+    def all_blocks(self, x, mask):
+        first, *others = self.blocks
+        match self.use:
+            case "sum":
+                return sum((block(x, mask) for block in others), first(x, mask))
+            case "residual":
+                return others[0](x + first(x, mask), mask)
+            case "mask":
+                return others[0](first(x, mask), mask + 0)
+            case "weights":
+                return x + first.down.bias.get_value()
+
+
 @pytest.mark.parametrize(
     ("changes", "parts", "named"),
     [
@@ -233,9 +395,16 @@ def test_statistics_and_dropout_equal_a_loop_of_flax(tmp_path, changes):
         ({}, {"axes": {"*.kernell": (None, "embed")}}, "kernell.*kernel"),
         ({}, {"axes": {"layers.0.kernel": ("embed",)}}, "1 axes.*2 dimensions"),
         ({}, {"axes": {"layers.0.kernel": ("embed", "mpl")}}, "mpl.*mlp"),
-        ({"memory": {"remat": "full"}}, {}, "memory.remat=full.*execution"),
-        ({"memory": {"update": "during"}}, {}, "memory.update=during.*execution"),
-        ({"adapter": {"kind": "lora"}}, {}, "adapter.kind=lora.*execution"),
+        ({"memory": {"remat": "full"}}, {}, "memory.remat=full.*layers="),
+        ({"memory": {"update": "during"}}, {}, "memory.update=during.*layers="),
+        ({"adapter": {"kind": "dora"}}, {}, "adapter.kind=dora.*execution"),
+        ({"memory": {"update": "during"}}, {"model": Statistics, "layers": "blocks"}, "during.*mean.*after"),
+        ({}, {"layers": "layers"}, "layers.*differs from block 0 in"),
+        ({}, LM | {"layers": "block"}, "layers=block .*blocks"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "sum")}, "block 1 does not receive"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "residual")}, "output of block 0 outside"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "mask")}, "block 1 has other arguments"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "weights")}, "uses down of a block"),
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
         ({"mesh": {"context": 2, "fsdp": 4}, "model": DECODER}, {"model": None}, "objective.name=own.*mesh.context"),
         ({"model": DECODER}, {"model": None, "loss": None}, "data: batch 0 has image, label.*inputs"),
