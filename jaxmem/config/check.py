@@ -16,7 +16,6 @@ from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import MESH_AXES, Rules, divisors
 from jaxmem.config.names import offloaded_activations
 from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Rope, Vit
-from jaxmem.config.recompute import policy_of
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, one_of, unsupported
 
@@ -210,12 +209,14 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}={size} must be at least 1, or -1 for all remaining devices"
-    rounds, policy = cfg.pipeline.rounds, policy_of(cfg.memory.remat)
+    rounds, schedule = cfg.pipeline.rounds, cfg.pipeline.schedule
+    if schedule in ("gpipe", "1f1b") and rounds > 1:
+        other = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}[schedule]
+        yield unsupported(f"pipeline.schedule={schedule}", f"pipeline.rounds={rounds}", f"pipeline.schedule={other}")
+    if schedule in ("circular", "interleaved_1f1b") and rounds == 1:
+        yield f"pipeline.schedule={schedule} requires pipeline.rounds of at least 2, not 1; use pipeline.rounds=2"
     if cfg.mesh.stage == 1 and rounds > 1:
         yield f"pipeline.rounds={rounds} requires mesh.stage of at least 2, not 1; use pipeline.rounds=1"
-    if cfg.mesh.stage != 1 and policy is not None and not policy.in_stages:
-        use = "memory.remat=none, full, every_K, sqrt, dots or {save: [names]}"
-        yield unsupported(f"mesh.stage={cfg.mesh.stage}", f"memory.remat={cfg.memory.remat}", use)
     if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder):
         yield from _context(cfg, cfg.model)
     rest = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]

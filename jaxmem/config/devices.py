@@ -178,12 +178,8 @@ def _stages(cfg: Config) -> Iterator[str]:
     if rounds > 1 and micro % stage:
         why = f"must be a multiple of mesh.stage={stage} for pipeline.rounds={rounds}"
         fill = [count for count in counts if count % stage == 0]
-    elif 1 < micro < stage:
-        why, fill = f"must be 1 or at least mesh.stage={stage}", [n for n in counts if n == 1 or n >= stage]
-    else:
-        return
-    near = nearest_numbers(micro, fill) if fill else f"{stage} with batch.global_size={stage * rows}"
-    yield f"batch.accumulate={micro} {why}; use batch.accumulate={near}"
+        near = nearest_numbers(micro, fill) if fill else f"{stage} with batch.global_size={stage * rows}"
+        yield f"batch.accumulate={micro} {why}; use batch.accumulate={near}"
 
 
 def _advice(cfg: Config, n: int) -> str:

@@ -54,7 +54,15 @@ class Rules(Section):
 class Pipeline(Section):
     """The schedule of micro-batches over the pipeline stages of `mesh.stage`."""
 
-    rounds: Count = setting(1, "groups of layers per stage; 1: GPipe; more: the circular schedule")
+    schedule: Literal["auto", "gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"] = setting(
+        "auto", "order of forward and backward passes; auto: 1f1b, or interleaved_1f1b with several rounds"
+    )
+    rounds: Count = setting(1, "groups of layers per stage, which are not adjacent; with more, stages wait less")
+
+    @property
+    def name(self) -> str:
+        """The schedule that `auto` stands for."""
+        return self.schedule if self.schedule != "auto" else "1f1b" if self.rounds == 1 else "interleaved_1f1b"
 
 
 def divisors(n: int) -> list[int]:

@@ -40,7 +40,6 @@ class Policy:
     saved: tuple[str, ...] | None = ()  # activations that each layer saves besides its input; None: all
     splits: Callable[[int], Split] | None = None
     has_number: bool = False  # its name contains a K: every_4
-    in_stages: bool = False  # supports mesh.stage
 
 
 def _segments(size: int) -> Split:
@@ -58,13 +57,13 @@ def _revolve(slots: int) -> Split:
 
 
 POLICIES = {
-    "none": Policy(saved=None, in_stages=True),
-    "full": Policy(in_stages=True),
-    "dots": Policy(saved=(MATMUL,), in_stages=True),
-    "sqrt": Policy(splits=lambda layers: _segments(math.isqrt(layers - 1) + 1), in_stages=True),
+    "none": Policy(saved=None),
+    "full": Policy(),
+    "dots": Policy(saved=(MATMUL,)),
+    "sqrt": Policy(splits=lambda layers: _segments(math.isqrt(layers - 1) + 1)),
     "recursive": Policy(splits=lambda _: lambda n, _: -(-n // 2)),
     "constant": Policy(splits=lambda _: lambda n, _: n - 1),
-    "every": Policy(splits=_segments, has_number=True, in_stages=True),
+    "every": Policy(splits=_segments, has_number=True),
     "slots": Policy(splits=_revolve, has_number=True),
 }
 NUMBERED = rf"^({'|'.join(name for name, policy in POLICIES.items() if policy.has_number)})_([1-9][0-9]*)$"

@@ -23,7 +23,7 @@ from jaxmem.models.layers import Keys, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.sharding import Axes, Layout, constrain, current
+from jaxmem.sharding import Axes, Layout, constrain, current, map_devices
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
 PER_DEVICE = ("cudnn", "mosaic", "triton")  # implementations that XLA's partitioner cannot shard
@@ -223,7 +223,7 @@ def sharded_attention(
     heads, rows = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
     each = heads, heads, heads, rows, layout.spec("activations", ()), layout.spec("activations", ("heads",))
     specs = tuple(None if x is None else spec for x, spec in zip(arrays, each, strict=True))
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
+    return map_devices(local, specs, heads)(*arrays)
 
 
 def _sinks(own: dict[str, Any]) -> Float[Array, " heads"] | None:

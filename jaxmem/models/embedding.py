@@ -21,7 +21,17 @@ from jaxtyping import Array, Float, Int
 from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout, constrain, current, gather, gather_quantized, shard_count, stored_axes
+from jaxmem.sharding import (
+    Axes,
+    Layout,
+    constrain,
+    current,
+    gather,
+    gather_quantized,
+    map_devices,
+    shard_count,
+    stored_axes,
+)
 from jaxmem.sharding.host import fetch_from_host, is_on_host
 from jaxmem.sharding.weights import StoredWeight, Weight
 from jaxmem.stack.cuts import cut
@@ -131,11 +141,10 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
     else:
         matrix = gather(matrix, axes, dtype, "gradients")
     own = jax.tree.map(lambda _: layout.spec("gradients", axes), matrix)
-    find = jax.shard_map(
+    find = map_devices(
         partial(shards.lookup, dtype=dtype),
-        mesh=layout.mesh,
-        in_specs=(own, layout.spec("activations", shards.tokens)),
-        out_specs=layout.spec("activations", RESIDUAL),
+        (own, layout.spec("activations", shards.tokens)),
+        layout.spec("activations", RESIDUAL),
         check_vma=check_vma or not layout.vmapped,
     )
     return find(matrix, ids)

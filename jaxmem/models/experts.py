@@ -39,7 +39,7 @@ from jaxmem.models.block import GATES, GatedMlp
 from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized, mean_over_groups
+from jaxmem.sharding import Axes, Layout, constrain, current, gather_quantized, map_devices, mean_over_groups
 from jaxmem.sharding.weights import StoredWeight
 
 Tree = Any
@@ -239,7 +239,7 @@ class _Mixture:
         into = layout.spec("activations", ("batch", "mlp_time", None))
         out = layout.spec("activations", ("batch", "stream" if self.scatters else "mlp_time", None))
         in_specs = specs(trainable), specs(frozen), *[into] * len(tokens)
-        run = jax.shard_map(self, mesh=layout.mesh, in_specs=in_specs, out_specs=out, check_vma=False)
+        run = map_devices(self, in_specs, out)
         return run(trainable, frozen, *tokens)
 
 

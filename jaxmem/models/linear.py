@@ -12,7 +12,7 @@ from jaxmem.config.recompute import MATMUL
 from jaxmem.errors import UserError
 from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, current, gather, gather_quantized
+from jaxmem.sharding import Axes, current, gather, gather_quantized, map_devices
 from jaxmem.sharding.weights import StoredWeight
 
 
@@ -106,7 +106,7 @@ def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: s
         if layout is not None:
             tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
             specs = (tokens, layout.spec("compute", (None, None)), layout.spec("compute", ()))
-            run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+            run = map_devices(run, specs, tokens)
         return run(x, q.codes, scale)
     except ValueError as error:
         raise UserError(f"adapter.matmul: {error}; use auto") from error

@@ -206,7 +206,7 @@ def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
 def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.pipeline
     if pipeline is not None and pipeline.bubble > LARGE:
-        text = f"each pipeline stage is idle in {pipeline.bubble:.0%} of the {pipeline.ticks} ticks of a step"
+        text = f"each pipeline stage is idle for {pipeline.bubble:.0%} of the time of a step"
         more = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
         options = (more, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
         yield PlanWarning("pipeline bubble", text, _remedies(plan.program.cfg, *options))

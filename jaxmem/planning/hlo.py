@@ -148,14 +148,15 @@ class Module:
             yield from computation.instructions
 
 
-def runs_of_called(one: Instruction) -> list[Fraction | int]:
-    """The number of runs of each called computation in one run of an instruction.
+def runs_of_called(one: Instruction, *, time: bool = False) -> list[Fraction | int]:
+    """The number of runs of each called computation in one run of an instruction; with `time`, the number of runs that
+    take as long as the runs and the time in which this device waits for others (a pipeline stage for its neighbours).
 
     In a scope `runs_1_in_200` a conditional's true branch runs 1 of 200 times and its false branch the other times;
     without a scope each branch counts once.
     """
     if one.opcode == "while":
-        return [trip_count(one)] * len(one.called)
+        return [trip_count(one, time=time)] * len(one.called)
     share = mean_runs(one.op_name.removesuffix("/cond")) if one.opcode == "conditional" else 1
     if share == 1:
         return [1] * len(one.called)
@@ -163,22 +164,27 @@ def runs_of_called(one: Instruction) -> list[Fraction | int]:
     return [share, 1 - share] if truth_first else [1 - share, share]
 
 
-def trip_count(loop: Instruction) -> Fraction | int:
+def trip_count(loop: Instruction, *, time: bool = False) -> Fraction | int:
     """Iterations of a while loop: XLA's count, or the mean in the name of its scope (`jaxmem.stack.scheduled`), or
     1."""
     if "known_trip_count" in loop.config:
         return int(loop.config["known_trip_count"]["n"])
-    return mean_runs(loop.op_name.removesuffix("/while"))
+    return mean_runs(loop.op_name.removesuffix("/while"), time=time)
 
 
-def mean_runs(name: str) -> Fraction | int:
-    """The mean number of runs in the innermost scope `runs_A_in_B` of a name.
+def mean_runs(name: str, *, time: bool = False) -> Fraction | int:
+    """The mean number of runs in the innermost scope `runs_A_in_B` of a name; with `time`, C / B in a scope
+    `runs_A_in_B_lasts_C`.
 
     >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
     (Fraction(9, 16), 1)
+    >>> [mean_runs("runs_8_in_22_lasts_11", time=time) for time in (False, True)]
+    [Fraction(4, 11), Fraction(1, 2)]
     """
-    scope = re.search(r"\bruns_(\d+)_in_(\d+)$", name)
-    return Fraction(int(scope[1]), int(scope[2])) if scope else 1
+    scope = re.search(r"\bruns_(\d+)_in_(\d+)(?:_lasts_(\d+))?$", name)
+    if scope is None:
+        return 1
+    return Fraction(int(scope[3] if time and scope[3] else scope[1]), int(scope[2]))
 
 
 def dot_flops(one: Instruction) -> int:

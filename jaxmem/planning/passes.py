@@ -4,6 +4,7 @@ Nothing is compiled. The first config of a shape takes half a second; configs th
 the trace.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.planning.hlo import mean_runs
-from jaxmem.planning.share import layers_per_boundary, loss_chunk, shards, vocab_entries
+from jaxmem.planning.share import layers_per_pass, loss_chunk, shards, vocab_entries
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
+from jaxmem.step.model import pipeline_of
 from jaxmem.step.objective import objective, trained_sum
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -54,6 +56,11 @@ class TracedPasses:
     matmuls: tuple[Matmul, ...]
     kernels: int
 
+    def times(self, count: float) -> "TracedPasses":
+        """These passes, run `count` times; their saved activations are those of one run."""
+        matmuls = tuple(dataclasses.replace(one, times=count * one.times) for one in self.matmuls)
+        return dataclasses.replace(self, matmuls=matmuls, kernels=round(count * self.kernels))
+
 
 def shape_of(cfg: Config, platform: str) -> Config:
     """The part of a config on which shapes depend: without mesh, batch, and settings that only a run reads."""
@@ -84,8 +91,6 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     names = offloaded_activations(cfg.memory.offload)
     all_offloaded = names == (BOUNDARY,)  # all activations that would be saved without offloading
     memory = {"update": "after", "offload": "none" if all_offloaded or not names else names}
-    if (together := layers_per_boundary(cfg)) > 1:
-        memory["remat"] = f"every_{together}"
     shape = shape_of(cfg, platform)
     shape = shape.replace(
         optimizer=config.Optimizer(trainable=cfg.optimizer.trainable),
@@ -99,7 +104,12 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
         shape = shape.replace(adapter={"kind": kind, "base": "bfloat16", "double_quant": True, "matmul": "auto"})
     shape, tensor = one_share(shape, cfg), cfg.mesh.tensor
     # Each half is traced once for all configs in which it is equal.
-    layers = _trace("layers", shape.replace(memory={"loss_chunk": "auto"}), tensor)
+    of_layers = shape.replace(memory={"loss_chunk": "auto"})
+    if pipeline := pipeline_of(cfg):  # one group of layers
+        of_layers = of_layers.replace(model={"layers": pipeline.group})
+    layers = _trace("layers", of_layers, tensor)
+    if pipeline:
+        layers = layers.times(layers_per_pass(cfg) / pipeline.group)
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
     saved, offloaded = layers.saved + loss.saved, layers.offloaded + loss.offloaded
     if all_offloaded:

@@ -74,26 +74,21 @@ def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
 
 
 def passes_per_update(cfg: Config) -> float:
-    """The duration of an update as a number of passes through all layers; it includes the bubble of a pipeline."""
-    if cfg.needs_global_norm_first:
-        return cfg.batch.accumulate * (1 + _BACKWARD)
-    pipeline = pipeline_of(cfg)
-    return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
+    """The duration of an update as a number of passes of a micro-batch."""
+    return cfg.batch.accumulate * (1 + _BACKWARD) if cfg.needs_global_norm_first else cfg.batch.accumulate
+
+
+def layers_per_pass(cfg: Config) -> float:
+    """The layers that a device computes for a micro-batch. The time in which a pipeline stage is idle counts as more
+    layers."""
+    if (pipeline := pipeline_of(cfg)) is None:
+        return getattr(cfg.model, "layers", 1)
+    return pipeline.group * pipeline.rounds / (1 - pipeline.bubble)
 
 
 def passes_in_memory(cfg: Config) -> float:
-    """The number of passes whose saved activations are in memory at the same time: in a pipeline, all ticks. Boundaries
-    within a segment of layers are the exception: they are in memory only while the segment is differentiated."""
-    if cfg.memory.update == "during":
-        return cfg.batch.accumulate
-    if (pipeline := pipeline_of(cfg)) is None:
-        return 1
-    segment = layers_per_boundary(cfg)
-    within = segment**2 / (pipeline.layers + segment**2) if segment > 1 else 0.0
-    return passes_per_update(cfg) * (1 - within) + within
-
-
-def layers_per_boundary(cfg: Config) -> int:
-    """The number of layers of a pipeline that are recomputed from one saved boundary."""
-    pipeline, remat = pipeline_of(cfg), cfg.memory.remat
-    return pipeline.layers_per_boundary(remat) if pipeline is not None and isinstance(remat, str) else 1
+    """The number of passes whose saved activations are in memory at the same time; in a pipeline, of passes through one
+    group of layers."""
+    if (pipeline := pipeline_of(cfg)) is not None:
+        return pipeline.timetable.slots.counts[0]
+    return cfg.batch.accumulate if cfg.memory.update == "during" else 1

@@ -12,7 +12,7 @@ from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.config.recompute import repeats_forward
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.passes import AROUND, TracedPasses
-from jaxmem.planning.share import passes_per_update, rows_of, shards
+from jaxmem.planning.share import layers_per_pass, passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH
 from jaxmem.step.attention_choice import context_traffic
 
@@ -102,7 +102,7 @@ class StepTime:
         residual = self._tokens * model.embed * self._width
         halves = (1 if shards(self.cfg, "heads") > 1 else 0.5) + (shards(self.cfg, "mlp") > 1)
         passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
-        return halves * passes * model.layers * self._ring(residual, tensor, 1)
+        return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, tensor, 1)
 
     def _context(self) -> float:
         """Seconds of the communication of attention over `context`, which full recompute repeats."""
@@ -113,7 +113,9 @@ class StepTime:
         passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
         sent = rows_of(self.cfg) * mesh.context * (passes * forward + backward) * self._width
         # The argument of `_ring` is the size of an array of which each device receives all but its own share.
-        return self.cfg.model.layers * self._ring(sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor)
+        return layers_per_pass(self.cfg) * self._ring(
+            sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor
+        )
 
     def _offloaded_activations(self, compute: float) -> float:
         """Seconds of exposed copies of offloaded activations. Only boundaries are fetched one layer ahead; XLA

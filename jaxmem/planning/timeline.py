@@ -168,7 +168,7 @@ class _Simulation:
         for one in computation.instructions:
             before = clock.now
             if one.opcode in ("while", "call", "conditional"):
-                counts = runs_of_called(one)
+                counts = runs_of_called(one, time=True)
                 each = [float(count) * self.run(called) for count, called in zip(counts, one.called, strict=True)]
                 # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
                 most = one.opcode == "conditional" and sum(counts) > 1

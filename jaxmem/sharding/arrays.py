@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Layout as InMemory
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
@@ -38,10 +37,7 @@ def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations"
     # jax would differentiate the shard_map as a sum over all other mesh axes, some of which are vmapped later.
     @jax.custom_vjp
     def row_major_shards(x: jax.Array) -> jax.Array:
-        # Inside of `map_shards` only the mesh axes of the partitioner are left.
-        mesh = jax.sharding.get_abstract_mesh()
-        over = {"axis_names": {*mesh.auto_axes}} if mesh.manual_axes else {"mesh": layout.mesh}
-        return jax.shard_map(constrain_shard, in_specs=spec, out_specs=spec, check_vma=False, **over)(x)
+        return map_devices(constrain_shard, spec, spec)(x)
 
     row_major_shards.defvjp(lambda x: (row_major_shards(x), None), lambda _, g: (row_major_shards(g),))
     return row_major_shards(x)
@@ -70,8 +66,9 @@ def vmap_groups() -> tuple[int, ...]:
 
 
 def mean_over_groups(x: jax.Array) -> jax.Array:
-    """The mean over the groups of rows of the vmap of `Layout.inside_vmap`."""
-    return jax.lax.pmean(x, GROUPS) if vmap_groups() else x
+    """The mean over the groups of rows of the vmap of `Layout.inside_vmap`, or of `map_stages`."""
+    groups = GROUPS if vmap_groups() else tuple(a for a in jax.sharding.get_abstract_mesh().manual_axes if a != "stage")
+    return jax.lax.pmean(x, groups) if groups else x
 
 
 def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
@@ -81,22 +78,6 @@ def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
         return x
     spec = PartitionSpec(axis, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
-
-
-def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """`jnp.roll` along the first dimension, which has one element per device along a mesh axis, as one
-    collective-permute. The partitioner would use three all-to-alls."""
-    layout = current()
-    if layout is None:
-        return jnp.roll(x, by, axis=0)
-    size = layout.mesh.shape[axis]
-    pairs = [(i, (i + by) % size) for i in range(size)]
-    spec = PartitionSpec(axis)
-
-    def send(x: jax.Array) -> jax.Array:
-        return jax.lax.ppermute(x, axis, pairs)
-
-    return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis, *layout.vmapped})(x)
 
 
 def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
@@ -127,5 +108,32 @@ def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Seq
         return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)
 
     results = specs(jax.eval_shape(function, *arrays))
-    run = jax.shard_map(function, mesh=layout.mesh, in_specs=specs(arrays), out_specs=results, check_vma=False)
-    return run(*arrays)
+    return map_devices(function, specs(arrays), results)(*arrays)
+
+
+def map_devices(
+    function: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = False
+) -> Callable[..., Any]:
+    """`function` on the shards of each device, in the current layout. Inside of another `jax.shard_map`, over the mesh
+    axes of the partitioner that are left."""
+    layout, mesh = current(), jax.sharding.get_abstract_mesh()
+    assert layout is not None
+    over: dict[str, Any] = {"axis_names": {*mesh.auto_axes}} if mesh.manual_axes else {"mesh": layout.mesh}
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma, **over)
+
+
+def map_stages(function: Callable[..., Any], stage: str, groups: tuple[str, ...]) -> Callable[..., Any]:
+    """`function(layers, others, batch, scalar) -> (layers, others, sums)` on each pipeline stage and, with `groups`,
+    separately for the rows of each device along these mesh axes. Layers are sharded over stages, and rows, the second
+    dimension of the batch, over the groups. With groups, the first two results are [groups, ...]."""
+    layout = current()
+    assert layout is not None
+    leading = (groups,) if groups else ()
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=(PartitionSpec(stage), PartitionSpec(), PartitionSpec(None, groups or None), PartitionSpec()),
+        out_specs=(PartitionSpec(*leading, stage), PartitionSpec(*leading), PartitionSpec()),
+        axis_names={stage, *groups},
+        check_vma=False,
+    )

@@ -21,7 +21,7 @@ from jaxmem.sharding.table import Axes, Axis, Role, Rules, Table, assign_mesh_ax
 class Layout:
     """A mesh and its sharding rules. `constrain` and `gather` take effect within `with layout:`."""
 
-    mesh: Mesh
+    mesh: Any  # a Mesh; within a `jax.shard_map` its AbstractMesh
     rules: Rules
     vmapped: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.vmap(..., spmd_axis_name=)`
 
@@ -104,7 +104,17 @@ class Layout:
         """The layout for code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
         batch = tuple(axis for axis in self.rules.activations["batch"] if axis not in vmapped)
         activations = {**self.rules.activations, "batch": batch}
-        return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations), vmapped)
+        rules = dataclasses.replace(self.rules, activations=activations)
+        return dataclasses.replace(self, rules=rules, vmapped=vmapped)
+
+    def inside_shard_map(self, manual: tuple[str, ...]) -> Layout:
+        """The layout for code inside of a `jax.shard_map` over these mesh axes, in which arrays are shards."""
+        mesh = self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual))
+        tables = {
+            role: {name: tuple(a for a in over if a not in manual) for name, over in table.items()}
+            for role, table in vars(self.rules).items()
+        }
+        return Layout(mesh, Rules(**tables))
 
     def without(self, axis: str) -> Layout:
         """The layout for code in which the shards along a mesh axis are separate arrays."""

@@ -73,9 +73,11 @@ def apply_layers(
     """`apply_stack` for layers that are functions `run(weights, x, input, shared)` of their stored weights."""
     call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
     if options.pipeline is not None:
-        from jaxmem.stack.pipeline import apply_pipeline
+        if (result := cut(call)) is not None:
+            return result
+        from jaxmem.stack.pipeline import apply_in_order
 
-        return apply_pipeline(options.pipeline, call, options.remat)
+        return apply_in_order(options.pipeline, call)
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
     ranges = layer_ranges(weights)
     if len(ranges) == 1:
@@ -90,17 +92,7 @@ def apply_layers(
 
 def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, Any]:
     """Applies a stack, or a range of it. `forms` are the shapes of the weights of a layer."""
-    fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
-    # If boundaries or weights are in host memory, use the schedule that saves every boundary, since it copies the
-    # arrays of the next layer ahead.
-    ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
-    call = replace(call, plan=schedule("every_1" if ahead else options.remat, call.layers))
-    if call.plan is None:
-        is_offloaded_later = is_cut() and call.on_host  # the handler offloads
-        run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
-        saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
-        # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
-        call = replace(call, run=jax.checkpoint(run, policy=saved, prevent_cse=False))
+    call = checkpointed(call, options, call.layers, forms)
     if (result := cut(call)) is not None:
         return result
     if call.plan is not None:
@@ -108,6 +100,25 @@ def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, A
 
         return by_schedule(call)
     return jax.lax.scan(lambda x, one: call.run(one[0], x, one[1], call.shared), call.x, (call.weights, call.inputs))
+
+
+def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: Forms | None = None) -> StackCall:
+    """The call with the recompute policy, for a stack of `layers` layers: with a plan of the boundaries to save, or
+    with `run` in a `jax.checkpoint`. `forms` are the shapes of the weights of a layer."""
+    if forms is None:
+        forms = {leaf.shape[1:] for leaf in jax.tree.leaves(call.weights)}
+    fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
+    # If boundaries or weights are in host memory, use the schedule that saves every boundary, since it copies the
+    # arrays of the next layer ahead.
+    ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
+    call = replace(call, plan=schedule("every_1" if ahead else options.remat, layers))
+    if call.plan is None:
+        is_offloaded_later = is_cut() and call.on_host  # the handler offloads
+        run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
+        saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
+        # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
+        call = replace(call, run=jax.checkpoint(run, policy=saved, prevent_cse=False))
+    return call
 
 
 def _with_boundary_name(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:

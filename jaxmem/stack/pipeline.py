@@ -1,50 +1,343 @@
 """A stack of layers over the mesh axis `stage`: micro-batches pass through the stages one after the other.
 
-All devices run one program (Xu et al., arXiv:2105.04663): the inputs of all stages are one array, sharded over `stage`;
-each tick runs every stage on its shard and sends the results to the next stage by a collective-permute. `stages.py` has
-the schedule.
+`timetable.py` has the schedules. `run` executes one: a loop over ticks inside of a `jax.shard_map` over the stages, in
+which each stage takes the branch of its operation, and then sends activations to the next stage and their gradients to
+the previous one by a collective-permute. The other mesh axes are automatic: a stage's layers communicate over them as
+without pipeline, inside of the branch, which all devices of a stage take.
 
-For L layers on p stages, m micro-batches, v rounds, B bytes of the input of a layer for one micro-batch, and K bytes
-that `memory.remat` saves per layer, each device saves (m + (p - 1) / v) (L / p) K bytes for the backward pass: for 1/p
-of the layers, but for all micro-batches at once. The inputs and outputs of the stack are distributed over the stages,
-(m / p) B each. In each tick a stage sends 2 B: its result to the next stage, and one of these inputs or outputs to the
-stage before. Weights are not sent. In the ticks of the bubble a device computes results that are discarded.
+Nothing is differentiated through the loop. The forward pass of a work item writes what `memory.remat` saves into a ring
+of slots, one item per slot; the backward pass reads it, adds the gradients of each layer in place to float32 sums, and
+returns the gradient of the item's input. The first stage computes the embedding of a micro-batch, and the last one its
+loss and the gradient of it, right after its forward pass.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+import numpy as np
 
-from jaxmem.sharding import rotate, shard_first_dim, vmap_groups
+from jaxmem.sharding.host import device_leaves, fetch_layer, fill, take_layer
+from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.cuts import StackCall
-from jaxmem.stack.remat import Remat, policy
+from jaxmem.stack.reverse import LayerDerivative
 from jaxmem.stack.stages import Pipeline
+from jaxmem.stack.timetable import BACKWARD, FORWARD, Timetable
 
 AXIS = "stage"
+Tree = Any
 
 
-def apply_pipeline(pipeline: Pipeline, call: StackCall, remat: Remat) -> tuple[Any, Any]:
-    """Applies a stack: a pipeline under `jax.vmap` over micro-batches; without the vmap, one layer after the other."""
+@dataclass(frozen=True)
+class Network:
+    """A network around its stack of layers. `outside` are the trainable weights that are not in the stack."""
 
-    @custom_vmap
-    def apply(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
-        return _in_order(pipeline, replace(call, weights=weights, x=x, inputs=inputs, shared=shared))
-
-    @apply.def_vmap
-    def _(_: int, batched: Any, weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
-        _, _, has_micro_inputs, has_micro_shared = batched
-        own = replace(call, weights=weights, x=x, inputs=inputs, shared=shared)
-        x = _through_stages(pipeline, own, has_micro_inputs, has_micro_shared, remat)
-        return (x, None), (jax.tree.map(lambda _: True, x), None)
-
-    return apply(call.weights, call.x, call.inputs, call.shared)
+    embed: Callable[[Tree, Any], StackCall]  # (outside, micro-batch) -> the stack, with its input
+    loss: Callable[[Tree, Any, Any], tuple[jax.Array, Any]]  # (outside, output, micro-batch) -> (loss, sums)
+    outside: Tree
+    batch: Any  # leaves are [micro-batches, ...]
 
 
-def _in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one stage, [group x rounds, ...]. `at` returns the arrays to differentiate a layer with respect to,
+    from its weights."""
+
+    pipeline: Pipeline
+    weights: Tree
+    at: Callable[[Tree], Tree]
+    options: StackOptions
+
+
+class Results(NamedTuple):
+    """What the loop returns for one stage; the first two are sums over its micro-batches."""
+
+    layers: Tree  # the float32 gradients of its layers, like its weights
+    outside: Tree  # the float32 gradients of the weights outside of the stack
+    sums: Tree
+
+
+class _State(NamedTuple):
+    """The carry of the loop: rings of slots, sums, and the results that are sent after the tick."""
+
+    saved: Tree
+    inputs: Tree
+    gradients: Tree
+    results: Results
+    forward: Tree
+    backward: Tree
+
+
+def run(table: Timetable, network: Network, layers: Layers) -> Results:
+    """Executes the table, inside of a `jax.shard_map` over the stages. Without backward passes, the gradients are
+    zeros."""
+    return _Run(table, network, layers)()
+
+
+class _Run:
+    def __init__(self, table: Timetable, network: Network, layers: Layers) -> None:
+        self._table, self._network, self._layers = table, network, layers
+        self._p = layers.pipeline
+        self._stage = jax.lax.axis_index(AXIS)
+        item = self._micro(jnp.int32(0))
+        call = network.embed(network.outside, item)
+        self._call = self._prepared(call)
+        self._derivative = LayerDerivative(self._call.run, layers.at)
+        self._x = jax.tree.map(jnp.zeros_like, call.x)
+        # How often the planner counts the embedding and the loss: once per micro-batch.
+        self._per_item = f"runs_1_in_{table.rounds}"
+
+    def __call__(self) -> Results:
+        table = self._table
+        columns = {"kind": table.kind, "micro": table.micro, "turn": table.turn, **vars(table.slots)}
+        del columns["counts"]
+        # Whether any stage receives something: all devices take the same branch of the exchange.
+        sends = {name: np.any(columns[name] >= 0, axis=1) for name in ("received", "returned")}
+        own = {name: jnp.asarray(x)[:, self._stage] for name, x in columns.items()}
+        state, _ = jax.lax.scan(self._tick, self._begin(), (own, sends))
+        return state.results
+
+    def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
+        own, _ = row
+        operations = {FORWARD: self._forward, BACKWARD: self._backward}
+        for kind, operation in operations.items():
+            if scope := self._table.scope(kind):
+                state = _when(own["kind"] == kind, partial(operation, own), state, scope)
+        inputs = self._exchange("received", 1, row, state.forward, state.inputs)
+        gradients = self._exchange("returned", -1, row, state.backward, state.gradients)
+        return state._replace(inputs=inputs, gradients=gradients), None
+
+    def _exchange(self, name: str, by: int, row: Any, sent: Tree, ring: Tree) -> Tree:
+        """Stores what the neighbour sent, in ticks in which any stage receives something."""
+        p, slot, sends = self._p.stages, row[0][name], row[1][name]
+        ticks = int(np.sum(np.any(getattr(self._table.slots, name) >= 0, axis=1)))
+        pairs = [(s, (s + by) % p) for s in range(p) if self._p.rounds > 1 or 0 <= s + by < p]
+
+        def receive(ring: Tree) -> Tree:
+            arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), sent)
+            old = take_layer(ring, jnp.maximum(slot, 0))
+            new = jax.tree.map(lambda x, old: jnp.where(slot >= 0, x, old), arrived, old)
+            return _put(ring, (jnp.maximum(slot, 0),), new)
+
+        return _when(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
+
+    def _forward(self, row: Any, state: _State) -> _State:
+        item, turn = self._micro(row["micro"]), row["turn"]
+        network, outside = self._network, self._network.outside
+        is_first = (self._stage == 0) & (turn == 0)
+        is_last = (self._stage == self._p.stages - 1) & (turn == self._p.rounds - 1)
+        call = self._prepared(network.embed(outside, item))
+        slot = jnp.maximum(row["inputs"], 0)
+        with jax.named_scope(self._per_item):
+            embed = lambda: network.embed(outside, item).x  # noqa: E731
+            x = jax.lax.cond(is_first, embed, lambda: take_layer(state.inputs, slot))
+        y, saved = self._forward_layers(call, x, turn, row["saved"], state.saved)
+
+        def loss(carry: tuple[Tree, Results]) -> tuple[Tree, Results]:
+            gradients, results = carry
+            if not self._table.trains:
+                sums = network.loss(outside, y, item)[1]
+                return gradients, results._replace(sums=_add(results.sums, sums))
+            value, back, sums = jax.vjp(lambda at, y: network.loss(at, y, item), outside, y, has_aux=True)
+            dw, dy = back(jnp.ones_like(value))
+            gradients = _put(gradients, (row["gradients"],), dy)
+            return gradients, results._replace(outside=_add(results.outside, dw), sums=_add(results.sums, sums))
+
+        gradients, results = _when(is_last, loss, (state.gradients, state.results), self._per_item)
+        return state._replace(saved=saved, gradients=gradients, results=results, forward=y)
+
+    def _backward(self, row: Any, state: _State) -> _State:
+        item, turn = self._micro(row["micro"]), row["turn"]
+        network, outside = self._network, self._network.outside
+        call = self._prepared(network.embed(outside, item))
+        g = take_layer(state.gradients, row["gradients"])
+        g, saved, sums = self._backward_layers(call, g, turn, row["saved"], state.saved, state.results.layers)
+
+        def embed(sums: Tree) -> Tree:
+            (dw,) = jax.vjp(lambda at: network.embed(at, item).x, outside)[1](g)
+            return _add(sums, dw)
+
+        is_first = (self._stage == 0) & (turn == 0)
+        of_outside = _when(is_first, embed, state.results.outside, self._per_item)
+        results = state.results._replace(layers=sums, outside=of_outside)
+        return state._replace(saved=saved, results=results, backward=g)
+
+    # ------------------------------------------------------------------ the layers of a work item
+
+    def _prepared(self, call: StackCall) -> StackCall:
+        """The stack as one with this stage's number of layers, whose inputs begin with the number of the layer."""
+        pipeline, run = self._p, call.run
+
+        def layer(weights: Tree, x: Any, one: Any, shared: Any) -> tuple[Any, None]:
+            number, one = one
+            y, _ = run(weights, x, one, shared)
+            if pipeline.stored > pipeline.layers:  # identity layers
+                y = jax.tree.map(lambda y, x: jnp.where(number < pipeline.layers, y, x), y, x)
+            return y, None
+
+        return checkpointed(
+            replace(call, run=layer, weights=self._layers.weights), self._layers.options, pipeline.group
+        )
+
+    def _place(self, place: jax.Array, turn: jax.Array) -> jax.Array:
+        """The index of a layer among the weights of the stage."""
+        return place * self._p.rounds + turn
+
+    def _input(self, call: StackCall, place: jax.Array, turn: jax.Array) -> Any:
+        number = (turn * self._p.stages + self._stage) * self._p.group + place
+        return number, take_layer(call.inputs, jnp.minimum(number, self._p.layers - 1))
+
+    def _weights(self, place: jax.Array, turn: jax.Array, fetched: Tree) -> Tree:
+        return fill(take_layer(device_leaves(self._layers.weights), self._place(place, turn)), fetched)
+
+    def _fetch(self, place: jax.Array, turn: jax.Array) -> Tree:
+        """The weights of a layer that are in host memory."""
+        return fetch_layer(self._layers.weights, self._place(place, turn))
+
+    def _forward_layers(
+        self, call: StackCall, x: Any, turn: jax.Array, slot: jax.Array, ring: Tree
+    ) -> tuple[Any, Tree]:
+        """The output of the layers, and the ring with what they save."""
+        plan, trains = call.plan, self._table.trains
+
+        def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
+            x, ring, fetched = carry
+            weights, one = self._weights(place, turn, fetched), self._input(call, place, turn)
+            following = self._fetch(place + 1, turn)
+            if not trains:
+                return call.run(weights, x, one, call.shared)[0], ring, following
+            if plan is None:
+                x, saved = self._derivative.forward(weights, x, one, call.shared)
+                return x, _put(ring, (slot, place), call.save(saved)), following
+            ring = _put(ring, (slot, jnp.asarray(plan.first, jnp.int32)[place]), call.save(x))
+            return call.run(weights, x, one, call.shared)[0], ring, following
+
+        begin = x, ring, self._fetch(jnp.int32(0), turn)
+        x, ring, _ = jax.lax.fori_loop(0, self._p.group, step, begin)
+        return x, ring
+
+    def _backward_layers(
+        self, call: StackCall, g: Any, turn: jax.Array, slot: jax.Array, ring: Tree, sums: Tree
+    ) -> tuple[Any, Tree, Tree]:
+        """The gradient of the input of the layers, the ring, and the sums with the gradients of the layers."""
+        plan, last = call.plan, self._p.group - 1
+
+        def step(i: jax.Array, carry: tuple[Any, Tree, Tree, Tree]) -> tuple[Any, Tree, Tree, Tree]:
+            g, ring, sums, fetched = carry
+            place = last - i
+            weights, one = self._weights(place, turn, fetched), self._input(call, place, turn)
+            following = self._fetch(place - 1, turn)
+            if plan is None:
+                saved = call.load(_take(ring, (slot, place)))
+                derivative = self._derivative.from_saved(weights, one, call.shared, saved)
+            else:
+                ring = self._recompute(call, place, turn, slot, ring)
+                x = call.load(_take(ring, (slot, jnp.asarray(plan.at, jnp.int32)[place])))
+                derivative = self._derivative.recomputed(weights, one, call.shared, x)
+            dw, g = derivative(g)
+            return g, ring, _add_at(sums, self._place(place, turn), dw), following
+
+        begin = g, ring, sums, self._fetch(jnp.int32(last), turn)
+        g, ring, sums, _ = jax.lax.fori_loop(0, self._p.group, step, begin)
+        return g, ring, sums
+
+    def _recompute(self, call: StackCall, place: jax.Array, turn: jax.Array, slot: jax.Array, ring: Tree) -> Tree:
+        """The ring, after the recomputation that the plan has before the backward pass of a layer."""
+        plan = call.plan
+        assert plan is not None
+        if not plan.again:
+            return ring
+        steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
+        begin, end = (jnp.asarray(x, jnp.int32)[place] for x in (plan.begin, plan.end))
+
+        def again(i: jax.Array, ring: Tree) -> Tree:
+            layer, source, target = steps[i]
+            weights = self._weights(layer, turn, self._fetch(layer, turn))
+            x = call.load(_take(ring, (slot, source)))
+            y, _ = call.run(weights, x, self._input(call, layer, turn), call.shared)
+            return _put(ring, (slot, target), call.save(y))
+
+        with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
+            return jax.lax.fori_loop(begin, end, again, ring)
+
+    # ------------------------------------------------------------------ the first carry
+
+    def _begin(self) -> _State:
+        table, x, network = self._table, self._x, self._network
+        of_items, of_inputs, of_gradients = table.slots.counts
+        zero = jnp.int32(0)
+
+        def saved() -> Any:
+            """What a layer saves."""
+            weights, one = self._weights(zero, zero, self._fetch(zero, zero)), self._input(self._call, zero, zero)
+            return self._derivative.forward(weights, x, one, self._call.shared)[1]
+
+        def ring(count: int) -> Tree:
+            return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (count, *x.shape)), x)
+
+        plan, group = self._call.plan, self._p.group
+        if not table.trains:
+            kept: Any = ()
+        elif plan is not None:
+            kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (of_items, plan.slots, *x.shape)), x)
+        else:
+            kept = [jnp.zeros((of_items, group, *each.shape), each.dtype) for each in jax.eval_shape(saved)]
+        loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(zero))[1])
+        wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
+        at = self._layers.at(self._layers.weights) if table.trains else ()
+        results = Results(wide(at), wide(network.outside) if table.trains else (), wide(loss))
+        returned = ring(of_gradients) if table.trains else ()
+        return _State(kept, ring(of_inputs), returned, results, x, x if table.trains else ())
+
+    def _micro(self, micro: jax.Array) -> Any:
+        return take_layer(self._network.batch, micro)
+
+
+def _when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
+    """`function(state)` where the condition is true, otherwise `state`. A loop of at most one iteration updates the
+    state in place; XLA copies what the branches of a conditional pass on. `scope` tells the planner how often it
+    runs."""
+    with jax.named_scope(scope):
+        return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
+
+
+def _take(ring: Tree, at: tuple[jax.Array, jax.Array]) -> Tree:
+    """An element of arrays [slots, layers, ...]. Both indices are in one slice; a slice of the slot would be a copy."""
+
+    def one(x: jax.Array) -> jax.Array:
+        start = (*at, *[jnp.int32(0)] * (x.ndim - 2))
+        return jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])).reshape(x.shape[2:])
+
+    return jax.tree.map(one, ring)
+
+
+def _put(ring: Tree, at: tuple[jax.Array, ...], new: Tree) -> Tree:
+    def one(x: jax.Array, new: jax.Array) -> jax.Array:
+        start = (*at, *[jnp.int32(0)] * new.ndim)
+        return jax.lax.dynamic_update_slice(x, new.reshape(*[1] * len(at), *new.shape), start)
+
+    return jax.tree.map(one, ring, new)
+
+
+def _add(total: Tree, new: Tree) -> Tree:
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, new)
+
+
+def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
+    """Adds the gradients of a layer, in place."""
+    return jax.tree.map(
+        lambda total, x: jax.lax.dynamic_update_index_in_dim(
+            total, jax.lax.dynamic_index_in_dim(total, layer, keepdims=False) + x.astype(total.dtype), layer, 0
+        ),
+        total,
+        new,
+    )
+
+
+def apply_in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
     """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer at
     a time are sent from their stage to all devices."""
     staged = jax.tree.map(pipeline.split, call.weights)
@@ -62,171 +355,3 @@ def _in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
         return call.run(jax.tree.map(partial(fetch, layer=layer), staged), x, one, call.shared)
 
     return jax.lax.scan(step, call.x, (jnp.arange(pipeline.layers, dtype=jnp.int32), call.inputs))
-
-
-def _through_stages(p: Pipeline, call: StackCall, has_micro_inputs: Any, has_micro_shared: Any, remat: Remat) -> Any:
-    """Applies all layers to all micro-batches, which are stacked and padded to `p.slots`. The two trees of flags mark
-    the leaves of `call.inputs` and `call.shared` that have a dimension of micro-batches."""
-    weights = call.weights
-    shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
-    seen = {
-        (*group, p.stages, *rounds, *shape)
-        for shape in shapes for rounds in ((), (p.rounds,)) for group in ((), vmap_groups())
-    }  # fmt: skip
-    places = jnp.arange(p.group, dtype=jnp.int32)
-    stages = jnp.arange(p.stages, dtype=jnp.int32)
-
-    def layer(weights: Any, x: Any, sums: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
-        """Applies one layer. Everything that depends on the tick is indexed inside this function; otherwise it would
-        be saved for each tick. The barrier makes the weights depend on the tick too; otherwise jax would gather the
-        weights of all layers before the first tick."""
-        weights, item = jax.lax.optimization_barrier((weights, item))
-        weights, sums = _sum_into(weights, sums, place)
-        micro, turn = _item(p, item)
-        number = (turn * p.stages + stage) * p.group + place
-        shared = _of_micro(call.shared, has_micro_shared, micro)
-        inputs = _of_micro(call.inputs, has_micro_inputs, micro)
-        one = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, p.layers - 1)], inputs)
-        own = jax.tree.map(lambda weight: weight[0] if p.rounds == 1 else _pick(turn, weight), weights)
-        y, _ = call.run(own, x, one, shared)
-        if p.stored == p.layers:
-            return y, sums
-        return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x), sums
-
-    again = partial(jax.checkpoint, policy=policy(remat, seen), prevent_cse=False)
-    size = p.layers_per_boundary(remat)
-
-    def stage(weights: Any, x: Any, sums: Any, stage: jax.Array, item: jax.Array) -> Any:
-        if size == 1:
-            step = lambda carry, xs: (again(layer)(xs[0], *carry, xs[1], stage, item), None)  # noqa: E731
-            return jax.lax.scan(step, (x, sums), (weights, places))[0]
-
-        @again
-        def one(x: Any, sums: Any, place: jax.Array) -> tuple[Any, Any]:
-            """Indexes the weights within the tick. Passing the weights of a segment, or indexing them earlier, would
-            copy them."""
-            place, now = jax.lax.optimization_barrier((place, item))
-            own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), weights)
-            return layer(own, x, sums, place, stage, now)
-
-        @again
-        def segment(x: Any, sums: Any, places: jax.Array) -> tuple[Any, Any]:
-            return jax.lax.scan(lambda carry, place: (one(*carry, place), None), (x, sums), places)[0]
-
-        full = places[: p.group // size * size].reshape(-1, size)
-        carry, _ = jax.lax.scan(lambda carry, places: (segment(*carry, places), None), (x, sums), full)
-        return segment(*carry, places[full.size :]) if full.size < p.group else carry
-
-    staged = jax.tree.map(lambda leaf: shard_first_dim(p.split(leaf), AXIS), weights)
-    sums = jax.tree.map(lambda leaf: shard_first_dim(_sum_of(leaf), AXIS), staged)
-    staged = jax.lax.stop_gradient(staged)  # its gradient is in the sums
-    waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), call.x)
-
-    # `_pass_on` is linear, so without the checkpoint only its masks would be saved, which are as large as what they
-    # mask. Each call makes a new partial: jax caches traces by function, and a trace contains its devices.
-    pass_on = jax.checkpoint(partial(_pass_on, p))
-
-    def tick(carry: tuple[Any, Any, Any], t: jax.Array) -> tuple[tuple[Any, Any, Any], None]:
-        x, waiting, sums = carry
-        y, sums = jax.vmap(stage, spmd_axis_name=AXIS)(staged, x, sums, stages, t - stages)
-        return (*pass_on(y, waiting, t + 1), sums), None
-
-    begin = pass_on(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
-    (_, done, _), _ = jax.lax.scan(tick, (*begin, sums), jnp.arange(p.ticks, dtype=jnp.int32))
-    return jax.tree.map(partial(_collect, p), done)
-
-
-def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The micro-batch and round that a stage processes as work item `item`. Groups of `stages` micro-batches pass
-    through all rounds, so that the result of the last stage reaches the first stage just when it is needed."""
-    item = jnp.clip(item, 0, p.rounds * p.micro_batches - 1)
-    group, within = jnp.divmod(item, p.rounds * p.stages)
-    turn, place = jnp.divmod(within, p.stages)
-    return group * p.stages + place, turn
-
-
-def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]:
-    """The inputs of the stages in tick `t`, from their outputs in the previous tick. The input of a stage is the
-    output of the stage before; the input of the first stage is a waiting micro-batch, or in later rounds the output of
-    the last stage.
-
-    `waiting` is [stages, slots / stages, ...]; a column has one micro-batch per stage. When the first stage reads its
-    micro-batch of a column, each other stage sends its own to the stage before, and the last stage stores its output
-    in the position that becomes free.
-    """
-    group, within = jnp.divmod(t, p.rounds * p.stages)
-    arrives = within < p.stages
-    column = (group * p.stages + within) % (p.slots // p.stages)
-
-    def one(y: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
-        numbers = jnp.arange(p.stages, dtype=jnp.int32).reshape(-1, *[1] * (y.ndim - 1))
-        old = jax.lax.dynamic_index_in_dim(waiting, column, axis=1, keepdims=False)
-        new = jnp.where(numbers == p.stages - 1, y, rotate(old, AXIS, -1))
-        x = jnp.where((numbers == 0) & arrives, old, rotate(y, AXIS, 1))
-        waiting = jax.lax.dynamic_update_index_in_dim(waiting, jnp.where(arrives, new, old), column, axis=1)
-        return shard_first_dim(x, AXIS), shard_first_dim(waiting, AXIS)
-
-    pairs = jax.tree.map(one, y, waiting)
-    return jax.tree.transpose(jax.tree.structure(y), jax.tree.structure((0, 0)), pairs)
-
-
-def _collect(p: Pipeline, done: jax.Array) -> jax.Array:
-    """The results in the order of the micro-batches. After the last tick they are shifted by `stages` columns. If
-    there are more slots than micro-batches, the results are in the last slots."""
-    empty = p.slots - p.micro_batches
-    done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
-    done = done.reshape(p.slots, *done.shape[2:])
-    return jnp.roll(done, -empty, axis=0) if empty else done
-
-
-@jax.custom_vjp
-def _sum_of(weight: jax.Array) -> jax.Array:
-    """Zeros that are carried through all ticks with `weight`. Their gradient is the sum of the gradients that
-    `_sum_into` adds, in float32, in place, one layer at a time. By default jax would store the gradients of a
-    complete stage for a tick in addition to their sum, and sum in the dtype of the weight. XLA removes the zeros from
-    the forward pass. They depend on the weight, so that under a vmap over groups of rows each group has its own sum."""
-    return jnp.where(False, weight, jnp.zeros_like(weight)).astype(jnp.float32)
-
-
-_sum_of.defvjp(lambda weight: (_sum_of(weight), jnp.zeros((), weight.dtype)), lambda like, g: (g.astype(like.dtype),))
-
-
-@jax.custom_vjp
-def _sum_into(weights: Any, sums: Any, _: jax.Array) -> tuple[Any, Any]:
-    """(weights, sums, place) -> (weights, sums). The backward pass adds the gradients of the weights to the sums at
-    `place`."""
-    return weights, sums
-
-
-def _sum_into_backward(place: jax.Array, gradients: tuple[Any, Any]) -> tuple[None, Any, None]:
-    def add(g: jax.Array, total: jax.Array) -> jax.Array:
-        before = jax.lax.dynamic_index_in_dim(total, place, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(total, before + g.astype(jnp.float32), place, 0)
-
-    return None, jax.tree.map(add, *gradients), None
-
-
-_sum_into.defvjp(lambda weights, sums, place: ((weights, sums), place), _sum_into_backward)
-
-
-def _of_micro(tree: Any, batched: Any, micro: jax.Array) -> Any:
-    return jax.tree.map(lambda leaf, own: leaf[micro] if own else leaf, tree, batched)
-
-
-@jax.custom_vjp
-def _pick(turn: jax.Array, weight: jax.Array) -> jax.Array:
-    """The weights of a round, from [rounds, ...]."""
-    one = weight[0]
-    for number in range(1, weight.shape[0]):
-        one = jnp.where(turn == number, weight[number], one)
-    return one
-
-
-def _pick_backward(saved: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
-    """Uses `where`, because a scatter would first write zeros for all rounds."""
-    turn, rounds = saved
-    numbers = jnp.arange(rounds, dtype=jnp.int32).reshape(-1, *[1] * g.ndim)
-    return None, jnp.where(numbers == turn, g[None], jnp.zeros_like(g))
-
-
-_pick.defvjp(lambda turn, weight: (_pick(turn, weight), (turn, weight.shape[0])), _pick_backward)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxmem.sharding import shard_count
 from jaxmem.sharding.host import fetch_layer, take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack.cuts import StackCall
+from jaxmem.stack.cuts import Run, StackCall
 from jaxmem.stack.schedule import Schedule
 from jaxmem.stack.scheduled import first_pass, layer_with, recompute, scan_layers
 
@@ -94,26 +94,55 @@ def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None =
     gradient. `dtype` is the dtype of gradients; None is the dtype of each weight. `micro` is the number of
     micro-batches, which are processed one after the other; they need a policy that saves the input of every layer."""
 
-    def at(weights: Any) -> Any:
-        return differentiable(jax.tree.map(lambda own, w: w if own else None, trainable, weights), dtype)
-
+    at = differentiable_weights(trainable, dtype)
     return _saving(applied, at, micro) if applied.plan is None else _recomputing(applied, applied.plan, at, micro)
+
+
+class LayerDerivative:
+    """The derivative of a layer, as the arrays that it needs besides weights and inputs. `forward` is traced first."""
+
+    def __init__(self, run: Run, at: Callable[[Any], Any]) -> None:
+        self._run, self._at = run, at
+        self._tree: Any = None
+        # For each leaf of the derivative, the index of the same array among the leaves of (differentiable arrays,
+        # weights, inputs of the layer, shared inputs). None: it must be saved.
+        self._sources: list[int | None] = []
+
+    def forward(self, weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, list[jax.Array]]:
+        """Returns the output of the layer and the arrays to save."""
+        own = self._at(weights)
+        y, derivative = jax.vjp(lambda at, x: self._run(with_gradients(weights, at), x, one, shared)[0], own, x)
+        leaves, self._tree = jax.tree.flatten(derivative)
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((own, weights, one, shared)))}
+        self._sources = [places.get(id(leaf)) for leaf in leaves]
+        return y, [jnp.asarray(leaf) for leaf, place in zip(leaves, self._sources, strict=True) if place is None]
+
+    def from_saved(self, weights: Any, one: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
+        known, rest = jax.tree.leaves((self._at(weights), weights, one, shared)), iter(saved)
+        leaves = [next(rest) if place is None else known[place] for place in self._sources]
+        derivative: Derivative = jax.tree.unflatten(self._tree, leaves)
+        return derivative
+
+    def recomputed(self, weights: Any, one: Any, shared: Any, x: Any) -> Derivative:
+        """The derivative, from the input of the layer."""
+
+        def run(at: Any, x: Any) -> Any:
+            return self._run(with_gradients(weights, at), x, one, shared)[0]
+
+        return jax.vjp(run, self._at(weights), x)[1]
+
+
+def differentiable_weights(trainable: Any, dtype: DTypeLike | None) -> Callable[[Any], Any]:
+    """A function: weights of a layer -> the arrays to differentiate with respect to; None for frozen weights."""
+    return lambda weights: differentiable(jax.tree.map(lambda own, w: w if own else None, trainable, weights), dtype)
 
 
 def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> ForwardPass:
     """Every layer saves the residuals of its derivative."""
-    # The tree structure of the derivative of a layer; and for each of its leaves, the index of the same array among the
-    # leaves of (differentiable arrays, weights, inputs of the layer, shared inputs). None: it must be saved.
-    form: list[Any] = []
+    of_layer = LayerDerivative(applied.run, at)
 
     def step(shared: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
-        own = at(weights)
-        y, derivative = jax.vjp(lambda at, x: applied.run(with_gradients(weights, at), x, one, shared)[0], own, x)
-        leaves, tree = jax.tree.flatten(derivative)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((own, weights, one, shared)))}
-        sources = [places.get(id(leaf)) for leaf in leaves]
-        form[:] = [tree, sources]
-        saved = [jnp.asarray(leaf) for leaf, place in zip(leaves, sources, strict=True) if place is None]
+        y, saved = of_layer.forward(weights, x, one, shared)
         return y, shared, applied.save(saved)
 
     def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
@@ -127,7 +156,6 @@ def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> Forward
         split_micro_batches(applied.shared, micro),
     )
     y, every = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-    tree, sources = form
 
     def load(layer: jax.Array) -> list[jax.Array]:
         return applied.load(take_layer(every, layer, int(micro > 1)))
@@ -137,14 +165,10 @@ def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> Forward
             return ahead, load(jnp.maximum(layer - 1, 0))
         return load(layer), None
 
-    def derivative(weights: Any, one: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
-        known, rest = jax.tree.leaves((at(weights), weights, one, shared)), iter(saved)
-        return jax.tree.unflatten(tree, [next(rest) if place is None else known[place] for place in sources])
-
     def begin() -> Any:
         return load(jnp.int32(applied.layers - 1)) if applied.on_host else None
 
-    return ForwardPass(applied, merge_micro_batches(y, micro), micro, at, residuals, begin, derivative)
+    return ForwardPass(applied, merge_micro_batches(y, micro), micro, at, residuals, begin, of_layer.from_saved)
 
 
 def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], micro: int) -> ForwardPass:
@@ -157,13 +181,8 @@ def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], m
         slots = recompute(replace(applied, weights=weights), plan, slots, begin, end)
         return applied.load(take_layer(slots, slot)), slots
 
-    def derivative(weights: Any, one: Any, shared: Any, x: Any) -> Derivative:
-        def run(at: Any, x: Any) -> Any:
-            return applied.run(with_gradients(weights, at), x, one, shared)[0]
-
-        return jax.vjp(run, at(weights), x)[1]
-
-    return ForwardPass(applied, y, micro, at, residuals, lambda: slots, derivative)
+    of_layer = LayerDerivative(applied.run, at)
+    return ForwardPass(applied, y, micro, at, residuals, lambda: slots, of_layer.recomputed)
 
 
 def merge_micro_batches(tree: Any, micro: int) -> Any:

@@ -1,10 +1,4 @@
-"""How a stack of layers is divided into pipeline stages, and the share of idle time.
-
-GPipe (Huang et al., arXiv:1811.06965): with p stages and m micro-batches, a stage works in m of m + p - 1 ticks, so
-the bubble is (p - 1) / (m + p - 1). The interleaved schedule (Narayanan et al., arXiv:2104.04473) assigns v groups of
-layers to each stage that are not adjacent: a micro-batch passes through all stages v times, a tick is v times shorter,
-and the bubble is (p - 1) / (v m + p - 1).
-"""
+"""How a stack of layers is divided into pipeline stages. `timetable.py` has the schedules."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.config.recompute import is_scheduled
-from jaxmem.stack.remat import Remat
+from jaxmem.stack.timetable import Name, Timetable, timetable
 
 
 @dataclass(frozen=True)
@@ -24,7 +17,8 @@ class Pipeline:
     layers: int
     stages: int
     micro_batches: int
-    rounds: int = 1  # groups of layers per stage; a micro-batch passes through one group per round; 1 is GPipe
+    rounds: int = 1  # groups of layers per stage; a micro-batch passes through one group per round
+    schedule: Name = "1f1b"
 
     @property
     def group(self) -> int:
@@ -37,36 +31,17 @@ class Pipeline:
         return self.stages * self.group * self.rounds
 
     @property
-    def slots(self) -> int:
-        """The number of micro-batches, padded to the same number on every stage."""
-        return -(-self.micro_batches // self.stages) * self.stages
-
-    @property
-    def ticks(self) -> int:
-        return self.rounds * self.micro_batches + self.stages - 1
+    def timetable(self) -> Timetable:
+        return timetable(self.schedule, self.stages, self.micro_batches, self.rounds)
 
     @property
     def bubble(self) -> float:
-        """The share of ticks in which a stage is idle.
+        """The share of the time of a step in which a stage is idle.
 
         >>> Pipeline(layers=32, stages=4, micro_batches=8).bubble
         0.2727272727272727
         """
-        return (self.stages - 1) / self.ticks
-
-    def layers_per_boundary(self, remat: Remat) -> int:
-        """The number of layers of a stage that are recomputed from one saved boundary; with `sqrt`, the number for
-        which the fewest boundaries are saved.
-
-        >>> pipeline = Pipeline(layers=32, stages=4, micro_batches=2)
-        >>> [pipeline.layers_per_boundary(remat) for remat in ("full", "every_2", "sqrt")]
-        [1, 2, 8]
-        """
-        if not isinstance(remat, str) or not is_scheduled(remat):
-            return 1
-        if remat != "sqrt":
-            return min(int(remat.removeprefix("every_")), self.group)
-        return min(range(1, self.group + 1), key=lambda size: self.ticks * -(-self.group // size) + size)
+        return self.timetable.idle()
 
     @cached_property
     def order(self) -> np.ndarray:

@@ -89,26 +89,11 @@ def accumulate(
     return grads, jax.tree.map(jnp.add, sums, own)
 
 
-def differentiate_all(
-    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
-) -> tuple[Params, Sums]:
-    """Gradients of all micro-batches, for a `loss` that processes them together (pipeline stages) and accumulates their
-    gradients itself."""
-    layout = current()
-    if layout is None or not layout.local_gradient_axes:
-        return differentiate(loss, params, batch, keys, axes)
-    local = _LocalGradients(layout, axes, dtype, rows=1)
-    grads, sums = local.gradients(loss, params, batch, keys)
-    total = jax.tree.map(lambda names, g: local.reduce(names).of_all(g), axes, grads, is_leaf=is_axes)
-    return jax.tree.map(lambda total, g: total.astype(g.dtype), total, grads), sums
-
-
 class _LocalGradients:
     """Gradients of groups of rows, one group and its gradients per device."""
 
-    def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike, rows: int = 0) -> None:
-        """`rows`: the index of the batch dimension."""
-        self._layout, self._axes, self._dtype, self._rows = layout, axes, np.dtype(dtype), rows
+    def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike) -> None:
+        self._layout, self._axes, self._dtype = layout, axes, np.dtype(dtype)
         self._over = layout.local_gradient_axes
         self.groups = layout.size(self._over)
 
@@ -134,21 +119,21 @@ class _LocalGradients:
         grads, sums = self._differentiate(of_group, at, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
-    def reduce(self, names: Axes) -> _Reduce:
-        return _Reduce(self._layout, names, self._over, self._dtype)
+    def reduce(self, names: Axes) -> Reduce:
+        return Reduce(self._layout, names, self._over, self._dtype)
 
     def _differentiate(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
         """Gradients of the sum of the losses of all groups with respect to `at`. Without `own`, each group has its own
         `at`, [groups, ...]. With `own`, trees of [groups, ...], all groups share `at`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
-            in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)
+            in_axes = (None if own else 0, *[0] * len(own), 0, 0)
             mapped = jax.vmap(loss, in_axes=in_axes, axis_name=GROUPS, spmd_axis_name=self._over)
             losses, sums = mapped(at, *each)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         # Rows are sharded group by group, so no data is moved.
-        split = lambda x: x.reshape(*x.shape[: self._rows], self.groups, -1, *x.shape[self._rows + 1 :])  # noqa: E731
+        split = lambda x: x.reshape(self.groups, -1, *x.shape[1:])  # noqa: E731
         batch, keys = jax.tree.map(split, (batch, keys))
         with self._layout.inside_vmap(self._over):
             return jax.grad(every, has_aux=True)(at, *own, batch, keys)
@@ -163,7 +148,7 @@ class _LocalGradients:
 
 
 @dataclass(frozen=True)
-class _Reduce:
+class Reduce:
     """A function of the gradient of a group and its accumulated gradient. It returns their sum over all groups,
     communicated in `dtype`."""
 

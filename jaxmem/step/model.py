@@ -260,7 +260,6 @@ class ModelSpec:
             raise UserError("memory.remat=auto is resolved by `plan` and `train`; use none, full or {save: [names]}")
         named = None if memory.attention == "auto" else memory.attention
         implementation = named if self.attention is None else self.attention.implementation
-        remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         return models.Execution(
             dtype=compute_dtype(self.cfg.precision, self.platform),
             attention=implementation,
@@ -270,8 +269,14 @@ class ModelSpec:
             max_segments=self.cfg.data.max_segments,
             context_method="ring" if self.attention is None else self.attention.context_method,
             chunking=chunking(memory),
-            stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),
+            stack=self.stack_options,
         )
+
+    @property
+    def stack_options(self) -> StackOptions:
+        memory = self.cfg.memory
+        remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
+        return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload))
 
     def _arrange(self, axes: Axes, weight: Any) -> Any:
         """The layers of a stack in the order in which pipeline stages store them."""
@@ -283,7 +288,7 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
     """The pipeline of a config whose mesh is resolved; None: one stage."""
     if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | OwnModel):
         return None
-    return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds)
+    return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds, cfg.pipeline.name)
 
 
 def chunking(memory: Memory) -> Chunking:

@@ -21,7 +21,6 @@ from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Network
 from jaxmem.models.own import PlainNetwork
-from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
 STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
@@ -31,42 +30,14 @@ Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "m
 
 @dataclass(frozen=True)
 class Objective:
-    """(network, batch, dropout key of each row or None) -> sums. It has two parts, since a pipeline sends all
-    micro-batches through the layers before it computes a loss."""
+    """(network, batch, dropout key of each row or None) -> sums. It has two parts, since the last stage
+    of a pipeline computes the loss."""
 
     features: Callable[[Any, Batch, jax.Array | None], Any]  # the output of the last layer
     sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
-
-    def of_all(self, pipeline: Pipeline, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
-        """The sums over all micro-batches of an update, in one pass through pipeline stages. Leaves of the batch are
-        [micro-batches, rows, ...]; `keys` has one key per row, or is None.
-
-        Everything except the layers would be the same work on every stage, so it is divided: each stage embeds its
-        share of the micro-batches, and computes their loss, one micro-batch at a time. Logits are recomputed in the
-        backward pass (one more matmul with the output projection), so a device stores the logits of one micro-batch.
-        Embedding and output projection are replicated over stages."""
-        stages, empty = pipeline.stages, pipeline.slots - pipeline.micro_batches
-        # Pads with micro-batches of zeros, whose mask is zero, so that every stage has the same number.
-        batch = jax.tree.map(lambda x: jnp.pad(x, [(0, empty), *[(0, 0)] * (x.ndim - 1)]), batch)
-        if keys is not None:
-            keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], (empty, *keys.shape[1:]))])
-
-        @jax.checkpoint
-        def one(x: Any, batch: Batch) -> Sums:
-            """The sums over one micro-batch per stage."""
-            sums = jax.vmap(partial(self.sums, network), spmd_axis_name="stage")(x, batch)
-            return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-
-        features = jax.vmap(
-            partial(self.features, network), in_axes=(0, None if keys is None else 0), spmd_axis_name="stage"
-        )
-        x = features(batch, keys)
-        columns = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(stages, -1, *x.shape[1:]), 1, 0), (x, batch))
-        sums = jax.lax.map(lambda xs: one(*xs), columns)
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
 def objective(complete: config.Config) -> Objective:
@@ -131,8 +102,13 @@ def _images(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array
 
 
 def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    first, second = (None, None) if keys is None else split_keys(keys, 2)
-    return network.features(batch["inputs"], keys=first), network.features(batch["pairs"], keys=second)
+    """Both images of each pair, in one batch: row by row, so that no row changes its device."""
+    rows = batch["mask"].shape[0]
+    images = jnp.stack([batch["inputs"], batch["pairs"]], axis=1).reshape(2 * rows, *batch["inputs"].shape[1:])
+    both = None if keys is None else jnp.stack(list(split_keys(keys, 2)), axis=1).reshape(2 * rows)
+    x = network.features(images, keys=both)
+    x = x.reshape(rows, 2, *x.shape[1:])
+    return x[:, 0], x[:, 1]
 
 
 def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Array:

@@ -89,7 +89,9 @@ class Program:
         def evaluate(params: Params, batch: Batch) -> Sums:
             params = self.spec.to_memory(params)
             if self.model.pipeline is not None:
-                return plain.of_all(self.model.pipeline, self.model.network(params), batch, None)
+                from jaxmem.step.pipeline import pipeline_sums
+
+                return pipeline_sums(self.model, plain, params, batch)
             sums = jax.lax.map(lambda micro_batch: plain(self.model.network(params), micro_batch, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 

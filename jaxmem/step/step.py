@@ -21,7 +21,7 @@ from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import nonfinite
-from jaxmem.step.gradients import accumulate, differentiate, differentiate_all
+from jaxmem.step.gradients import accumulate, differentiate
 from jaxmem.step.objective import STATE, Batch, Sums, means, objective, trained_sum
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 
@@ -88,9 +88,10 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
     at = differentiable(model.select(state.params), spec.gradient_dtype)
     if model.pipeline is not None:
-        of_all = partial(loss, partial(losses.of_all, model.pipeline))
-        compute_gradients = partial(differentiate_all, dtype=compute) if len(row_keys) > 1 else differentiate
-        grads, sums = compute_gradients(of_all, at, batch, row_keys, axes)
+        from jaxmem.step.pipeline import pipeline_gradients
+
+        how = {"scale": scale, "gradient_dtype": spec.gradient_dtype, "dtype": compute}
+        grads, sums = pipeline_gradients(model, losses, state.params, batch, row_keys, **how)
     elif len(row_keys) == 1:
         micro_batch = jax.tree.map(lambda x: x[0], batch)
         grads, sums = differentiate(partial(loss, losses), at, micro_batch, row_keys[0], axes)

@@ -77,7 +77,12 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["train.evaluate_every=5", "data.held_out=0"],
             "train.evaluate_every=5 ... data.held_out=0.02",
         ),
-        (TEXT, ["memory.remat=slots_4", "mesh.stage=2"], "mesh.stage=2 ... memory.remat=slots_4 ... memory.remat=none"),
+        (
+            TEXT,
+            ["pipeline.schedule=1f1b", "pipeline.rounds=2", "mesh.stage=2", "batch.accumulate=2"],
+            "pipeline.schedule=1f1b ... pipeline.rounds=2 ... pipeline.schedule=interleaved_1f1b",
+        ),
+        (TEXT, ["pipeline.schedule=circular", "mesh.stage=2"], "pipeline.schedule=circular ... use pipeline.rounds=2"),
         (TEXT, ["memory.remat={save: [mlp_hiden]}"], "memory.remat.save=mlp_hiden ... model.family=decoder"),
         (PICTURES, ["memory.loss_chunk=64"], "memory.loss_chunk=64 ... objective.name=next_token"),
         (

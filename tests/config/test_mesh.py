@@ -50,11 +50,6 @@ def test_the_rest_of_the_devices(n, overrides, expected):
         ),
         (
             TEXT,
-            ["mesh.stage=4", "mesh.fsdp=2", "batch.accumulate=2"],
-            "batch.accumulate=2 ... mesh.stage=4 ... batch.accumulate=1",
-        ),
-        (
-            TEXT,
             ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=24", "batch.accumulate=3"],
             "batch.accumulate=3 ... mesh.stage=2 ... pipeline.rounds=2 ... batch.accumulate=2",
         ),

@@ -1,4 +1,6 @@
-"""The schedule by itself, on one device: every micro-batch sees every layer once and in order, whatever divides."""
+"""Schedules of pipelines by themselves, and the layers of their stages."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.stack import Pipeline, StackOptions, apply_stack, stacked
+from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
 
 SHAPES = [  # layers, stages, micro-batches, rounds
     (4, 2, 4, 1),
@@ -17,7 +20,6 @@ SHAPES = [  # layers, stages, micro-batches, rounds
     (10, 2, 4, 1),  # segments of two layers do not divide five
     (8, 2, 4, 1),
 ]
-REMAT = ["none", "full", "dots", "none", "full", "every_2", "sqrt"]
 
 
 class Affine(nnx.Module):
@@ -33,40 +35,74 @@ def layer(block, x, own, beside):
     return jnp.tanh(x * block.a.get_value() + block.b.get_value()) * shared + micro * own, None
 
 
-def loss(blocks, x, own, beside, way):
-    """`own` is each layer's, for each micro-batch; `beside` holds something of all and something of each."""
-    apply = lambda x, own, micro: apply_stack(blocks, layer, x, own, (beside[0], micro), options=way)[0]  # noqa: E731
-    return jax.vmap(apply)(x, own, beside[1])
+SCHEDULES = [
+    ("gpipe", 4, 8, 1), ("circular", 4, 8, 2), ("1f1b", 4, 32, 1), ("1f1b", 4, 3, 1), ("1f1b", 3, 1, 1),
+    ("interleaved_1f1b", 4, 32, 2), ("zero_bubble", 4, 16, 1), ("zero_bubble", 4, 16, 2), ("zero_bubble", 2, 1, 1),
+]  # fmt: skip
 
 
-def padded(x, slots):
-    return jnp.pad(x, [(0, slots - len(x)), *[(0, 0)] * (x.ndim - 1)])
+@pytest.mark.parametrize(("name", "stages", "micro", "rounds"), SCHEDULES)
+def test_every_schedule_passes_the_checker(name, stages, micro, rounds):
+    table = timetable(name, stages, micro, rounds)
+    check(table, table.slots)
+    assert table.splits_backward == (name == "zero_bubble")
+    evaluated = evaluation(stages, micro, rounds)
+    check(evaluated, evaluated.slots)
 
 
-@pytest.mark.parametrize(("shape", "remat"), list(zip(SHAPES, REMAT, strict=True)))
-def test_stages_do_what_layers_do(shape, remat):
-    layers, stages, micro, rounds = shape
-    pipeline = Pipeline(layers, stages, micro, rounds)
-    draw = np.random.default_rng(0)
-    x, own = (jnp.asarray(draw.normal(size=(micro, *n, 3)), jnp.float32) for n in ((), (layers,)))
-    beside = jnp.float32(0.5), jnp.asarray(draw.normal(size=(micro, 3)), jnp.float32)
-    graphdef, state = nnx.split(stacked(Affine, layers, nnx.Rngs(0)))
-    weights = nnx.to_pure_dict(state)
-    target = jnp.asarray(draw.normal(size=x.shape), jnp.float32)
+def test_slots_follow_the_stages():
+    """With 1F1B not the number of micro-batches."""
+    for micro in (8, 32):
+        assert timetable("1f1b", 4, micro).slots.counts == (7, 1, 1)  # 2 p - 1
+        assert timetable("interleaved_1f1b", 4, micro, 2).slots.counts == (
+            11,
+            1,
+            1,
+        )
+        assert timetable("gpipe", 4, micro).slots.counts[0] == micro
 
-    def plain(weights, x):
-        y = loss(nnx.merge(graphdef, weights), x, own, beside, StackOptions(remat))
-        return jnp.sum(y * target), y
 
-    def staged(weights, x):
-        blocks = nnx.merge(graphdef, jax.tree.map(pipeline.arrange, weights))
-        slots = pipeline.slots
-        given = padded(own, slots), (beside[0], padded(beside[1], slots))
-        y = loss(blocks, padded(x, slots), *given, StackOptions(remat, pipeline))[:micro]
-        return jnp.sum(y * target), y
+def test_the_share_of_idle_time():
+    for name in ("gpipe", "1f1b"):
+        assert timetable(name, 4, 16).idle() == pytest.approx(3 / 19)
+    assert timetable("interleaved_1f1b", 4, 16, 2).idle() == pytest.approx(3 / 35)
+    # No stage can begin before the first forward pass has reached it: p - 1 of 3 v m + p - 1 units are the least.
+    assert timetable("zero_bubble", 4, 16).idle() == pytest.approx(3 / 51)
+    assert timetable("zero_bubble", 4, 16, 2).idle() == pytest.approx(3 / 99)
 
-    results = [jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(weights, x) for f in (plain, staged)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *results)
+
+def broken(**changes):
+    """A table of 1F1B with some entries replaced: (tick, stage) -> value."""
+    table = timetable("1f1b", 2, 3)
+    slots = table.slots
+    for name, places in changes.items():
+        owner = table if hasattr(table, name) else slots
+        values = getattr(owner, name).copy()
+        for place, value in places.items():
+            values[place] = value
+        if owner is table:
+            table = dataclasses.replace(table, **{name: values})
+        else:
+            slots = dataclasses.replace(slots, **{name: values})
+    return table, slots
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"kind": {(0, 1): FORWARD}}, "reads inputs of micro-batch 0"),  # not sent yet
+        ({"kind": {(1, 1): BACKWARD}}, "reads gradients of micro-batch 0"),  # backward before forward
+        ({"kind": {(7, 0): IDLE}}, "missing"),
+        ({"kind": {(2, 0): FORWARD}, "micro": {(2, 0): 1}}, "repeats forward of micro-batch 1"),
+        ({"saved": {(1, 0): 0}}, "overwrites the saved activations of micro-batch 0"),
+        ({"saved": {(4, 0): 1}}, "reads saved activations of micro-batch 0"),
+        ({"received": {(0, 1): -1}}, "slot -1 of inputs does not exist"),
+        ({"kind": {(6, 1): FORWARD}, "micro": {(6, 1): 4}}, "reads inputs of micro-batch 4"),
+    ],
+)
+def test_tables_that_would_read_what_is_not_there_are_refused(changes, fault):
+    with pytest.raises(ValueError, match=fault):
+        check(*broken(**changes))
 
 
 def test_without_micro_batches_layer_follows_layer():
@@ -91,9 +127,3 @@ def test_each_layer_has_one_place():
         # What a stage runs in its turn are neighbours in the model.
         order = pipeline.order.reshape(stages, pipeline.group, rounds)
         assert (np.diff(order, axis=1) == 1).all()
-
-
-def test_rounds_make_the_bubble_smaller():
-    assert Pipeline(32, 4, 8).bubble == pytest.approx(3 / 11)
-    assert Pipeline(32, 4, 8, rounds=2).bubble == pytest.approx(3 / 19)
-    assert Pipeline(32, 4, 1).bubble == pytest.approx(3 / 4)

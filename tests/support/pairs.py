@@ -164,6 +164,7 @@ mesh.context_method=ring mesh.context=2
 mesh.context_method=all_gather mesh.context=2
 mesh.tensor=2
 pipeline.rounds=2 mesh.stage=2 batch.accumulate=2
+pipeline.schedule=gpipe mesh.stage=2 batch.accumulate=2
 zero=0
 zero=1
 zero=2

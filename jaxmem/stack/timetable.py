@@ -1,0 +1,344 @@
+"""Pipeline schedules as tables: what each stage does in each tick, made and checked on the host.
+
+With p stages, m micro-batches and v rounds (groups of layers per stage), a stage has v m work items of each kind:
+
+    F  the forward pass of a micro-batch through one group of layers
+    B  its backward pass; with `zero_bubble` only the gradients of activations
+    W  with `zero_bubble`, the gradients of weights
+
+A tick ends when all stages have finished it, since neighbours then exchange results. So the operations of a tick should
+take the same time: a schedule alternates ticks of F and ticks of B, and a W may fill an idle place of either kind. F of
+item k runs on stage s in the (k + s)-th tick of F, for every schedule; they differ in when B starts:
+
+    gpipe, circular            after the last F (Huang et al., arXiv:1811.06965); all items are in memory
+    1f1b, interleaved_1f1b     as early as possible (Narayanan et al., arXiv:2104.04473): v p + p - 1 items in memory
+    zero_bubble                like 1f1b; W fills the ticks in which a stage waits for the last gradients (Qi et al.,
+                               arXiv:2401.10241)
+
+Megatron's stages run at different paces and store p items with `1f1b`; here stage s stores 2 (p - s) - 1, because all
+stages keep one pace. The bubble is the same.
+
+Micro-batches go backward in their order, so gradients are summed in the same order as on one device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
+KINDS = ("idle", "forward", "backward", "weight gradient")
+Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"]
+# The time of each operation, in forward passes: B has two matmuls for each one of F, or one with W on its own.
+COSTS = {False: (0.0, 1.0, 2.0, 0.0), True: (0.0, 1.0, 1.0, 1.0)}
+
+
+class Work(NamedTuple):
+    """An operation of a stage."""
+
+    kind: int
+    micro: int
+    turn: int  # the round
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """What each stage does: `kind`, `micro` and `turn` are [ticks, stages]."""
+
+    stages: int
+    micro_batches: int
+    rounds: int
+    kind: np.ndarray
+    micro: np.ndarray
+    turn: np.ndarray
+    trains: bool = True  # whether it has backward passes
+
+    @property
+    def ticks(self) -> int:
+        return len(self.kind)
+
+    def scope(self, kind: int) -> str | None:
+        """The name of a scope that tells the planner how often a stage runs an operation, and in how many ticks the
+        others wait for it, since it is the longest one; None: never."""
+        longest = np.argmax(np.asarray(COSTS[self.splits_backward])[self.kind], axis=1)
+        lasts = int(np.sum(self.kind[np.arange(self.ticks), longest] == kind))
+        count = int(np.sum(self.kind == kind)) // self.stages
+        return f"runs_{count}_in_{self.ticks}_lasts_{lasts}" if count else None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are operations of their own."""
+        return bool(np.any(self.kind == WEIGHTS))
+
+    def work(self) -> Iterator[tuple[int, int, Work]]:
+        """(tick, stage, operation), in the order of ticks."""
+        for tick, stage in np.argwhere(self.kind != IDLE).tolist():
+            places = (self.kind, self.micro, self.turn)
+            yield tick, stage, Work(*(int(each[tick, stage]) for each in places))
+
+    def idle(self, recompute: float = 0.0) -> float:
+        """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
+        `recompute`: the forward passes that a backward pass repeats.
+
+        >>> [round(timetable(name, 4, 16).idle(), 3) for name in ("gpipe", "1f1b", "zero_bubble")]
+        [0.158, 0.158, 0.059]
+        """
+        costs = np.asarray(COSTS[self.splits_backward]) + recompute * (np.arange(4) == BACKWARD)
+        each = costs[self.kind]
+        return float(1 - np.sum(each) / (self.stages * np.sum(np.max(each, axis=1))))
+
+    @cached_property
+    def slots(self) -> "Slots":
+        return _slots(self)
+
+    def next_stage(self, stage: int, turn: int) -> tuple[int, int] | None:
+        """The stage and round to which a forward pass sends its result; None: it is the last."""
+        if stage < self.stages - 1:
+            return stage + 1, turn
+        return (0, turn + 1) if turn < self.rounds - 1 else None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where results are stored until they are used, [ticks, stages]; -1: nowhere. Each is an index into a ring of
+    arrays on a stage."""
+
+    saved: np.ndarray  # what F saves for B of the same item, and B for W
+    inputs: np.ndarray  # the input of F; -1: the embedding of the micro-batch
+    gradients: np.ndarray  # the gradient that B reads, or which F of the last layers writes
+    received: np.ndarray  # where the activations are stored that arrive after the tick
+    returned: np.ndarray  # where the gradient is stored that arrives after the tick
+    counts: tuple[int, int, int]  # the sizes of the rings of `saved`, `inputs` and `gradients`
+
+
+@lru_cache(maxsize=64)
+def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> Timetable:
+    """The table of a schedule.
+
+    >>> ["".join(".FBW"[kind] for kind in stage) for stage in timetable("1f1b", 2, 3).kind.T]
+    ['FF.FB.BB', '.FBFBFB.']
+    """
+    p, m, v = stages, micro_batches, rounds
+    order = [_item(number, p, v) for number in range(v * m)]
+    backward = [(micro, v - 1 - turn) for micro, turn in order]
+    # The first tick of B on the last stage, counted in ticks of F: when the last layers have processed the first item.
+    begin = v * m + p - 1 if name in ("gpipe", "circular") else order.index((0, v - 1)) + p - 1
+    count = max(begin, 0) + v * m + p - 1
+    rows: list[list[Work | None]] = []
+    for pair in range(max(count, v * m + p - 1)):
+        rows.append([_at(order, pair - s, FORWARD) for s in range(p)])
+        rows.append([_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
+    rows = [row for row in rows if any(row)]
+    tables = [_table(p, m, v, rows)]
+    if name == "zero_bubble":  # with more of W waiting, fewer places are idle, up to a limit
+        tables = [_table(p, m, v, _with_weight_gradients(rows, p, most)) for most in range(2 * p)]
+    table = min(tables, key=lambda table: (table.ticks, table.slots.counts))
+    check(table, table.slots)
+    return table
+
+
+@lru_cache(maxsize=64)
+def evaluation(stages: int, micro_batches: int, rounds: int) -> Timetable:
+    """The forward passes only."""
+    order = [_item(number, stages, rounds) for number in range(rounds * micro_batches)]
+    ticks = rounds * micro_batches + stages - 1
+    rows = [[_at(order, tick - s, FORWARD) for s in range(stages)] for tick in range(ticks)]
+    return _table(stages, micro_batches, rounds, rows, trains=False)
+
+
+def _item(number: int, p: int, v: int) -> tuple[int, int]:
+    """(micro-batch, round) of a work item. Groups of p micro-batches pass through all rounds, so that the result of the
+    last stage reaches the first one just when it is needed."""
+    if v == 1:
+        return number, 0
+    group, within = divmod(number, v * p)
+    turn, place = divmod(within, p)
+    return group * p + place, turn
+
+
+def _at(items: list[tuple[int, int]], number: int, kind: int) -> Work | None:
+    return Work(kind, *items[number]) if 0 <= number < len(items) else None
+
+
+def _with_weight_gradients(rows: list[list[Work | None]], p: int, most: int) -> list[list[Work | None]]:
+    """Adds W for each B: in idle places, and in ticks of their own after a tick of B in which every stage has more than
+    `most` of them waiting."""
+    waiting: list[list[Work]] = [[] for _ in range(p)]
+    result = []
+
+    def fill(row: list[Work | None]) -> None:
+        row = [waiting[s].pop(0) if one is None and waiting[s] else one for s, one in enumerate(row)]
+        for s, one in enumerate(row):
+            if one is not None and one.kind == BACKWARD:
+                waiting[s].append(one._replace(kind=WEIGHTS))
+        result.append(row)
+
+    for row in rows:
+        fill(row)
+        if min(map(len, waiting)) > most:
+            fill([None] * p)
+    while any(waiting):
+        fill([None] * p)
+    return result
+
+
+def _table(p: int, m: int, v: int, rows: list[list[Work | None]], trains: bool = True) -> Timetable:
+    values = np.asarray([[one or Work(IDLE, 0, 0) for one in row] for row in rows], np.int32)
+    return Timetable(p, m, v, values[..., 0], values[..., 1], values[..., 2], trains)
+
+
+def _slots(table: Timetable) -> Slots:
+    """Assigns the lowest free slot to each result when it is written."""
+    shape = (5, table.ticks, table.stages)
+    saved, inputs, gradients, received, returned = np.full(shape, -1, np.int32)
+    rings = [[_Ring() for _ in range(table.stages)] for _ in range(3)]
+    last = WEIGHTS if table.splits_backward else BACKWARD
+    arriving: list[tuple[np.ndarray, int, int, int, tuple[int, int]]] = []
+    now = -1
+
+    def deliver() -> None:
+        """At the end of a tick, after the operations have freed their slots."""
+        for where, ring, tick, stage, key in arriving:
+            where[tick, stage] = rings[ring][stage].put(key)
+        arriving.clear()
+
+    for tick, stage, (kind, micro, turn) in table.work():
+        if tick != now:
+            deliver()
+            now = tick
+        key, after = (micro, turn), table.next_stage(stage, turn)
+        if kind == FORWARD:
+            if (stage, turn) != (0, 0):
+                inputs[tick, stage] = rings[1][stage].take(key)
+            if table.trains:
+                saved[tick, stage] = rings[0][stage].put(key)
+            if after is not None:
+                arriving.append((received, 1, tick, after[0], (micro, after[1])))
+            elif table.trains:
+                gradients[tick, stage] = rings[2][stage].put(key)
+        elif kind == BACKWARD:
+            gradients[tick, stage] = rings[2][stage].take(key)
+            saved[tick, stage] = rings[0][stage].take(key) if last == BACKWARD else rings[0][stage].find(key)
+            if (stage, turn) != (0, 0):
+                before = (stage - 1, turn) if stage else (table.stages - 1, turn - 1)
+                arriving.append((returned, 2, tick, before[0], (micro, before[1])))
+        else:
+            saved[tick, stage] = rings[0][stage].take(key)
+    counts = tuple(max(1, *(ring.size for ring in each)) if len(each) > 1 else max(1, each[0].size) for each in rings)
+    return Slots(saved, inputs, gradients, received, returned, counts)  # type: ignore[arg-type]
+
+
+class _Ring:
+    """The slots of one stage."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], int] = {}
+        self.size = 0
+
+    def put(self, key: tuple[int, int]) -> int:
+        slot = next(n for n in range(self.size + 1) if n not in self._held.values())
+        self._held[key], self.size = slot, max(self.size, slot + 1)
+        return slot
+
+    def find(self, key: tuple[int, int]) -> int:
+        if key not in self._held:
+            raise ValueError(f"micro-batch {key[0]} of round {key[1]} is read before it is there")
+        return self._held[key]
+
+    def take(self, key: tuple[int, int]) -> int:
+        slot = self.find(key)
+        del self._held[key]
+        return slot
+
+
+def check(table: Timetable, slots: Slots) -> None:
+    """Runs a table and raises ValueError if an operation is missing or repeated, if it reads a result that has not been
+    sent by a neighbour in an earlier tick or is not in its slot, or if a result is overwritten before it is used. A
+    table that passes cannot deadlock: in each tick every stage executes its operation without waiting, and then all
+    neighbours exchange results."""
+    _Check(table, slots)()
+
+
+_SAVED, _INPUTS, _GRADIENTS = range(3)  # the rings
+_RINGS = ("saved activations", "inputs", "gradients")
+
+
+class _Check:
+    def __init__(self, table: Timetable, slots: Slots) -> None:
+        self._table, self._slots = table, slots
+        # For each ring and stage: the (micro-batch, round) in each slot.
+        self._rings: list[list[dict[int, tuple[int, int]]]] = [[{} for _ in range(table.stages)] for _ in _RINGS]
+        self._sent: list[tuple[int, int, np.ndarray, tuple[int, int]]] = []
+        self._went_back: set[tuple[int, int, int]] = set()
+        self._tick = 0
+
+    def __call__(self) -> None:
+        table, done = self._table, set[tuple[int, Work]]()
+        run = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
+        for tick, stage, one in table.work():
+            if tick != self._tick:
+                self._deliver()
+            self._tick = tick
+            if (stage, one) in done:
+                self._fail(stage, f"repeats {KINDS[one.kind]} of micro-batch {one.micro}, round {one.turn}")
+            done.add((stage, one))
+            run[one.kind](stage, one)
+        self._deliver()
+        kinds = [FORWARD, *([BACKWARD] * table.trains), *([WEIGHTS] * table.splits_backward)]
+        expected = {
+            (stage, Work(kind, micro, turn))
+            for stage in range(table.stages) for kind in kinds
+            for micro in range(table.micro_batches) for turn in range(table.rounds)
+        }  # fmt: skip
+        if missing := sorted(expected - done):
+            self._fail(missing[0][0], f"{KINDS[missing[0][1].kind]} of micro-batch {missing[0][1].micro} is missing")
+
+    def _forward(self, stage: int, one: Work) -> None:
+        table, slots = self._table, self._slots
+        if (stage, one.turn) != (0, 0):
+            self._read(_INPUTS, stage, slots.inputs, one)
+        if table.trains:
+            self._write(_SAVED, stage, slots.saved, (one.micro, one.turn))
+        if (after := table.next_stage(stage, one.turn)) is not None:
+            self._sent.append((_INPUTS, after[0], slots.received, (one.micro, after[1])))
+        elif table.trains:
+            self._write(_GRADIENTS, stage, slots.gradients, (one.micro, one.turn))
+
+    def _backward(self, stage: int, one: Work) -> None:
+        table, slots = self._table, self._slots
+        self._read(_GRADIENTS, stage, slots.gradients, one)
+        self._read(_SAVED, stage, slots.saved, one, frees=not table.splits_backward)
+        self._went_back.add((stage, one.micro, one.turn))
+        if (stage, one.turn) != (0, 0):
+            before, turn = (stage - 1, one.turn) if stage else (table.stages - 1, one.turn - 1)
+            self._sent.append((_GRADIENTS, before, slots.returned, (one.micro, turn)))
+
+    def _weights(self, stage: int, one: Work) -> None:
+        if (stage, one.micro, one.turn) not in self._went_back:
+            self._fail(stage, f"computes the weight gradients of micro-batch {one.micro} before its backward pass")
+        self._read(_SAVED, stage, self._slots.saved, one)
+
+    def _deliver(self) -> None:
+        for ring, stage, slots, key in self._sent:
+            self._write(ring, stage, slots, key)
+        self._sent.clear()
+
+    def _write(self, ring: int, stage: int, slots: np.ndarray, key: tuple[int, int]) -> None:
+        slot, held = int(slots[self._tick, stage]), self._rings[ring][stage]
+        if not 0 <= slot < self._slots.counts[ring]:
+            self._fail(stage, f"slot {slot} of {_RINGS[ring]} does not exist")
+        if slot in held:
+            self._fail(stage, f"overwrites the {_RINGS[ring]} of micro-batch {held[slot][0]} before they are read")
+        held[slot] = key
+
+    def _read(self, ring: int, stage: int, slots: np.ndarray, one: Work, *, frees: bool = True) -> None:
+        slot, held = int(slots[self._tick, stage]), self._rings[ring][stage]
+        if held.get(slot) != (one.micro, one.turn):
+            self._fail(stage, f"reads {_RINGS[ring]} of micro-batch {one.micro}, which are not in slot {slot}")
+        if frees:
+            del held[slot]
+
+    def _fail(self, stage: int, what: str) -> None:
+        raise ValueError(f"pipeline schedule: tick {self._tick}, stage {stage}: {what}")

@@ -1,0 +1,129 @@
+"""Gradients of all micro-batches of an update, and their evaluation, over pipeline stages (`stack.pipeline`).
+
+Embedding, last norm and output projection are replicated over stages and sharded over the other mesh axes. The first
+stage uses the embedding, and the last one the rest; their gradients are summed over the stages after the loop.
+
+Gradients of devices that have other rows but the same gradients (`Layout.local_gradient_axes`) are summed once, after
+the loop: the `jax.shard_map` is over these axes too.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+
+from jaxmem.optim.groups import constrain_tree
+from jaxmem.quant.precision import Params
+from jaxmem.sharding import current, is_axes, map_stages
+from jaxmem.sharding.weights import differentiable, with_gradients
+from jaxmem.stack import StackCall, cut_by
+from jaxmem.stack.pipeline import AXIS, Layers, Network, Results, run
+from jaxmem.stack.reverse import differentiable_weights
+from jaxmem.stack.timetable import Timetable, evaluation
+from jaxmem.step.gradients import Reduce
+from jaxmem.step.model import ModelSpec
+from jaxmem.step.objective import Batch, Objective, Sums, trained_sum
+
+
+def pipeline_gradients(
+    model: ModelSpec, objective: Objective, params: Params, batch: Batch, keys: jax.Array, *,
+    scale: jax.Array, gradient_dtype: DTypeLike, dtype: DTypeLike,
+) -> tuple[Params, Sums]:  # fmt: skip
+    """Float32 gradients of the sum of the losses, times `scale`, and the sums of the objective. Leaves of the batch and
+    `keys` are [micro-batches, rows, ...]; gradients are communicated in `dtype`."""
+    pipeline, layout = model.pipeline, current()
+    assert pipeline is not None
+    local = () if layout is None else layout.local_gradient_axes
+    found = _execute(pipeline.timetable, model, objective, params, (batch, keys), scale, gradient_dtype)
+    axes = model.select(model.axes)
+    stack = _stack_of(model)
+    grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers})
+    if not local:
+        return constrain_tree(grads, axes, "gradients"), found.sums
+    reduce = lambda names, g: Reduce(layout, names, local, np.dtype(dtype)).of_all(g).astype(jnp.float32)  # noqa: E731
+    return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
+
+
+def pipeline_sums(model: ModelSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
+    """The sums of the objective over all micro-batches, [micro-batches, rows, ...]."""
+    p = model.pipeline
+    assert p is not None
+    table = evaluation(p.stages, p.micro_batches, p.rounds)
+    return _execute(table, model, objective, params, (batch, None), jnp.float32(1), None).sums
+
+
+def _execute(
+    table: Timetable, model: ModelSpec, objective: Objective, params: Params, batch: Any, scale: jax.Array,
+    gradient_dtype: DTypeLike | None,
+) -> Results:  # fmt: skip
+    layout, pipeline, name = current(), model.pipeline, _stack_of(model)
+    assert layout is not None
+    assert pipeline is not None
+    local = layout.local_gradient_axes
+    learns = jax.tree.map(lambda x: x is not None, model.select(model.axes), is_leaf=lambda x: x is None or is_axes(x))
+    options = model.stack_options
+
+    def stage(layers: Any, outside: Any, batch: Any, scale: jax.Array) -> tuple[Any, ...]:
+        with layout.inside_shard_map((AXIS, *local)):
+            return tuple(sum_over(run_stage(layers, outside, batch, scale)))
+
+    def run_stage(layers: Any, outside: Any, batch: Any, scale: jax.Array) -> Results:
+        trainable = jax.tree.map(lambda learns, w: w if learns else None, _without(learns, name), outside)
+        at = differentiable(trainable, gradient_dtype)
+
+        def embed(at: Any, micro: Any) -> StackCall:
+            return _cut(partial(objective.features, _network(at), *micro))[0]
+
+        def loss(at: Any, y: Any, micro: Any) -> tuple[jax.Array, Sums]:
+            network = _network(at)
+            x = _cut(partial(objective.features, network, *micro), y)[1]
+            sums = objective.sums(network, x, micro[0])
+            return trained_sum(sums) * scale, sums
+
+        def _network(at: Any) -> Any:
+            return model.network({**with_gradients(outside, at), name: layers})
+
+        at_layers = differentiable_weights(learns[name], gradient_dtype)
+        return run(table, Network(embed, loss, at, batch), Layers(pipeline, layers, at_layers, options))
+
+    def sum_over(found: Results) -> Results:
+        sums = jax.lax.psum(found.sums, (AXIS, *local))
+        outside = jax.lax.psum(found.outside, AXIS)
+        if not local:
+            return Results(found.layers, outside, sums)
+        group = lambda tree: jax.tree.map(lambda x: x[None], tree)  # noqa: E731
+        return Results(group(found.layers), group(outside), sums)
+
+    outside = {key: value for key, value in params.items() if key != name}
+    found = map_stages(stage, AXIS, local)(params[name], outside, batch, scale)
+    return Results(*found)
+
+
+def _without(tree: Any, name: str) -> Any:
+    return {key: value for key, value in tree.items() if key != name}
+
+
+def _stack_of(model: ModelSpec) -> str:
+    """The name of the module that is the stack of layers."""
+    (name,) = {path[0] for path, axes in flatten_dict(model.axes).items() if axes[:1] == ("layer",)}
+    return name
+
+
+def _cut(features: Callable[[], Any], y: Any = None) -> tuple[StackCall, Any]:
+    """The stack that the network is about to apply; and its features, if `y` is the result of the stack."""
+    calls: list[StackCall] = []
+
+    def known(part: Any) -> Any:
+        if not isinstance(part, StackCall):
+            return None
+        calls.append(part)
+        return (part.x if y is None else y), None
+
+    with cut_by(known):
+        x = features()
+    return calls[0], x
