@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxmem.stack.timetable import Name, Timetable, timetable
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Pipeline:
     stages: int
     micro_batches: int
     rounds: int = 1  # groups of layers per stage; a micro-batch passes through one group per round
-    schedule: Name = "1f1b"
+    schedule: str = "1f1b"
 
     @property
     def group(self) -> int:
@@ -31,7 +30,10 @@ class Pipeline:
         return self.stages * self.group * self.rounds
 
     @property
-    def timetable(self) -> Timetable:
+    def timetable(self) -> Any:
+        """The `Timetable` of the schedule."""
+        from jaxmem.stack.timetable import timetable
+
         return timetable(self.schedule, self.stages, self.micro_batches, self.rounds)
 
     @property
