@@ -8,50 +8,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxmem.config.base import allowed
+from jaxmem.config.renamed import OTHER_NAMES
 from jaxmem.config.sections import Config
 from jaxmem.errors import as_yaml, required
 
-# Names that other tools use for a setting, and the setting.
-ELSEWHERE = {
-    **dict.fromkeys(("lr", "learning_rate"), "optimizer.learning_rate"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch.global_size"),
-    "per_device_train_batch_size": "batch.global_size, which counts the rows of all devices",
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulation_steps"), "batch.accumulate"),
-    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "train.steps"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "data.epochs; training still stops at train.steps"),
-    **dict.fromkeys(("max_length", "max_seq_len", "max_seq_length", "seq_len", "sequence_len"), "data.sequence_length"),
-    **dict.fromkeys(("r", "lora_r"), "adapter.rank"),
-    **dict.fromkeys(("lora", "peft"), "adapter, such as adapter.kind=lora and adapter.rank=8"),
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "target_modules": "adapter.targets",
-    "load_in_4bit": "adapter.kind=qlora",
-    **dict.fromkeys(("model_name_or_path", "base_model"), "model.hf, a directory"),
-    "bf16": "precision.compute=bfloat16 for the computation, precision.parameters=bfloat16 for the weights",
-    "fp16": "precision.compute=float16 with precision.loss_scale=dynamic",
-    **dict.fromkeys(
-        ("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint", "ac"), "memory.remat=full"
-    ),
-    **dict.fromkeys(("dp", "dp_replicate", "data_parallel_replicate_degree"), "mesh.replica"),
-    **dict.fromkeys(("dp_shard", "data_parallel_shard_degree"), "mesh.fsdp"),
-    **dict.fromkeys(("tp", "tensor_parallel_degree"), "mesh.tensor"),
-    **dict.fromkeys(("pp", "pipeline_parallel_degree"), "mesh.stage"),
-    **dict.fromkeys(("cp", "context_parallel_degree"), "mesh.context"),
-    **dict.fromkeys(("cp_comm_type", "context_parallel_rotate_method"), "mesh.context_method"),
-    **dict.fromkeys(("zero_stage", "zero_optimization"), "zero"),
-    "betas": "optimizer.beta1 and optimizer.beta2",
-    "warmup_steps": "optimizer.warmup",
-    "max_grad_norm": "optimizer.clip",
-    "output_dir": "output",
-    "eval_steps": "train.evaluate_every",
-    "save_steps": "checkpoint.every",
-    "logging_steps": "train.log_every",
-}
-MISSING = {
-    "name": "set the name of the run, such as name=demo",
-    "train": "set train.steps or train.tokens",
-    "model": "set model.preset or model.hf",
-}
+ELSEWHERE = {name: setting for setting, names in OTHER_NAMES["elsewhere"].items() for name in names}
 
 
 def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
@@ -76,7 +37,9 @@ def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden" and len(rest) == 1:
         return f"{_dotted((*key, *rest))}: unknown key{_nearest_key(key, str(rest[0]), schema)}"
     if error["type"] == "missing" and isinstance(key[-1], str) and not rest:
-        return f"{_dotted(key)} is missing" + (f"; {MISSING[key[0]]}" if key[0] in MISSING else "")
+        return f"{_dotted(key)} is missing" + (
+            f"; {OTHER_NAMES['missing'][key[0]]}" if key[0] in OTHER_NAMES["missing"] else ""
+        )
     if error["type"] == "missing" and not rest:  # an item of a list
         key, schema, _ = _declared(key[:-1])
     if error["type"] == "union_tag_invalid":

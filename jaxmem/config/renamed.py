@@ -2,35 +2,14 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 
-KEYS = {
-    "adapter.double": "double_quant",
-    "adapter.faster": "lora_plus_ratio",
-    "adapter.length": "virtual_tokens",
-    "adapter.product": "matmul",
-    "adapter.run": "base_run",
-    "adapter.stabilized": "rslora",
-    "cluster.heartbeat": "heartbeat_timeout",
-    "data.broken": "on_invalid",
-    "data.reference": "reference_logprobs",
-    "data.template": "chat_template",
-    "data.too_long": "on_overlong",
-    "generate.cache": "kv_cache",
-    "generate.chunk": "prefill_chunk",
-    "optimizer.final": "min_lr_ratio",
-    "optimizer.tables": "project_embeddings",
-    "train.most_skipped": "max_skipped",
-    "train.spike": "spike_threshold",
-}
-VALUES: dict[str, dict[object, object]] = {  # new key -> old value -> new value
-    "checkpoint.on_failure": {"go_on": "continue"},
-    "optimizer.project_embeddings": {"adam": False, "projected": True},
-    "optimizer.kernel": {"pallas": "triton"},
-    "adapter.matmul": {"pallas": "triton"},
-    "memory.attention": {"pallas": "auto"},
-    "memory.remat": {"budget": "auto"},
-}
+import yaml
+
+OTHER_NAMES = yaml.safe_load(files(__package__).joinpath("other_names.yaml").read_text(encoding="utf-8"))
+KEYS: dict[str, str] = OTHER_NAMES["renamed"]
+VALUES: dict[str, dict[object, object]] = OTHER_NAMES["values"]
 
 
 class OldNameWarning(FutureWarning):

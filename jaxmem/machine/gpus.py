@@ -5,6 +5,9 @@ the product name states. Rates are peaks in one direction.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 GIB = 2**30
 
@@ -78,32 +81,8 @@ class Gpu:
         return rate * 1e9 * ATTAINED_LINK
 
 
-# Networks and host memory are typical of servers: DGX for A100 to B200 (8 GPUs with 2 TiB of host memory, 1 TiB for the
-# 40 GB card), 200 Gb/s per 2 GPUs for L4 and L40, 25 Gb/s for workstations.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        #   name                kind          GiB    GB/s  TFLOP/s  link   net  PCIe  host  capability SMs clock  L2
-        Gpu("rtx3080-10gb", "RTX 3080", 9.78, 760, 59.5, 32, 3.1, 32, 32, "8.6", 68, 1.71, 5),
-        Gpu("rtx3090-24gb", "RTX 3090", 23.69, 936, 71, 32, 3.1, 32, 64, "8.6", 82, 1.695, 6),
-        Gpu("rtx4060ti-16gb", "RTX 4060 Ti", 15.6, 288, 44.1, 16, 3.1, 16, 32, "8.9", 34, 2.535, 32),
-        Gpu("rtx4090-24gb", "RTX 4090", 23.64, 1008, 165.2, 32, 3.1, 32, 64, "8.9", 128, 2.52, 72),
-        Gpu("rtx5090-32gb", "RTX 5090", 31.36, 1792, 209.5, 64, 3.1, 64, 64, "12.0", 170, 2.407, 96),
-        Gpu("l4-24gb", "L4", 22.05, 300, 121, 32, 12.5, 32, 64, "8.9", 58, 2.04, 48),
-        Gpu("a6000-48gb", "A6000", 47.53, 768, 154.8, 32, 3.1, 32, 128, "8.6", 84, 1.8, 6),
-        Gpu("l40-48gb", "L40", 44.52, 864, 181, 32, 12.5, 32, 128, "8.9", 142, 2.49, 96),
-        Gpu("l40s-48gb", "L40S", 44.52, 864, 362, 32, 12.5, 32, 128, "8.9", 142, 2.52, 96),
-        Gpu("a100-40gb", "A100", 39.39, 1555, 312, 300, 25, 32, 128, "8.0", 108, 1.41, 40),
-        Gpu("a100-80gb", "A100", 79.15, 2039, 312, 300, 25, 32, 256, "8.0", 108, 1.41, 40),
-        Gpu("h100-pcie-80gb", "H100 PCIe", 79.1, 2000, 756, 64, 25, 64, 256, "9.0", 114, 1.755, 50),
-        Gpu("h100-nvl-94gb", "H100 NVL", 93.0, 3938, 836, 300, 25, 64, 256, "9.0", 132, 1.785, 50),
-        Gpu("h100-80gb", "H100", 79.11, 3352, 989, 450, 50, 64, 256, "9.0", 132, 1.98, 50),
-        Gpu("gh200-96gb", "GH200", 94.5, 4000, 989, 450, 50, 450, 480, "9.0", 132, 1.98, 50),
-        Gpu("h200-nvl-141gb", "H200 NVL", 139.8, 4800, 836, 450, 25, 64, 256, "9.0", 132, 1.785, 50),
-        Gpu("h200-141gb", "H200", 139.8, 4800, 989, 450, 50, 64, 256, "9.0", 132, 1.98, 50),
-        Gpu("b200-180gb", "B200", 178.36, 7672, 2250, 900, 50, 64, 256, "10.0", 148, 1.965, 126),
-    )
-}
+_FIELDS, *_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+GPUS = {gpu.name: gpu for gpu in (Gpu(**dict(zip(_FIELDS, row, strict=True))) for row in _ROWS)}
 
 # A simulated device has a share of a few server cores; its times only compare programs with each other.
 CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)

@@ -32,7 +32,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ['output="a\\0b"'], 'output="a\\u0000b" contains a null byte; remove it'),
         (TEXT, ["checkpoint.path=hdfs://x"], "checkpoint.path=hdfs:// ... a directory, gs:// or s3://"),
         (TEXT, ["pipeline.rounds=2"], "pipeline.rounds=2 ... mesh.stage ... use pipeline.rounds=1"),
-        (TEXT, ["optimizer.clip=null", "optimizer.clip_by=weight"], "optimizer.clip_by=weight ... optimizer.clip, not"),
+        (TEXT, ["optimizer.clip=null", "optimizer.clip_by=weight"], "optimizer.clip_by=weight ... optimizer.clip"),
         (TEXT, ["adapter.kind=patterns"], "adapter.kind=patterns ... adapter.targets"),
         (TEXT, ["adapter.rank=8"], "adapter.rank=8 ... adapter.kind=lora"),
         (

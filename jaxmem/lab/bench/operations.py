@@ -68,7 +68,7 @@ def attention_checks(shape: AttentionShape) -> Mapping[str, Callable[[], BenchWo
         "full": partial(attention_work, odd._replace(causal=False, window=None)),
         "window": partial(attention_work, odd._replace(causal=True, window=odd.keys // 3)),
         "segments": partial(attention_work, odd, **options),
-        "soft cap": partial(attention_work, odd, soft_cap=5.0),
+        "soft cap": partial(attention_work, odd, soft_cap=2.0),
         "deterministic": partial(attention_work, odd, deterministic=True),
     }
 
