@@ -13,20 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxmem.cli.options import (
-    BatchSize,
-    ConfigOutput,
-    Html,
-    Json,
-    MethodName,
-    ModelOrConfig,
-    Overrides,
-    Png,
-    Reserve,
-    SequenceLength,
-    Simulate,
-    Target,
-)
+from jaxmem.cli import options
 from jaxmem.cli.start import only_json, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
@@ -36,23 +23,23 @@ if TYPE_CHECKING:
 
 
 def plan(
-    source: ModelOrConfig = None,
-    overrides: Overrides = None,
-    target: Target = None,
-    method: MethodName = None,
-    sequence_length: SequenceLength = None,
-    batch: BatchSize = None,
-    write: ConfigOutput = None,
+    source: options.ModelOrConfig = None,
+    overrides: options.Overrides = None,
+    target: options.Target = None,
+    method: options.MethodName = None,
+    sequence_length: options.SequenceLength = None,
+    batch: options.BatchSize = None,
+    write: options.ConfigOutput = None,
     check: Annotated[
         bool,
         typer.Option("--check/--no-check", help="If the config does not fit, search for configs that do."),
     ] = True,
-    reserve: Reserve = None,
-    simulate: Simulate = None,
-    html: Html = None,
-    png: Png = None,
+    reserve: options.Reserve = None,
+    simulate: options.Simulate = None,
+    html: options.Html = None,
+    png: options.Png = None,
     names: Annotated[bool, typer.Option("--names", help="List the activations that memory.remat can save.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Plan the memory of each device before a run.
 
@@ -97,18 +84,18 @@ def plan(
     if check:
         from jaxmem.search.comparison import command_line
 
-        options = {"overrides": overrides or [], "sequence_length": sequence_length, "batch": batch}
+        given = {"overrides": overrides or [], "sequence_length": sequence_length, "batch": batch}
         where = ["--target", target] if target else ["--simulate", str(simulate)] if simulate else []
-        _advise(planned, ["jaxmem", "plan", *command_line(source or "", options), *where], method)
+        _advise(planned, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
 
 
 def fit(
-    source: ModelOrConfig = None,
-    overrides: Overrides = None,
-    target: Target = None,
-    method: MethodName = None,
-    sequence_length: SequenceLength = None,
-    batch: BatchSize = None,
+    source: options.ModelOrConfig = None,
+    overrides: options.Overrides = None,
+    target: options.Target = None,
+    method: options.MethodName = None,
+    sequence_length: options.SequenceLength = None,
+    batch: options.BatchSize = None,
     allow: Annotated[
         str | None,
         typer.Option(
@@ -119,11 +106,11 @@ def fit(
     maximize: Annotated[
         str | None, typer.Option(metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.")
     ] = None,
-    write: ConfigOutput = None,
+    write: options.ConfigOutput = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.")] = None,
-    reserve: Reserve = None,
+    reserve: options.Reserve = None,
     compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N configs.")] = 12,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Find the fastest settings that fit.
 
@@ -170,7 +157,7 @@ def _check_files(files: dict[str, Path | None]) -> None:
 
 
 def _config(
-    source: str | None, overrides: list[str] | None, target: str | None, simulate: int | None, **options: Any
+    source: str | None, overrides: list[str] | None, target: str | None, simulate: int | None, **more: Any
 ) -> Config:
     """The config, which is checked before jax is imported. Also chooses its devices."""
     from jaxmem.config.methods import run_config
@@ -184,7 +171,7 @@ def _config(
         count = simulate or len(devices.nvidia_gpus()) or 1
     else:  # the target is checked when it is used
         count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
-    cfg = run_config(source, overrides or (), devices=count, **options)
+    cfg = run_config(source, overrides or (), devices=count, **more)
     take_devices(simulate, only_compile=True, spill=cfg.memory.spill != "none")
     return cfg
 

@@ -26,9 +26,9 @@ __getattr__, _ = lazy_names(
     __name__,
     check="check",
     devices="for_devices",
+    explain="json_schema",
     load="load_config save_config save_settings",
     presets="PRESETS parameter_count",
-    schema="json_schema",
 )
 __all__ = [
     "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data",

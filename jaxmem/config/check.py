@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from jaxmem.config.adapter import Adapter
-from jaxmem.config.check_adapter import check_adapter, check_some_layers
-from jaxmem.config.check_sections import check_data, check_memory
+from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import MESH_AXES, Rules, divisors

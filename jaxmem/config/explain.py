@@ -1,4 +1,5 @@
-"""Pydantic's errors as lines: the key, the given value, the allowed values."""
+"""Pydantic's errors as lines (the key, the given value, the allowed values), and the JSON schema of configs for editors
+and docs/config.md."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxmem.config.base import allowed
+from jaxmem.config.combinations import OF_SOURCES, requirements
+from jaxmem.config.networks import FAMILIES, Decoder
+from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import OTHER_NAMES
 from jaxmem.config.sections import Config
 from jaxmem.errors import as_yaml, required
@@ -114,3 +118,34 @@ def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, A
         if name in fields.get("properties", {}):
             return f"; did you mean {other}.{name}?"
     return f"; expected one of {', '.join(sorted(known.values()))}"
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema that pydantic generates, with the short forms that `load_config` expands."""
+    schema = Config.model_json_schema()
+    sections = schema["$defs"]
+    for key, (other, values) in {**requirements(), **OF_SOURCES}.items():
+        *_, section, field = key.split(".")
+        if section != "model":
+            described = sections[section.capitalize()]["properties"][field]
+            described["description"] += f"; only with {other}: {', '.join(values)}"
+
+    objective = schema["properties"]["objective"]
+    objective["anyOf"] = [
+        {"$ref": objective.pop("$ref")},
+        {"enum": sections["Objective"]["properties"]["name"]["enum"]},
+    ]
+
+    for kind in FAMILIES.values():  # a model without `family` is a decoder
+        if kind is not Decoder:
+            sections[kind.__name__].setdefault("required", []).append("family")
+    decoder = sections["Decoder"]
+    preset = decoder["properties"]["preset"]
+    decoder["properties"]["preset"] = {**preset, "enum": [*PRESETS, None]}
+    del decoder["properties"]["preset"]["anyOf"]
+    decoder["anyOf"] = [
+        {"required": ["hf"], "properties": {"hf": {"type": "string"}}},
+        {"required": ["preset"], "properties": {"preset": {"enum": list(PRESETS)}}},
+        {"required": decoder.pop("required")},
+    ]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jaxmem.config import Config, Decoder
-from jaxmem.config.check_adapter import MATMUL_FORMATS
+from jaxmem.config.check_sections import MATMUL_FORMATS
 from jaxmem.kernels.choice import Choice, triton_refusal
 from jaxmem.kernels.quantized_matmul import FORMS
 from jaxmem.quant import FORMATS

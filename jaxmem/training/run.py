@@ -33,16 +33,8 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
+from jaxmem.training import lines
 from jaxmem.training.directory import run_directory, run_lock, write_description
-from jaxmem.training.lines import (
-    data_line,
-    finished_line,
-    last_line,
-    model_line,
-    plan_line,
-    unit_of,
-    work_of,
-)
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import Rollback, check_replicas, data_fingerprint, read_state, refuse_another_run, restore
 from jaxmem.training.signals import StopSignal, requeued_before_training
@@ -132,7 +124,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         evaluate = stack.enter_context(Evaluator(built, loader.corpus)) if cfg.train.evaluate_every else None
         document_tokens = loader.corpus.check()
         first = jax.process_index() == 0
-        with spinner(f"{model_line(built)}\ncompiling ...", enabled=first):
+        with spinner(f"{lines.model_line(built)}\ncompiling ...", enabled=first):
             plan = plan_program(built, remat_why)
         check_fits(plan)
 
@@ -151,10 +143,10 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
-        progress.say(plan_line(plan, step))
-        progress.say(data_line(cfg, loader.corpus, document_tokens) if document_tokens else None)
+        progress.say(lines.plan_line(plan, step))
+        progress.say(lines.data_line(cfg, loader.corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
-        work = {bucket: work_of(at) for bucket, at in built.buckets.items()}
+        work = {bucket: lines.work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
@@ -201,7 +193,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)
-        progress.say(last_line(cfg, step, directory))
+        progress.say(lines.last_line(cfg, step, directory))
     return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
 
 
@@ -218,7 +210,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
         return None
     step, state, _ = found
     if jax.process_index() == 0:
-        print(finished_line(built.cfg, config, step, directory), flush=True)
+        print(lines.finished_line(built.cfg, config, step, directory), flush=True)
     return Result(directory, step, {}, {}, state, built)
 
 
@@ -226,9 +218,9 @@ def _preflight(cfg: Config) -> None:
     if cfg.cluster.preflight and jax.process_count() > 1:
         from jaxmem.distributed.preflight import preflight
 
-        lines = preflight()
+        found = preflight()
         if jax.process_index() == 0:
-            print(*lines, sep="\n", flush=True)
+            print(*found, sep="\n", flush=True)
 
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> None:
@@ -277,9 +269,9 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
         cfg.steps,
         peak * devices.size if peak else None,
         cfg.train.log_every,
-        unit=_UNITS[unit_of(cfg)],
+        unit=_UNITS[lines.unit_of(cfg)],
         step=step,
         seconds=last.get("seconds") or 0.0,
-        tokens=int(last.get("tokens") or step * work_of(built).tokens),
+        tokens=int(last.get("tokens") or step * lines.work_of(built).tokens),
     )
     return Progress(spec, enabled=jax.process_index() == 0)

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,26 +55,10 @@ def attention_over(
     if method != "ulysses":
         CHECKS.require(extras.has_window is None, f"has_window is set; {method} does not support it, use ulysses")
         if method == "ring" and window is not None:
-            return _halo(Shard(kernel, axis, options), q, k, v, extras)
+            return _halo(kernel, axis, options, q, k, v, extras)
         CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
-    return differentiable(OverContext(method, kernel, axis), options, q, k, v, extras)[0]
-
-
-class OverContext(NamedTuple):
-    """An implementation (see `derivative.py`) of the attention of all devices. Its log-sum-exp is that of the heads or
-    positions of this device."""
-
-    method: str
-    kernel: Implementation
-    axis: str
-
-    def forward(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-        return METHODS[self.method][0](Shard(self.kernel, self.axis, options), q, k, v, extras)
-
-    def gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, _: Any, options: Options, extras: Extras
-    ) -> Any:
-        return METHODS[self.method][1](Shard(self.kernel, self.axis, options), (q, k, v, extras), out, lse, d_out)
+    attend, derivative = METHODS[method]
+    return differentiable(Shard(attend, derivative, kernel, axis, options), options, q, k, v, extras)[0]
 
 
 # ---------------------------------------------------------------- ulysses
@@ -127,9 +111,9 @@ def _of_sequence(axis: str, extras: Extras) -> Extras:
 # ---------------------------------------------------------------- a window
 
 
-def _halo(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> jax.Array:
+def _halo(kernel: Implementation, axis: str, options: Options, q: Any, k: Any, v: Any, extras: Extras) -> jax.Array:
     """Causal attention with a window: devices send the last keys of their part to the devices that need them."""
-    (_, axis, options), ids = shard, extras.segment_ids
+    ids = extras.segment_ids
     if ids is None:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
     ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0: keys that no device sent
@@ -143,10 +127,10 @@ def _halo(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> jax.Array:
         parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
     k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     options = dataclasses.replace(options, window=min(options.window, k.shape[1]))
-    return shard.kernel.attend(q, k, v, options, Extras(ids, key_ids, sinks=extras.sinks))[0]
+    return kernel.attend(q, k, v, options, Extras(ids, key_ids, sinks=extras.sinks))[0]
 
 
-METHODS = {
+METHODS: dict[str, Any] = {  # (method, its derivative)
     "ulysses": (_ulysses, _ulysses_backward),
     "ring": (ring.forward, ring.backward),
     "all_gather": tuple(functools.partial(part, gathered=True) for part in (ring.forward, ring.backward)),

@@ -16,11 +16,22 @@ Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment i
 
 
 class Shard(NamedTuple):
-    """Properties of the attention of one device that are known at compile time."""
+    """The attention of one device over `axis`, as an implementation (see `derivative.py`). Its log-sum-exp is of the
+    heads or the positions of this device."""
 
+    method: Callable[..., tuple[jax.Array, jax.Array]]
+    derivative: Callable[..., Any]  # of the method
     kernel: Implementation
     axis: str
     options: Options
+
+    def forward(self, q: Any, k: Any, v: Any, _: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+        return self.method(self, q, k, v, extras)
+
+    def gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, _lse: Any, _: Options, extras: Extras
+    ) -> Any:
+        return self.derivative(self, (q, k, v, extras), out, lse, d_out)
 
 
 def places(length: int, devices: int) -> np.ndarray:
