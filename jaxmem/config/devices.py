@@ -4,7 +4,7 @@ Each error ends with the nearest sizes or meshes that are possible, as overrides
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxmem.config.check import check
 from jaxmem.config.mesh import (
@@ -186,7 +186,7 @@ def _advice(cfg: Config, n: int) -> str:
     """The nearest possible meshes of n devices, as overrides."""
     given = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     possible: list[tuple[int, int, float, int, str]] = []
-    for axes in _meshes(n, [axis for axis in MESH_AXES if axis not in ON_REQUEST or given[axis] != 1]):
+    for axes in meshes(n, [axis for axis in MESH_AXES if axis not in ON_REQUEST or given[axis] != 1]):
         candidate = _with_mesh(cfg, axes)
         if next(_indivisible(candidate), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
@@ -199,11 +199,11 @@ def _advice(cfg: Config, n: int) -> str:
     return f"no mesh of {n} devices is possible; for mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
 
 
-def _meshes(n: int, axes: list[str]) -> Iterator[dict[str, int]]:
+def meshes(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
     """All meshes of n devices over these axes; the others are 1."""
     if len(axes) == 1:
         yield {**dict.fromkeys(MESH_AXES, 1), axes[0]: n}
     else:
         for size in divisors(n):
-            for rest in _meshes(n // size, axes[1:]):
+            for rest in meshes(n // size, axes[1:]):
                 yield {**rest, axes[0]: size}

@@ -173,22 +173,6 @@ class Conversation:
             self._tokens = np.append(self._tokens, token)  # it is read before the next token is sampled
 
 
-def generate(
-    program: Program,
-    params: Any,
-    prompt: np.ndarray,
-    count: int,
-    *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    end: int | None = None,
-) -> Iterator[int]:
-    """Up to `count` tokens after one prompt, one by one; ends after the token `end`."""
-    generator = Generator(program, params, Sampling(temperature, seed=seed))
-    for tokens in generator([prompt], count, () if end is None else (end,)):
-        yield int(tokens[0])
-
-
 def length_for(size: int) -> int:
     """The number of tokens that a chunk is padded to.
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Le
 
 from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimizer, Precision
+from jaxmem.config.devices import meshes
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
@@ -61,17 +62,8 @@ def _names(annotation: Any) -> Iterable[Any]:
 def _meshes(cfg: Config, target: Target) -> Iterable[Change]:
     """Every factorization of the device count over the mesh axes."""
     axes = [axis for axis in MESH_AXES if axis != "expert" or getattr(cfg.model, "experts", None) is not None]
-    for sizes in _factors(target.count, len(axes)):
-        yield {f"mesh.{axis}": size for axis, size in zip(axes, sizes, strict=True)}
-
-
-def _factors(n: int, count: int) -> Iterable[tuple[int, ...]]:
-    if count == 1:
-        yield (n,)
-        return
-    for first in (d for d in range(1, n + 1) if n % d == 0):
-        for rest in _factors(n // first, count - 1):
-            yield (first, *rest)
+    for sizes in meshes(target.count, axes):
+        yield {f"mesh.{axis}": sizes[axis] for axis in axes}
 
 
 def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:

@@ -39,21 +39,11 @@ class Point:
     fits: bool
 
     @property
-    def total(self) -> int:
-        """Bytes per device in the largest phase."""
-        return int(self.candidate.total)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step, estimated from the compiled program."""
-        return self.candidate.seconds
-
-    @property
     def rate(self) -> float:
         """Tokens per second on all devices; for image models, images per second."""
         cfg = self.candidate.cfg
         length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
-        return cfg.batch.global_size * length / self.seconds
+        return cfg.batch.global_size * length / self.candidate.seconds
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,12 @@ class Largest:
         unit = "tokens/s" if isinstance(self.given.model, Decoder) else "images/s"
         rows = [(self.key.split(".")[1], "memory", "step", unit, "")]
         for one in self.points:
-            numbers = f"{one.value:,}", format_bytes(one.total), format_seconds(one.seconds), f"{one.rate:,.0f}"
+            numbers = (
+                f"{one.value:,}",
+                format_bytes(one.candidate.total),
+                format_seconds(one.candidate.seconds),
+                f"{one.rate:,.0f}",
+            )
             rows.append((*numbers, "fits" if one.fits else "does not fit"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [("  ".join(map(str.rjust, row[:-1], widths)) + f"  {row[-1]}").rstrip() for row in rows]
@@ -117,7 +112,7 @@ class Largest:
         from jaxmem.report.figure import figure
 
         with figure(path) as drawn:
-            values, total = [one.value for one in self.points], [one.total / GIB for one in self.points]
+            values, total = [one.value for one in self.points], [one.candidate.total / GIB for one in self.points]
             memory, rate = drawn.subplots(1, 2)
             memory.plot(values, total, "o-")
             memory.axhline(self.limit / GIB, c="tab:red", ls="--", label="device memory")

@@ -181,8 +181,8 @@ def write(place: Path) -> None:
     from flax.traverse_util import flatten_dict, unflatten_dict
 
     from jaxmem import hf
-    from jaxmem.inference.generate import generate
     from jaxmem.inference.load import open_model
+    from tests.support.generation import generate
 
     for base in {BASE, *BASES.values()}:
         write_directory(base, place / base)

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import generate
 from jaxmem.inference.load import open_model
+from tests.support.generation import generate
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "transformers.npz")

@@ -8,8 +8,9 @@ from flax import nnx
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import Conversation, Generator, ReadTokens, generate
+from jaxmem.inference.generate import Conversation, Generator, ReadTokens
 from jaxmem.step import program
+from tests.support.generation import generate
 
 PROMPT = np.arange(40, 49)
 

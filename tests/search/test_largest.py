@@ -34,7 +34,7 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, f
     assert found.beyond is not None
     assert found.best.value == value
     assert found.beyond.value == value + (8 if key == "batch.global_size" else UNITS[key])
-    assert found.best.total <= found.limit < found.beyond.total
+    assert found.best.candidate.total <= found.limit < found.beyond.candidate.total
     asked = set(compilers.asked)
     assert {found.best.candidate.cfg, found.beyond.candidate.cfg} <= asked
     assert len(compilers.asked) <= 8
@@ -51,10 +51,10 @@ def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
     with FakeCompilers(with_memory("h100-80gb:8", needs)) as compilers:
         found = search_largest(cfg, "batch.global_size", [], compilers)
     assert {8, 16, 32, 40, 48} <= {one.value for one in found.points}
-    totals = [one.total for one in found.points]
+    totals = [one.candidate.total for one in found.points]
     assert totals == sorted(totals)
     for one, said in zip(found.points, json.loads(json.dumps(found.as_json()))["points"], strict=True):
-        assert said["rate"] == one.rate == pytest.approx(one.value * 64 / one.seconds)
+        assert said["rate"] == one.rate == pytest.approx(one.value * 64 / one.candidate.seconds)
         assert f"{one.rate:,.0f}" in found.table()
     found.figure(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"

@@ -11,11 +11,11 @@ import pytest
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.inference.generate import generate
 from jaxmem.planning.hlo import read_module, trip_count
 from jaxmem.step import program
 from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
+from tests.support.generation import generate
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
 

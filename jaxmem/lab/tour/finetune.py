@@ -19,7 +19,7 @@ from jaxmem.data.record_order import held_out_records
 from jaxmem.inference.chat import TextGenerator
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.export import export_model
-from jaxmem.inference.generate import generate
+from jaxmem.inference.generate import Generator
 from jaxmem.inference.load import open_model
 from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS
@@ -121,5 +121,6 @@ def compare_transformers(directory: Path) -> str:
     tokens = peer.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0].tolist()
     theirs = tokens[prompt["input_ids"].shape[1] :]
     program, params = open_model(directory)
-    ours = list(generate(program, params, tokenizer_for(str(directory)).encode(PROMPT), len(theirs)))
+    text = tokenizer_for(str(directory)).encode(PROMPT)
+    ours = [int(row[0]) for row in Generator(program, params)([text], len(theirs))]
     return f"opened by transformers: {NEW} tokens, {'the same' if ours == theirs else 'different ones'}"

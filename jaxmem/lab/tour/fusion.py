@@ -17,6 +17,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 from jaxmem.models.rope import Angles, rotate
+from jaxmem.planning.passes import equations, inside
 from jaxmem.planning.predict import estimate
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import moved_bytes
@@ -91,15 +92,8 @@ def chains(device: Any) -> Iterator[Row]:
 
 def one_by_one(jaxpr: Any) -> int:
     """Bytes that are read and written if each operation of a jaxpr runs separately."""
-    total = 0
-    for one in jaxpr.eqns:
-        inner = [getattr(value, "jaxpr", value) for value in one.params.values()]
-        inner = [value for value in inner if hasattr(value, "eqns")]
-        if inner:
-            total += one_by_one(inner[0])
-        elif one.primitive.name not in VIEWS:
-            total += sum(_bytes(x.aval) for x in (*one.invars, *one.outvars))
-    return total
+    operations = [one for one, _ in equations(jaxpr, 1) if one.primitive.name not in VIEWS and not any(inside(one, 1))]
+    return sum(_bytes(x.aval) for one in operations for x in (*one.invars, *one.outvars))
 
 
 def _bytes(array: Any) -> int:
