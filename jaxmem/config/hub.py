@@ -1,10 +1,17 @@
-"""Models of the Hugging Face hub by their id, `org/name` or `org/name@revision`, through the cache of huggingface_hub.
+"""Models and datasets of the Hugging Face hub by their id, `org/name` or `org/name@revision`, through the cache of
+huggingface_hub.
 
 Reading a config fetches the settings and the tokenizer; loading the weights fetches them, only as safetensors. The name
 of the directory in the cache is the commit, so the config of a run records it. Without a network the cache is used.
+
+A part of a dataset is `hf://datasets/org/name@revision/directory` or a pattern, `hf://datasets/org/name/data/*.jsonl`.
 """
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from functools import lru_cache
+from glob import has_magic
 from pathlib import Path
 
 from jaxmem.errors import UserError, one_line
@@ -13,6 +20,9 @@ SETTINGS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
 FILES = (".json", ".yaml", ".yml")
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+DATASETS = "hf://datasets/"
+DATASET = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?(?:/(.*))?")
+SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev|eval)(?=[/_.-])")
 
 
 def is_id(name: str) -> bool:
@@ -37,25 +47,63 @@ def fetch_weights(directory: Path) -> None:
         _fetch(repository, directory.name, WEIGHTS, repository)
 
 
-def _fetch(repository: str, revision: str | None, patterns: list[str], what: str) -> str:
+def is_dataset(path: str) -> bool:
+    """Whether `data.path` names a dataset of the hub. An id with a suffix, org/name-1.5, needs `hf://datasets/`."""
+    return path.startswith(DATASETS) or (is_id(path) and not Path(path).suffix)
+
+
+@lru_cache
+def dataset_path(path: str, suffixes: Sequence[str]) -> str:
+    """Fetches the files of a dataset that end with one of `suffixes`. Returns their directory in the cache, or the
+    pattern of `path` there."""
+    found = DATASET.fullmatch(path.removeprefix(DATASETS))
+    if found is None:
+        raise UserError(
+            f"data.path={path} is not a dataset of the hub; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl"
+        )
+    repository, revision, inside = found[1], found[2], (found[3] or "").rstrip("/")
+    is_pattern = has_magic(inside) or bool(Path(inside).suffix)
+    patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
+    directory = Path(_fetch(repository, revision, patterns, f"data.path: {path}", "dataset"))
+    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    files = [name for name in every if any(fnmatch(name, pattern) for pattern in patterns)]
+    if not files:
+        raise UserError(f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}")
+    splits = {split[1]: name for name in files if (split := SPLIT.search(name))}
+    if len(splits) > 1:
+        first, example = max(splits.items())
+        use = (Path(example).parent / f"*{first}*{Path(example).suffix}").as_posix()
+        raise UserError(
+            f"data.path={path} contains the splits {', '.join(sorted(splits))}; set one, for example "
+            f"data.path={DATASETS}{repository}/{use}"
+        )
+    return str(directory / inside)
+
+
+def _fetch(repository: str, revision: str | None, patterns: list[str], what: str, kind: str = "model") -> str:
     from huggingface_hub import constants as hub
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        others = ["*/*"] if kind == "model" else None
+        return snapshot_download(
+            repository, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=others
+        )
     except errors.GatedRepoError:
-        page = f"{hub.ENDPOINT}/{repository}"
+        page = f"{hub.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
         raise UserError(f"{what}: needs permission; ask for it at {page}, and set HF_TOKEN to your token") from None
     except errors.RevisionNotFoundError:
-        raise UserError(f"{what}: the model has no revision {revision}; leave out @{revision} for the newest") from None
+        raise UserError(
+            f"{what}: the {kind} has no revision {revision}; leave out @{revision} for the newest"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{what}: is neither a directory here nor a model of the hub; a private model needs HF_TOKEN"
+            f"{what}: is neither a directory here nor a {kind} of the hub; a private {kind} needs HF_TOKEN"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
             f"{what}: is neither a directory here nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
-            " reached; copy the model's files to a directory and use its path instead"
+            f" reached; copy the {kind}'s files to a directory and use its path instead"
         ) from None
     except errors.HFValidationError:
         raise UserError(f"{what}: is neither a directory here nor a valid id of the hub, org/name") from None

@@ -39,7 +39,9 @@ class Source(Section):
     """One source of documents."""
 
     source: SourceName = setting("stdlib", "kind of data; stdlib is the source text of Python's standard library")
-    path: str | None = setting(None, "a file, a directory or a glob")
+    path: str | None = setting(
+        None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
+    )
     field: str = setting("text", "key or column that contains the document")
     weight: Positive = setting(1.0, "share of this source in data.mixture")
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxmem.config.hub import dataset_path, is_dataset
 from jaxmem.errors import UserError, nearest, one_of
 
 OPEN_FILES = 64
@@ -20,10 +21,13 @@ OPEN_FILES = 64
 def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> list[Path]:
     """The regular files that `path` (a file, a directory or a glob) names, in the same order in every locale.
 
-    For a directory: all files below it that are not hidden and end with one of `suffixes` (if empty: all names).
+    For a directory: all files below it that are not hidden and end with one of `suffixes` (if empty: all names). Such
+    files of a dataset of the hub are fetched into its cache.
     """
     if not path:
         raise UserError(f"data.source={source} requires data.path; set a file, a directory or a glob")
+    if is_dataset(path):
+        path = dataset_path(path, tuple(suffixes))
     place = Path(path).expanduser()
     if place.is_file():
         return [place]

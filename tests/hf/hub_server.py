@@ -1,4 +1,4 @@
-"""A server that speaks the hub's protocol, with the models of a directory: DIR/org/name/*."""
+"""A server that speaks the hub's protocol, with the models and datasets of a directory: DIR/org/name/*."""
 
 import hashlib
 import json
@@ -33,8 +33,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.seen.append(f"{self.command} {self.path}")
-        organization, name, *rest = self.path.partition("?")[0].strip("/").removeprefix("api/models/").split("/")
-        what, revision, file = (*rest, "", "", "")[:3]
+        path = self.path.partition("?")[0].strip("/").removeprefix("api/")
+        organization, name, *rest = path.removeprefix("models/").removeprefix("datasets/").split("/")
+        what, revision, file = (*rest, "", "")[0], (*rest, "", "")[1], "/".join(rest[2:])
         repository = self.place / organization / name
         if organization == "gated":
             self.refuse(403, "GatedRepo")
@@ -52,10 +53,17 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def listing(self, repository: Path, what: str) -> Any:
-        files = sorted(repository.iterdir())
+        files = sorted(one for one in repository.rglob("*") if one.is_file())
         if what == "tree":
-            return [{"type": "file", "path": one.name, "size": one.stat().st_size, "oid": "0" * 40} for one in files]
-        return {"id": repository.name, "sha": COMMIT, "siblings": [{"rfilename": one.name} for one in files]}
+            return [
+                {"type": "file", "path": str(one.relative_to(repository)), "size": one.stat().st_size, "oid": "0" * 40}
+                for one in files
+            ]
+        return {
+            "id": repository.name,
+            "sha": COMMIT,
+            "siblings": [{"rfilename": str(one.relative_to(repository))} for one in files],
+        }
 
     def refuse(self, code: int, name: str) -> None:
         self.answer(b"{}", {"X-Error-Code": name, "X-Error-Message": name}, code)

@@ -39,9 +39,9 @@ print(json.dumps(found))
 """
 
 
-def answers(environment: dict[str, str], *names: str) -> list[str]:
+def answers(environment: dict[str, str], *names: str, program: str = PROGRAM) -> list[str]:
     own = {**os.environ, "HF_HUB_OFFLINE": "0", **environment}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], env=own, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program, *names], env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -82,3 +82,51 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         local_directory("org/na--me", "model.hf")
     with pytest.raises(UserError, match=r"model.hf: org/name: .* cannot be reached"):
         load_config({"name": "x", "model": {"hf": "org/name"}, "train": {"steps": 1}})
+
+
+DATA = """
+import json, sys
+from jaxmem.config import load_config
+from jaxmem.data import Loader
+from jaxmem.errors import UserError
+
+found = []
+for path in sys.argv[1:]:
+    data = {"source": "jsonl", "path": path, "sequence_length": 16, "held_out": 0, "shuffle": False}
+    model = {"vocab": 257, "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    cfg = load_config({"name": "x", "model": model, "data": data, "batch": {"global_size": 2}, "train": {"steps": 1}})
+    try:
+        with Loader(cfg) as loader:
+            next(loader)
+            state = loader.state()
+            second = next(loader)["inputs"]
+            loader.restore(state)
+            assert (next(loader)["inputs"] == second).all()
+            found.append(bytes(second[0, 0].clip(0, 255).astype("uint8").tolist()).decode("latin1"))
+    except UserError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_dataset_of_the_hub_then_of_the_cache(tmp_path: Path) -> None:
+    for split in ("train-0", "train-1", "test-0"):
+        file = tmp_path / f"hub/org/texts/data/{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": f"{split} {number}"}) + "\n" for number in range(9)))
+    (tmp_path / "hub/org/texts/README.md").write_text("texts")
+    train = "hf://datasets/org/texts/data/*train*.jsonl"
+    with serving(tmp_path / "hub") as (endpoint, seen):
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        first, more, absent, none = answers(
+            environment, train, "org/texts", "hf://datasets/org/texts@absent", "org/texts@main", program=DATA
+        )
+        assert not any("README" in line for line in seen)
+    assert "train-" in first
+    assert "splits test, train" in more
+    assert train in more
+    assert "dataset has no revision absent" in absent
+    assert none == more.replace("org/texts contains", "org/texts@main contains")
+    without, missing = answers(environment, train, "org/others", program=DATA)  # the server is gone
+    assert without == first
+    assert "copy the dataset" in missing
