@@ -1,6 +1,7 @@
 """The tests' ground rules, set before jax starts: 8 CPU devices, strict dtypes, shapes checked as annotated."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -78,6 +79,15 @@ def short_locations(request: pytest.FixtureRequest) -> Iterator[None]:
         compilation_cache.reset_cache()
         if not full:
             yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_one_file() -> Iterator[None]:
+    """Collections search only what this file made. Programs of all files before are millions of objects, and a failed
+    restore collects: 2 s instead of 0.1 s."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # Files in which the suite spends half of its time. They come first: with the longest last, one process of two would

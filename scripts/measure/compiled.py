@@ -68,7 +68,7 @@ def layout(step: Step) -> Row:
         "sent, GiB": gib(time.network.wire_bytes),
         "theory, GiB": theory,
         "exposed, GiB": gib(time.network.exposed_bytes),
-        "of time, %": 100 * time.network.exposed_share,
+        "exposed, % of time": 100 * time.network.exposed_share,
         "step, s": time.seconds,
     }
 

@@ -49,13 +49,24 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str, capfd: pytest.CaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A directory of three checkpoints, and the shapes of their state."""
+    place = tmp_path_factory.mktemp("three")
     shapes = {"params": abstract(mesh(4, 1), width=512).params["layers"]["up"]}
-    pattern, harm = DAMAGES[damage]
-    with Checkpoints(tmp_path, every=1, keep=5) as checkpoints:
+    with Checkpoints(place, every=1, keep=5) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, filled(shapes, seed=step), {"step": step}, {}, metrics={"loss": 4.0 - step})
+    return place, shapes
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_and_the_one_before_is_used(
+    tmp_path: Path, damage: str, three: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture
+) -> None:
+    place, shapes = three
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    pattern, harm = DAMAGES[damage]
     for step in (3, 2):
         for file in list((tmp_path / str(step)).glob(pattern)):
             harm(file)

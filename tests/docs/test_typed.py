@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 
 # What readers have, under the names that the pages have for it; all of it small, the models of configs/ too.
 MODEL = {"vocab": 512, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
+EXPERTS = MODEL | {"mlp": 64, "experts": {"count": 4, "top_k": 2}}
 MODELS = ("HF_DIR", "Qwen/Qwen3-8B", "my-hf-dir", "llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 CHATS = ("chats.jsonl", "conversations.jsonl", "data/chats.jsonl")
 TOKENS = ("tokens", "data/llama3-tokens")
@@ -69,8 +70,9 @@ LESS = {
 
 def cut_down(config: dict[str, Any]) -> str:
     """The same config with little to do: a small decoder, short rows, two steps."""
-    if str(config["model"].get("preset")).startswith("llama"):
-        config["model"] = MODEL
+    preset = str(config["model"].get("preset"))
+    if preset.startswith(("llama", "qwen", "gpt-oss")):
+        config["model"] = EXPERTS if preset.startswith(("qwen3-30b", "gpt-oss")) else MODEL
     if config["data"]["source"] != "digits":
         config["data"] = {**config["data"], "sequence_length": 64}
     config.get("optimizer", {}).pop("warmup", None)
@@ -185,9 +187,17 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 
 
-def compile_step(step: Any, others: Any, **options: Any) -> tuple[Compiled, dict[str, int]]:
-    """The compiled step; for each other program half of its bytes, without compiling."""
-    compiled, _ = compile_all(step, {}, **options)
+FOR_GPUS: list[Compiled] = []  # the first step that was compiled for GPUs
+
+
+def compile_step(step: Any, others: Any, *, here: bool, **options: Any) -> tuple[Compiled, dict[str, int]]:
+    """A compiled step; for each other program half of its bytes, without compiling. Steps for GPUs are lowered; only
+    the first is compiled, for all of them: tests/planning compiles each kind."""
+    if here or not FOR_GPUS:
+        compiled, _ = compile_all(step, {}, here=here, **options)
+        FOR_GPUS.extend([] if here else [compiled])
+    else:
+        compiled = FOR_GPUS[0]
     return compiled, dict.fromkeys(others, compiled.total // 2)
 
 
