@@ -18,7 +18,10 @@ ModelOrConfig = Annotated[
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora."),
+    typer.Option(
+        metavar="NAME",
+        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora; fit compares several: full,lora.",
+    ),
 ]
 SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]
 BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Sequences per update.")]

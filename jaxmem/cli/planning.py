@@ -128,7 +128,8 @@ def fit(
     if allow is not None:
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None
-    if (png or allow) and not maximize and not method and is_model(source):
+    compares = "," in method if method else is_model(source)
+    if (png or allow) and not maximize and compares:
         option = f"--png {png}" if png else f"--allow {allow}"
         raise UserError(f"{option} does not support a comparison of methods; use --method NAME")
     found: Any

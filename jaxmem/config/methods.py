@@ -186,11 +186,16 @@ def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
     return run
 
 
-def _apply(name: str, raw: dict[str, Any]) -> None:
-    """Applies the settings of a method, in place."""
+def check_method(name: str) -> str:
+    """The name of a method, if it is one."""
     if name not in METHODS:
         raise UserError(f"--method {name} is unknown{nearest(name, METHODS)}")
-    settings = METHODS[name].settings
+    return name
+
+
+def _apply(name: str, raw: dict[str, Any]) -> None:
+    """Applies the settings of a method, in place."""
+    settings = METHODS[check_method(name)].settings
     trains_adapter = "adapter" in settings
     adapter = raw.get("adapter")
     if isinstance(adapter, dict) and (not trains_adapter or adapter.get("kind") not in LOW_RANK):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,13 +176,14 @@ def compare(
     compilers: CompilerPool,
     progress: Progress,
     *,
+    methods: Iterable[str] = (),
     current: Config | None = None,
 ) -> Comparison:
-    """Compares the methods. `config(method=NAME)` returns the config of a method; a method whose config equals
-    `current` is left out."""
+    """Compares `methods`, by default all. `config(method=NAME)` returns the config of a method; a method whose config
+    equals `current` is left out."""
     start, target = time.perf_counter(), compilers.target
     searched: dict[str, Search | str] = {}
-    for name in METHODS:
+    for name in methods or METHODS:
         try:
             cfg, _ = resolve_remat(config(method=name), target, compilers.reserve_gib, compiles=False)
             if cfg == current:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jaxmem.config import Config
-from jaxmem.config.methods import RunOptions, RunSource, is_model, run_config
+from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
 from jaxmem.errors import UserError
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
@@ -200,14 +200,19 @@ def fit(
     """Search for the configs that fit a target such as `h100-80gb:8` (default: this machine's devices), fastest first.
 
     `source`: a config, a preset or a Hugging Face directory; for the last two, the methods of training are compared
-    unless `method` is set. `allow`: words for the settings that may change (`knobs.KNOBS` lists the settings of each).
-    `compiles`: steps to compile at most. `processes`: number of compiler processes, by default one per core, if the
-    memory is sufficient. `progress` is called with lines of text.
+    unless `method` names one; several names, separated by commas, are compared. `allow`: words for the settings that
+    may change (`knobs.KNOBS` lists the settings of each). `compiles`: steps to compile at most. `processes`: number of
+    compiler processes, by default one per core, if the memory is sufficient. `progress` is called with lines of text.
     """
     aim = compile_target(target)
+    methods = [name.strip() for name in (options.get("method") or "").split(",")]
+    if len(methods) > 1:
+        options["method"] = None
     config = functools.partial(run_config, source, devices=aim.count, **options)
     command = command_line(source, options)
     with CompilerPool(aim, reserve_gib, processes) as compilers:
+        if len(methods) > 1:
+            return compare(config, command, compilers, progress, methods=[check_method(name) for name in methods])
         if is_model(source) and options.get("method") is None:
             return compare(config, command, compilers, progress)
         cfg, _ = resolve_remat(config(), aim, reserve_gib, compiles=False)

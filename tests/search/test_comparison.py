@@ -16,7 +16,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, format_bytes
-from jaxmem.search import nearest
+from jaxmem.search import fit, nearest
 from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.comparison import Comparison, compare
 from jaxmem.search.fit import search
@@ -45,6 +45,17 @@ def compared(target: Target, progress: Callable[[str], None] = lambda _: None) -
     with FakeCompilers(target) as pool:
         make = functools.partial(run_config, MODEL, **OPTIONS)
         return compare(make, ("small.yaml", "--batch", "2"), pool, progress)
+
+
+def test_a_list_of_methods_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = with_memory("h100-80gb:2", 1 << 20)
+    monkeypatch.setattr(fit, "compile_target", lambda _: target)
+    monkeypatch.setattr(fit, "CompilerPool", lambda aim, *_: FakeCompilers(aim))
+    found = fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora, full")
+    assert isinstance(found, Comparison)
+    assert [one.name for one in found.results] == ["qlora", "full"]
+    with pytest.raises(UserError, match="--method lor is unknown"):
+        fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora,lor")
 
 
 def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
