@@ -52,6 +52,9 @@ class Adapter(Section):
     base: StoredFormat | None = setting(
         None, "stored format of the frozen weights; null: nf4 for qlora, else precision.parameters"
     )
+    experts: StoredFormat | None = setting(
+        None, "stored format of the frozen weights of experts, e.g. mxfp4 for gpt-oss; null: that of base"
+    )
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
     hf: str | None = setting(
         None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"

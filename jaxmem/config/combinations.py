@@ -48,6 +48,7 @@ REQUIRES: dict[str, tuple[str, tuple[str, ...]]] = {  # keys that have an effect
         ("adapter.kind", LOW_RANK),
     ),
     "adapter.targets": ("adapter.kind", (*LOW_RANK, "patterns")),
+    "adapter.experts": ("adapter.kind", ("qlora",)),
     "adapter.hf": ("adapter.kind", (*LOW_RANK, "prompt")),
     "adapter.virtual_tokens": ("adapter.kind", ("prompt",)),
     "adapter.layers": ("adapter.kind", ("last_layers",)),
@@ -66,6 +67,7 @@ NEEDS = (
     ("optimizer.clip_by!=global", "optimizer.clip", "set a norm such as optimizer.clip=1.0"),
     ("adapter.hf!=null", "model.hf", "set it to the directory of the base model"),
     ("adapter.shared_a=true", "model.experts", "set a mixture of experts, or remove it"),
+    ("adapter.experts!=null", "model.experts", "set a mixture of experts, or remove it"),
 )
 BOTH = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
 # (setting, a setting that it does not support, what to use instead). `=a|b`: one of these values; `!=a`: any other.

@@ -275,6 +275,12 @@ class Config(Section):
         return self.precision if base is None else self.precision.model_copy(update={"parameters": base})
 
     @property
+    def expert_precision(self) -> Precision:
+        """`precision` with the stored format of frozen experts."""
+        form = self.adapter.experts
+        return self.base_precision if form is None else self.precision.model_copy(update={"parameters": form})
+
+    @property
     def needs_global_norm_first(self) -> bool:
         """Whether a first backward pass computes the norm of all gradients before the one that updates the weights."""
         clips = self.optimizer.clip is not None and self.optimizer.clip_by == "global"

@@ -56,11 +56,11 @@ def _tokens(cfg: Config) -> int:
 
 def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
     """The matmuls of experts; None: the config has no experts."""
-    model, form = cfg.model, cfg.base_precision.parameters
+    model, form = cfg.model, cfg.expert_precision.parameters
     if not isinstance(model, Decoder) or model.experts is None:
         return None
     compute = compute_dtype(cfg.precision, platform).name
-    stays_quantized = cfg.base_precision.is_quantized and bool(cfg.trainable_patterns)
+    stays_quantized = cfg.expert_precision.is_quantized and bool(cfg.trainable_patterns)
     kind = f"{form if stays_quantized else 'dense'} {compute}"
     sizes = (_tokens(cfg) * model.experts.top_k, model.experts.count, model.embed, model.mlp)
     if cfg.memory.experts != "auto":
@@ -75,7 +75,7 @@ def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice
 
 def _no_quantized_experts(cfg: Config, model: Decoder) -> str | None:
     """The reason why the fused kernel cannot dequantize the experts; None: it can."""
-    precision = cfg.base_precision
+    precision = cfg.expert_precision
     if (form := FORMS.get(precision.parameters)) is None:
         return f"triton does not dequantize {precision.parameters}; blockwise dequantizes one expert at a time"
     for inputs, parts in ((model.embed, 1), (model.mlp, cfg.mesh.tensor)):

@@ -2,9 +2,10 @@
 them are trainable, and how initial weights are created."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
@@ -177,7 +178,9 @@ class ModelSpec:
         if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
             return Storage(cfg.precision)
         double_quant = cfg.adapter.double_quant and cfg.base_precision != cfg.precision
-        return Storage(cfg.base_precision, double_quant, is_offloaded(cfg.memory.offload, "frozen"))
+        is_expert = "expert" in reduce(operator.getitem, path, self.axes)
+        precision = cfg.expert_precision if is_expert else cfg.base_precision
+        return Storage(precision, double_quant, is_offloaded(cfg.memory.offload, "frozen"))
 
     def new_weights(self, key: jax.Array) -> Params:
         """Initial weights, including adapters, in their stored form."""

@@ -72,6 +72,39 @@ def test_quantized_experts_with_adapters(mesh, shared_a):
         assert changed == ("lora" in name), name
 
 
+GPT_OSS = {
+    "activation": "swiglu_clamped", "attention_sinks": True, "attention_bias": True, "output_bias": True,
+    "mlp_bias": True, "window": 6, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+SHARED = {"attention_bias": True, "experts": {**EXPERTS, "shared": 16}}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "memory"),
+    [
+        (GPT_OSS, {"expert": 2, "fsdp": 2, "tensor": 2}, {}),
+        (GPT_OSS, {"context": 2}, {"head_groups": 2, "remat": "sqrt", "update": "during"}),
+        (SHARED, {"expert": 2, "tensor": 2}, {}),
+    ],
+    ids=["gpt-oss", "gpt-oss in groups of heads", "shared expert"],
+)
+def test_sinks_biases_and_shared_experts_train_as_on_one_device(model, mesh, memory):
+    """Frozen experts in MXFP4, other frozen weights in nf4."""
+
+    def cfg(mesh, memory):
+        sections = {"adapter": {**ADAPTER, "experts": "mxfp4"}, "mesh": mesh, "memory": memory}
+        sections["optimizer"] = {"learning_rate": 1e-2, "clip_by": "previous"}
+        return config(model={**MODEL, "experts": EXPERTS, **model}, batch={"global_size": 8}, **sections)
+
+    one = Trained(cfg({}, {}), updates=2)
+    devices = int(np.prod(list(mesh.values())))
+    many = Trained(cfg(mesh, memory), devices, updates=2, begin=one)
+    many.agrees_with(one)
+    attention, experts = (many.params["blocks"][name] for name in ("attention", "mlp"))
+    assert (attention["q"]["weight"].format, experts["up"]["weight"].format) == ("nf4", "mxfp4")
+    assert not is_quantized(experts["up"].get("bias", jnp.zeros(1)))
+
+
 def test_a_low_rank_optimizer_of_sharded_experts():
     settings = {"name": "galore_adamw8bit", "rank": 2}
     trained = Trained(mixture(optimizer=settings, mesh={"expert": 2, "fsdp": 2}, zero=1), 4, updates=2)
@@ -105,6 +138,7 @@ def test_small_experts_have_quantized_states_together():
         (EXPERTS, {"adapter": {"kind": "dora"}}, "adapter.kind=dora does not support model.experts"),
         (EXPERTS, {"adapter": {"kind": "lora", "dropout": 0.1}}, "use adapter.dropout=0"),
         (None, {"adapter": {"kind": "lora", "shared_a": True}}, "adapter.shared_a=true requires"),
+        (None, {"adapter": {"kind": "qlora", "experts": "mxfp4"}}, "adapter.experts=mxfp4 requires model.experts"),
     ],
 )
 def test_what_is_not_possible_is_named(experts, sections, named):
