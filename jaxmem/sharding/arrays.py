@@ -125,15 +125,21 @@ def map_devices(
 def map_stages(function: Callable[..., Any], stage: str, groups: tuple[str, ...]) -> Callable[..., Any]:
     """`function(layers, others, batch, scalar) -> (layers, others, sums)` on each pipeline stage and, with `groups`,
     separately for the rows of each device along these mesh axes. Layers are sharded over stages, and rows, the second
-    dimension of the batch, over the groups. With groups, the first two results are [groups, ...]."""
+    dimension of the batch, over the groups. With groups, the first result is [groups, ...] and the second one
+    [stages x groups, ...]."""
     layout = current()
     assert layout is not None
-    leading = (groups,) if groups else ()
+    leading = [groups] if groups else []
+    everywhere = [(stage, *groups)] if groups else []
     return jax.shard_map(
         function,
         mesh=layout.mesh,
         in_specs=(PartitionSpec(stage), PartitionSpec(), PartitionSpec(None, groups or None), PartitionSpec()),
-        out_specs=(PartitionSpec(*leading, stage), PartitionSpec(*leading), PartitionSpec()),
+        out_specs=(
+            PartitionSpec(*leading, stage),
+            PartitionSpec(*everywhere),
+            PartitionSpec(),
+        ),
         axis_names={stage, *groups},
         check_vma=False,
     )

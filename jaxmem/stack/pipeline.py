@@ -24,8 +24,9 @@ from jaxmem.sharding.host import device_leaves, fetch_layer, fill, take_layer
 from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.cuts import StackCall
 from jaxmem.stack.reverse import LayerDerivative
+from jaxmem.stack.split_backward import SplitBackward
 from jaxmem.stack.stages import Pipeline
-from jaxmem.stack.timetable import BACKWARD, FORWARD, Timetable
+from jaxmem.stack.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 
 AXIS = "stage"
 Tree = Any
@@ -64,6 +65,7 @@ class _State(NamedTuple):
     """The carry of the loop: rings of slots, sums, and the results that are sent after the tick."""
 
     saved: Tree
+    waiting: Tree
     inputs: Tree
     gradients: Tree
     results: Results
@@ -86,6 +88,7 @@ class _Run:
         call = network.embed(network.outside, item)
         self._call = self._prepared(call)
         self._derivative = LayerDerivative(self._call.run, layers.at)
+        self._split = SplitBackward() if table.splits_backward else None
         self._x = jax.tree.map(jnp.zeros_like, call.x)
         # How often the planner counts the embedding and the loss: once per micro-batch.
         self._per_item = f"runs_1_in_{table.rounds}"
@@ -102,7 +105,7 @@ class _Run:
 
     def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
         own, _ = row
-        operations = {FORWARD: self._forward, BACKWARD: self._backward}
+        operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind):
                 state = _when(own["kind"] == kind, partial(operation, own), state, scope)
@@ -131,9 +134,8 @@ class _Run:
         is_last = (self._stage == self._p.stages - 1) & (turn == self._p.rounds - 1)
         call = self._prepared(network.embed(outside, item))
         slot = jnp.maximum(row["inputs"], 0)
-        with jax.named_scope(self._per_item):
-            embed = lambda: network.embed(outside, item).x  # noqa: E731
-            x = jax.lax.cond(is_first, embed, lambda: take_layer(state.inputs, slot))
+        embed = lambda _: network.embed(outside, item).x  # noqa: E731
+        x = _when(is_first, embed, take_layer(state.inputs, slot), self._per_item)
         y, saved = self._forward_layers(call, x, turn, row["saved"], state.saved)
 
         def loss(carry: tuple[Tree, Results]) -> tuple[Tree, Results]:
@@ -154,7 +156,7 @@ class _Run:
         network, outside = self._network, self._network.outside
         call = self._prepared(network.embed(outside, item))
         g = take_layer(state.gradients, row["gradients"])
-        g, saved, sums = self._backward_layers(call, g, turn, row["saved"], state.saved, state.results.layers)
+        g, state = self._backward_layers(call, g, row, state)
 
         def embed(sums: Tree) -> Tree:
             (dw,) = jax.vjp(lambda at: network.embed(at, item).x, outside)[1](g)
@@ -162,8 +164,25 @@ class _Run:
 
         is_first = (self._stage == 0) & (turn == 0)
         of_outside = _when(is_first, embed, state.results.outside, self._per_item)
-        results = state.results._replace(layers=sums, outside=of_outside)
-        return state._replace(saved=saved, results=results, backward=g)
+        return state._replace(results=state.results._replace(outside=of_outside), backward=g)
+
+    def _weight_gradients(self, row: Any, state: _State) -> _State:
+        """W: adds the weight gradients of an item, from the values that its backward pass kept."""
+        turn, slot, split = row["turn"], row["waiting"], self._split
+        assert split is not None
+        call = self._prepared(self._network.embed(self._network.outside, self._micro(row["micro"])))
+
+        def step(place: jax.Array, sums: Tree) -> Tree:
+            known = self._known(call, place, turn, self._fetch(place, turn))
+            return _add_at(sums, self._place(place, turn), split.finish(_take(state.waiting, (slot, place)), known))
+
+        layers = jax.lax.fori_loop(0, self._p.group, step, state.results.layers)
+        return state._replace(results=state.results._replace(layers=layers))
+
+    def _known(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> tuple[Tree, Tree, Any, Any]:
+        """The arrays of a layer that are not saved: to differentiate with respect to, weights, inputs."""
+        weights = self._weights(place, turn, fetched)
+        return self._layers.at(weights), weights, self._input(call, place, turn), call.shared
 
     # ------------------------------------------------------------------ the layers of a work item
 
@@ -219,30 +238,33 @@ class _Run:
         x, ring, _ = jax.lax.fori_loop(0, self._p.group, step, begin)
         return x, ring
 
-    def _backward_layers(
-        self, call: StackCall, g: Any, turn: jax.Array, slot: jax.Array, ring: Tree, sums: Tree
-    ) -> tuple[Any, Tree, Tree]:
-        """The gradient of the input of the layers, the ring, and the sums with the gradients of the layers."""
-        plan, last = call.plan, self._p.group - 1
+    def _backward_layers(self, call: StackCall, g: Any, row: Any, state: _State) -> tuple[Any, _State]:
+        """The gradient of the input of the layers, and the state with the gradients of their weights, or with the
+        values for W."""
+        plan, last, split = call.plan, self._p.group - 1, self._split
+        turn, slot = row["turn"], row["saved"]
 
-        def step(i: jax.Array, carry: tuple[Any, Tree, Tree, Tree]) -> tuple[Any, Tree, Tree, Tree]:
-            g, ring, sums, fetched = carry
+        def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            g, ring, waiting, sums, fetched = carry
             place = last - i
-            weights, one = self._weights(place, turn, fetched), self._input(call, place, turn)
+            known = self._known(call, place, turn, fetched)
             following = self._fetch(place - 1, turn)
             if plan is None:
                 saved = call.load(_take(ring, (slot, place)))
-                derivative = self._derivative.from_saved(weights, one, call.shared, saved)
+                derivative = self._derivative.from_saved(*known, saved)
             else:
                 ring = self._recompute(call, place, turn, slot, ring)
                 x = call.load(_take(ring, (slot, jnp.asarray(plan.at, jnp.int32)[place])))
-                derivative = self._derivative.recomputed(weights, one, call.shared, x)
+                derivative = self._derivative.recomputed(*known, x)
+            if split is not None:
+                g, kept = split.begin(derivative, g, known)
+                return g, ring, _put(waiting, (row["waiting"], place), kept), sums, following
             dw, g = derivative(g)
-            return g, ring, _add_at(sums, self._place(place, turn), dw), following
+            return g, ring, waiting, _add_at(sums, self._place(place, turn), dw), following
 
-        begin = g, ring, sums, self._fetch(jnp.int32(last), turn)
-        g, ring, sums, _ = jax.lax.fori_loop(0, self._p.group, step, begin)
-        return g, ring, sums
+        begin = g, state.saved, state.waiting, state.results.layers, self._fetch(jnp.int32(last), turn)
+        g, saved, waiting, sums, _ = jax.lax.fori_loop(0, self._p.group, step, begin)
+        return g, state._replace(saved=saved, waiting=waiting, results=state.results._replace(layers=sums))
 
     def _recompute(self, call: StackCall, place: jax.Array, turn: jax.Array, slot: jax.Array, ring: Tree) -> Tree:
         """The ring, after the recomputation that the plan has before the backward pass of a layer."""
@@ -267,7 +289,7 @@ class _Run:
 
     def _begin(self) -> _State:
         table, x, network = self._table, self._x, self._network
-        of_items, of_inputs, of_gradients = table.slots.counts
+        of_items, of_inputs, of_gradients, of_waiting = table.slots.counts
         zero = jnp.int32(0)
 
         def saved() -> Any:
@@ -285,12 +307,28 @@ class _Run:
             kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (of_items, plan.slots, *x.shape)), x)
         else:
             kept = [jnp.zeros((of_items, group, *each.shape), each.dtype) for each in jax.eval_shape(saved)]
+        waiting: Any = ()
+        if self._split is not None:
+            each = jax.eval_shape(self._kept_by_layer)
+            waiting = [jnp.zeros((of_waiting, group, *x.shape), x.dtype) for x in each]
         loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(zero))[1])
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
         at = self._layers.at(self._layers.weights) if table.trains else ()
         results = Results(wide(at), wide(network.outside) if table.trains else (), wide(loss))
         returned = ring(of_gradients) if table.trains else ()
-        return _State(kept, ring(of_inputs), returned, results, x, x if table.trains else ())
+        return _State(kept, waiting, ring(of_inputs), returned, results, x, x if table.trains else ())
+
+    def _kept_by_layer(self) -> list[jax.Array]:
+        """What the backward pass of a layer keeps for W."""
+        zero, split = jnp.int32(0), self._split
+        assert split is not None
+        known = self._known(self._call, zero, zero, self._fetch(zero, zero))
+        if self._call.plan is None:
+            saved = self._derivative.forward(known[1], self._x, *known[2:])[1]
+            derivative = self._derivative.from_saved(*known, saved)
+        else:
+            derivative = self._derivative.recomputed(*known, self._x)
+        return split.begin(derivative, self._x, known)[1]
 
     def _micro(self, micro: jax.Array) -> Any:
         return take_layer(self._network.batch, micro)

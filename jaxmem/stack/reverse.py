@@ -42,8 +42,8 @@ class ForwardPass:
     # (layer, stacked weights, carry) -> (residuals of the derivative of this layer, carry)
     residuals: Callable[[jax.Array, Any, Any], tuple[Any, Any]]
     begin: Callable[[], Any]  # returns the first carry of `residuals`
-    # (weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
-    derivative: Callable[[Any, Any, Any, Any], Derivative]
+    # (differentiable arrays, weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
+    derivative: Callable[[Any, Any, Any, Any, Any], Derivative]
 
     @property
     def layers(self) -> int:
@@ -78,11 +78,11 @@ class ForwardPass:
     def _gradients(self, weights: Any, one: Any, shared: Any, saved: Any, g: Any) -> tuple[Any, Any]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
-            return self.derivative(weights, one, shared, saved)(g)
+            return self.derivative(self.differentiable(weights), weights, one, shared, saved)(g)
 
         def add(total: Any, xs: Any) -> tuple[Any, Any]:
             *residuals, g = xs
-            dw, dx = self.derivative(weights, *residuals)(g)
+            dw, dx = self.derivative(self.differentiable(weights), weights, *residuals)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.differentiable(weights))
@@ -117,19 +117,20 @@ class LayerDerivative:
         self._sources = [places.get(id(leaf)) for leaf in leaves]
         return y, [jnp.asarray(leaf) for leaf, place in zip(leaves, self._sources, strict=True) if place is None]
 
-    def from_saved(self, weights: Any, one: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
-        known, rest = jax.tree.leaves((self._at(weights), weights, one, shared)), iter(saved)
+    def from_saved(self, own: Any, weights: Any, one: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
+        """The derivative, from what was saved. `own`: the arrays to differentiate with respect to."""
+        known, rest = jax.tree.leaves((own, weights, one, shared)), iter(saved)
         leaves = [next(rest) if place is None else known[place] for place in self._sources]
         derivative: Derivative = jax.tree.unflatten(self._tree, leaves)
         return derivative
 
-    def recomputed(self, weights: Any, one: Any, shared: Any, x: Any) -> Derivative:
+    def recomputed(self, own: Any, weights: Any, one: Any, shared: Any, x: Any) -> Derivative:
         """The derivative, from the input of the layer."""
 
         def run(at: Any, x: Any) -> Any:
             return self._run(with_gradients(weights, at), x, one, shared)[0]
 
-        return jax.vjp(run, self._at(weights), x)[1]
+        return jax.vjp(run, own, x)[1]
 
 
 def differentiable_weights(trainable: Any, dtype: DTypeLike | None) -> Callable[[Any], Any]:

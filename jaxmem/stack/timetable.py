@@ -99,18 +99,25 @@ class Timetable:
             return stage + 1, turn
         return (0, turn + 1) if turn < self.rounds - 1 else None
 
+    def previous_stage(self, stage: int, turn: int) -> tuple[int, int] | None:
+        """The stage and round to which a backward pass sends its result; None: it is the last one."""
+        if stage:
+            return stage - 1, turn
+        return (self.stages - 1, turn - 1) if turn else None
+
 
 @dataclass(frozen=True)
 class Slots:
     """Where results are stored until they are used, [ticks, stages]; -1: nowhere. Each is an index into a ring of
     arrays on a stage."""
 
-    saved: np.ndarray  # what F saves for B of the same item, and B for W
+    saved: np.ndarray  # what F saves for B of the same item
+    waiting: np.ndarray  # what B saves for W
     inputs: np.ndarray  # the input of F; -1: the embedding of the micro-batch
     gradients: np.ndarray  # the gradient that B reads, or which F of the last layers writes
     received: np.ndarray  # where the activations are stored that arrive after the tick
     returned: np.ndarray  # where the gradient is stored that arrives after the tick
-    counts: tuple[int, int, int]  # the sizes of the rings of `saved`, `inputs` and `gradients`
+    counts: tuple[int, int, int, int]  # the sizes of the rings of `saved`, `inputs`, `gradients` and `waiting`
 
 
 @lru_cache(maxsize=64)
@@ -189,12 +196,11 @@ def _table(p: int, m: int, v: int, rows: list[list[Work | None]], trains: bool =
     return Timetable(p, m, v, values[..., 0], values[..., 1], values[..., 2], trains)
 
 
-def _slots(table: Timetable) -> Slots:
+def _slots(table: Timetable) -> Slots:  # noqa: C901
     """Assigns the lowest free slot to each result when it is written."""
-    shape = (5, table.ticks, table.stages)
-    saved, inputs, gradients, received, returned = np.full(shape, -1, np.int32)
-    rings = [[_Ring() for _ in range(table.stages)] for _ in range(3)]
-    last = WEIGHTS if table.splits_backward else BACKWARD
+    shape = (6, table.ticks, table.stages)
+    saved, waiting, inputs, gradients, received, returned = np.full(shape, -1, np.int32)
+    rings = [[_Ring() for _ in range(table.stages)] for _ in _RINGS]
     arriving: list[tuple[np.ndarray, int, int, int, tuple[int, int]]] = []
     now = -1
 
@@ -208,26 +214,27 @@ def _slots(table: Timetable) -> Slots:
         if tick != now:
             deliver()
             now = tick
-        key, after = (micro, turn), table.next_stage(stage, turn)
+        key, before, after = (micro, turn), table.previous_stage(stage, turn), table.next_stage(stage, turn)
         if kind == FORWARD:
-            if (stage, turn) != (0, 0):
-                inputs[tick, stage] = rings[1][stage].take(key)
+            if before is not None:
+                inputs[tick, stage] = rings[_INPUTS][stage].take(key)
             if table.trains:
-                saved[tick, stage] = rings[0][stage].put(key)
+                saved[tick, stage] = rings[_SAVED][stage].put(key)
             if after is not None:
-                arriving.append((received, 1, tick, after[0], (micro, after[1])))
+                arriving.append((received, _INPUTS, tick, after[0], (micro, after[1])))
             elif table.trains:
-                gradients[tick, stage] = rings[2][stage].put(key)
+                gradients[tick, stage] = rings[_GRADIENTS][stage].put(key)
         elif kind == BACKWARD:
-            gradients[tick, stage] = rings[2][stage].take(key)
-            saved[tick, stage] = rings[0][stage].take(key) if last == BACKWARD else rings[0][stage].find(key)
-            if (stage, turn) != (0, 0):
-                before = (stage - 1, turn) if stage else (table.stages - 1, turn - 1)
-                arriving.append((returned, 2, tick, before[0], (micro, before[1])))
+            gradients[tick, stage] = rings[_GRADIENTS][stage].take(key)
+            saved[tick, stage] = rings[_SAVED][stage].take(key)
+            if table.splits_backward:
+                waiting[tick, stage] = rings[_WAITING][stage].put(key)
+            if before is not None:
+                arriving.append((returned, _GRADIENTS, tick, before[0], (micro, before[1])))
         else:
-            saved[tick, stage] = rings[0][stage].take(key)
-    counts = tuple(max(1, *(ring.size for ring in each)) if len(each) > 1 else max(1, each[0].size) for each in rings)
-    return Slots(saved, inputs, gradients, received, returned, counts)  # type: ignore[arg-type]
+            waiting[tick, stage] = rings[_WAITING][stage].take(key)
+    counts = tuple(max([1, *(ring.size for ring in each)]) for each in rings)
+    return Slots(saved, waiting, inputs, gradients, received, returned, counts)  # type: ignore[arg-type]
 
 
 class _Ring:
@@ -261,8 +268,8 @@ def check(table: Timetable, slots: Slots) -> None:
     _Check(table, slots)()
 
 
-_SAVED, _INPUTS, _GRADIENTS = range(3)  # the rings
-_RINGS = ("saved activations", "inputs", "gradients")
+_SAVED, _INPUTS, _GRADIENTS, _WAITING = range(4)  # the rings
+_RINGS = ("saved activations", "inputs", "gradients", "values for the weight gradients")
 
 
 class _Check:
@@ -271,7 +278,6 @@ class _Check:
         # For each ring and stage: the (micro-batch, round) in each slot.
         self._rings: list[list[dict[int, tuple[int, int]]]] = [[{} for _ in range(table.stages)] for _ in _RINGS]
         self._sent: list[tuple[int, int, np.ndarray, tuple[int, int]]] = []
-        self._went_back: set[tuple[int, int, int]] = set()
         self._tick = 0
 
     def __call__(self) -> None:
@@ -297,7 +303,7 @@ class _Check:
 
     def _forward(self, stage: int, one: Work) -> None:
         table, slots = self._table, self._slots
-        if (stage, one.turn) != (0, 0):
+        if table.previous_stage(stage, one.turn) is not None:
             self._read(_INPUTS, stage, slots.inputs, one)
         if table.trains:
             self._write(_SAVED, stage, slots.saved, (one.micro, one.turn))
@@ -309,16 +315,14 @@ class _Check:
     def _backward(self, stage: int, one: Work) -> None:
         table, slots = self._table, self._slots
         self._read(_GRADIENTS, stage, slots.gradients, one)
-        self._read(_SAVED, stage, slots.saved, one, frees=not table.splits_backward)
-        self._went_back.add((stage, one.micro, one.turn))
-        if (stage, one.turn) != (0, 0):
-            before, turn = (stage - 1, one.turn) if stage else (table.stages - 1, one.turn - 1)
-            self._sent.append((_GRADIENTS, before, slots.returned, (one.micro, turn)))
+        self._read(_SAVED, stage, slots.saved, one)
+        if table.splits_backward:
+            self._write(_WAITING, stage, slots.waiting, (one.micro, one.turn))
+        if (before := table.previous_stage(stage, one.turn)) is not None:
+            self._sent.append((_GRADIENTS, before[0], slots.returned, (one.micro, before[1])))
 
     def _weights(self, stage: int, one: Work) -> None:
-        if (stage, one.micro, one.turn) not in self._went_back:
-            self._fail(stage, f"computes the weight gradients of micro-batch {one.micro} before its backward pass")
-        self._read(_SAVED, stage, self._slots.saved, one)
+        self._read(_WAITING, stage, self._slots.waiting, one)
 
     def _deliver(self) -> None:
         for ring, stage, slots, key in self._sent:
@@ -333,12 +337,11 @@ class _Check:
             self._fail(stage, f"overwrites the {_RINGS[ring]} of micro-batch {held[slot][0]} before they are read")
         held[slot] = key
 
-    def _read(self, ring: int, stage: int, slots: np.ndarray, one: Work, *, frees: bool = True) -> None:
+    def _read(self, ring: int, stage: int, slots: np.ndarray, one: Work) -> None:
         slot, held = int(slots[self._tick, stage]), self._rings[ring][stage]
         if held.get(slot) != (one.micro, one.turn):
             self._fail(stage, f"reads {_RINGS[ring]} of micro-batch {one.micro}, which are not in slot {slot}")
-        if frees:
-            del held[slot]
+        del held[slot]
 
     def _fail(self, stage: int, what: str) -> None:
         raise ValueError(f"pipeline schedule: tick {self._tick}, stage {stage}: {what}")

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import current, is_axes, map_stages
+from jaxmem.sharding import Axes, current, is_axes, map_stages
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by
 from jaxmem.stack.pipeline import AXIS, Layers, Network, Results, run
@@ -45,7 +45,11 @@ def pipeline_gradients(
     grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers})
     if not local:
         return constrain_tree(grads, axes, "gradients"), found.sums
-    reduce = lambda names, g: Reduce(layout, names, local, np.dtype(dtype)).of_all(g).astype(jnp.float32)  # noqa: E731
+
+    def reduce(names: Axes, g: jax.Array) -> jax.Array:
+        over = local if names[:1] == ("layer",) else (AXIS, *local)
+        return Reduce(layout, names, over, np.dtype(dtype)).of_all(g).astype(jnp.float32)
+
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
 
 
@@ -93,11 +97,10 @@ def _execute(
 
     def sum_over(found: Results) -> Results:
         sums = jax.lax.psum(found.sums, (AXIS, *local))
-        outside = jax.lax.psum(found.outside, AXIS)
         if not local:
-            return Results(found.layers, outside, sums)
-        group = lambda tree: jax.tree.map(lambda x: x[None], tree)  # noqa: E731
-        return Results(group(found.layers), group(outside), sums)
+            return Results(found.layers, jax.lax.psum(found.outside, AXIS), sums)
+        layers, outside = jax.tree.map(lambda x: x[None], (found.layers, found.outside))
+        return Results(layers, outside, sums)
 
     outside = {key: value for key, value in params.items() if key != name}
     found = map_stages(stage, AXIS, local)(params[name], outside, batch, scale)

@@ -304,7 +304,7 @@ def test_padding_layers() -> None:
 
 def test_pipeline_bubble() -> None:
     (warned,) = found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=4))
-    assert warned.text == "each pipeline stage is idle in 43% of the 7 ticks of a step"
+    assert warned.text == "each pipeline stage is idle for 43% of the time of a step"
     assert warned.cure == "batch.accumulate=16, pipeline.rounds=2 or a smaller mesh.stage"
     assert found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=16)) == []
 

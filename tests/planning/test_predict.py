@@ -84,7 +84,6 @@ def test_the_state_of_adapters_is_exact() -> None:
             },
         ),
         (2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
-        # Every tick keeps one boundary of its group of layers.
         (
             4,
             {

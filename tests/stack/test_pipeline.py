@@ -53,12 +53,9 @@ def test_every_schedule_passes_the_checker(name, stages, micro, rounds):
 def test_slots_follow_the_stages():
     """With 1F1B not the number of micro-batches."""
     for micro in (8, 32):
-        assert timetable("1f1b", 4, micro).slots.counts == (7, 1, 1)  # 2 p - 1
-        assert timetable("interleaved_1f1b", 4, micro, 2).slots.counts == (
-            11,
-            1,
-            1,
-        )
+        assert timetable("1f1b", 4, micro).slots.counts[0] == 7  # 2 p - 1
+        assert timetable("interleaved_1f1b", 4, micro, 2).slots.counts[0] == 11  # v p + p - 1, of half as many layers
+        assert timetable("zero_bubble", 4, micro).slots.counts[0] == 7
         assert timetable("gpipe", 4, micro).slots.counts[0] == micro
 
 

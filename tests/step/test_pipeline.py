@@ -42,6 +42,9 @@ RUNS = {
     "circular x fsdp x tensor": staged(
         {"stage": 2, "fsdp": 2, "tensor": 2}, rounds=2, dropout=0.2, schedule="circular", zero=1
     ),
+    "zero bubble x fsdp": staged(
+        {"stage": 3, "fsdp": 2}, dropout=0.2, schedule="zero_bubble", memory={"remat": "full"}
+    ),
     "interleaved x fsdp": staged({"stage": 2, "fsdp": 2}, rounds=2, dropout=0.2, zero=2, memory={"remat": "constant"}),
 }
 

@@ -23,17 +23,16 @@ recompute, where c = 2 finds both to be the same message), and c times their gra
 are sent in w bytes and the others in float32; with a window those of min(window - 1, (c - 1) T) tokens forward and
 back.
 
-`stage` with p devices runs all micro-batches in s ticks, in each of which a device runs a v-th of its P / p weights,
-with v rounds: where a passes through P and the layers are counted above, there are s. A tick sends 4 T D w from stage
-to stage, and the input of the first 3 of these. Embedding and output matrix are on every stage, which processes
-k = a / p micro-batches of them, so that their a is k. Their gradients are all-reduced over p, the embedding's in w and
-the output matrix's in 4 bytes; from zero 2 on the latter's k times, and over n too. The output matrix is gathered k + 1
-times, and what `tensor` gathers for the logits once more, since they are recomputed for their gradients.
+`stage` with p devices: a device has P / p of the weights, and sends T D w in each tick after which a stage receives
+activations or gradients. Embedding and output matrix are on every stage; one stage uses each of them, and is counted.
+Their gradients are all-reduced over p: to zero 1 in w bytes and of the shards over f, from zero 2 on in 4 bytes and of
+the shards over n.
 """
 
 from dataclasses import dataclass, fields
 
 import jax
+import numpy as np
 
 from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
@@ -68,8 +67,6 @@ def volume(built: Program) -> Volume:
         raise UserError(f"model.family={model.family} has no theory of communication; use a decoder")
     if cfg.rules != Rules():
         raise UserError("rules have no theory of communication; leave them out")
-    if built.model.pipeline is not None and cfg.batch.accumulate == 1:
-        raise UserError("batch.accumulate=1 has no theory of communication in a pipeline; use 2 or more")
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c, f = cfg.batch.accumulate, mesh["context"], mesh["fsdp"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
@@ -85,37 +82,35 @@ def volume(built: Program) -> Volume:
     embedding = model.vocab * model.embed / t  # and so many for the logits
     head = 0 if model.tie_embeddings else embedding
     layers = built.model.parameters / t - embedding - head
-    passes, micro, executed, shifts, p = float(a), float(a), a * model.layers, 0, 1
+    executed, sends, p = a * model.layers, 0, 1
     if (pipeline := built.model.pipeline) is not None:
         p = pipeline.stages
         layers *= pipeline.stored / pipeline.layers / p
-        passes, micro = pipeline.ticks / pipeline.rounds, pipeline.slots / p
-        executed, shifts = pipeline.ticks * pipeline.group, 4 * pipeline.ticks + 3
+        executed, slots = a * pipeline.group * pipeline.rounds, pipeline.timetable.slots
+        sends = sum(int(np.any(ring >= 0, axis=1).sum()) for ring in (slots.received, slots.returned))
     every = layers + embedding + head
     most = max_update_entries(cfg.memory.update, model.embed)
     sliced = slice_width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
-    # The logits' weights: gathered forward only, or in slices again; on stages once for all, and again each time.
-    heads = micro + 1 if p > 1 else 2 * micro if sliced else micro
+    heads = 2 * a if sliced else a  # the logits' weights: gathered forward only, or in slices again
     split = cfg.zero >= 2
-    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: (2 * passes * layers + heads * embedding) * sent}[cfg.zero]
+    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: (2 * a * layers + heads * embedding) * sent}[cfg.zero]
     if split:
-        of_logits = micro * embedding * (2 if p > 1 else 1)
-        reduced = (passes * layers + of_logits) * _share(n) + 2 * every / n * _share(m)
+        reduced = a * (layers + embedding) * _share(n) + 2 * every / n * _share(m)
     elif a == 1:
         reduced = 2 * every * _share(n * m)
     else:
         once = every * (_share(f) + 2 / f * _share(m)) if cfg.zero else 2 * every * _share(f * m)
-        reduced = 2 * (passes * layers + micro * (embedding + head)) * _share(c) + once
-    over_stages = embedding * (FLOAT32 * micro + w / n if split else FLOAT32 + w)
+        reduced = 2 * a * (layers + embedding + head) * _share(c) + once
+    over_stages = (embedding + head) * (FLOAT32 / n if split or f * m == 1 else w / f if cfg.zero else w)
     stream = tokens * t * model.embed * w * _share(t)  # one gather or scatter of the time
     keys = tokens * t * 2 * model.kv_heads * model.head_dim / t
     return Volume(
         weights=gathered * _share(n),
         gradients=reduced * w,
-        tokens=2 * micro * tokens * model.embed * w * _share(n) if split else 0.0,
-        tensor=stream * (executed * (11 if full else 8) + micro * (5 if p > 1 else 4)),
+        tokens=2 * a * tokens * model.embed * w * _share(n) if split else 0.0,
+        tensor=stream * (executed * (11 if full else 8) + 4 * a),
         context=executed * _context(model, keys, tokens * t, c, w, full, built.resolved.mesh.context_method),
-        stage=shifts * tokens * model.embed * w + 2 * over_stages * _share(p),
+        stage=sends * tokens * model.embed * w + 2 * over_stages * _share(p),
     )
 
 
