@@ -151,6 +151,7 @@ def required(setting: str, key: str, allowed: Iterable[str], actual: object) -> 
     """The message for a setting that requires a value of another setting.
 
     >>> required("objective.beta=1", "objective.name", ("dpo",), "classify")
-    'objective.beta=1 requires objective.name=dpo, not classify'
+    'objective.beta=1 requires objective.name=dpo, not classify; change objective.name or remove objective.beta'
     """
-    return f"{setting} requires {key}={one_of(allowed)}, not {as_yaml(actual)}"
+    remedy = f"change {key} or remove {setting.partition('=')[0]}"
+    return f"{setting} requires {key}={one_of(allowed)}, not {as_yaml(actual)}; {remedy}"

@@ -185,11 +185,13 @@ def merge(model: nnx.Module) -> None:
             for name, parts in weights_to_merge(module.lora).items():
                 variable = getattr(module, name)
                 if variable is None:
-                    raise UserError("merge does not support adapter.lora_bias for layers without a bias")
+                    raise UserError(
+                        "merge does not support adapter.lora_bias=true for layers without a bias; use export --adapter"
+                    )
                 variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
             module.lora = None
     if getattr(model, "prompt", None) is not None:
-        raise UserError("merge does not support adapter.kind=prompt (no weight to merge into); export the adapter")
+        raise UserError("merge does not support adapter.kind=prompt, which changes no weight; use export --adapter")
 
 
 def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:

@@ -84,9 +84,11 @@ def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) ->
 def tokens(model: Decoder, ids: Sequence[int]) -> tuple[str, ...]:
     """Makes the embedding's rows of some tokens trainable. Returns the patterns of the trainable weights."""
     if model.head is None:
-        raise UserError("adapters.tokens does not support tied embeddings; use a decoder with a head")
+        raise UserError(
+            "adapters.tokens does not support tied embeddings; use a decoder with model.tie_embeddings=false"
+        )
     if model.embedding.lora is not None:
-        raise UserError("adapters.tokens does not support an embedding with an adapter; adapt other layers")
+        raise UserError("adapters.tokens does not support a low-rank adapter of the embedding; adapt other layers")
     initial = take_rows(model.embedding.weight.get_value(), jnp.array(ids, jnp.int32), jnp.float32)
     model.embedding.lora = TokenRows(initial, ids)
     return (EMBEDDING_ROWS,)

@@ -18,7 +18,7 @@ def absolute(path: str | Path | epath.Path) -> epath.Path:
     try:
         return epath.Path(Path(path).resolve())
     except (OSError, RuntimeError) as error:  # Python below 3.13 raises a RuntimeError for a loop of links
-        raise UserError(f"{path} is a loop of links; remove it") from error
+        raise UserError(f"{path} is a symbolic link to itself; remove it") from error
 
 
 def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
@@ -30,7 +30,7 @@ def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
             raise UserError(f"{path} is not a directory; remove it, or set checkpoint.path to another directory")
     except ImportError as error:
         package = BUCKETS.get(str(other).partition("://")[0], error.name)
-        raise UserError(f"checkpoint.path={other} needs {package}; pip install {package}") from error
+        raise UserError(f"checkpoint.path={other} requires the package {package}; run pip install {package}") from error
     return path
 
 

@@ -1,13 +1,12 @@
 """The config fields that a checkpoint depends on: a run with other values must not resume from it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
 from jaxmem.config.renamed import rename
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_yaml
 
 # All other fields may change: settings of the machine (mesh, zero, memory, batch.accumulate, precision.compute; the
 # state is resharded, and losses agree to rounding), of the training (train, learning rate, betas, dropout, smoothing),
@@ -53,7 +52,7 @@ def changed(
     """
     before, after = _flat(rename(old)[0]), _flat(new)
     return [
-        f"{field} was {json.dumps(before.get(field))}, is {json.dumps(after.get(field))}"
+        f"{field} was {as_yaml(before.get(field))}, is {as_yaml(after.get(field))}"
         for field in {**before, **after}
         if _among(field, fields) and not _among(field, without) and _value(before, field) != _value(after, field)
     ]
@@ -71,7 +70,7 @@ def refuse_changes(
         differences = [f"the data files have changed (fingerprint was {fingerprints[0]}, is {fingerprints[1]})"]
     if differences:
         raise UserError(
-            f"cannot resume from {directory}: {'; '.join(differences)}. Undo the change, set another `name`,"
+            f"cannot resume from {directory}: {', '.join(differences)}; undo the change, set another name,"
             " or start from step 0 with checkpoint.resume=never (the old run is renamed, not deleted)"
         )
 

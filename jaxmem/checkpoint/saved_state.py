@@ -70,7 +70,7 @@ class SavedState:
         """Refuses a checkpoint that was trained on frozen weights other than those of `model.hf`."""
         if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
-                f"model.hf={self._hf} has other weights than the base model of {where}; restore the original directory"
+                f"the weights of model.hf={self._hf} differ from the base weights of {where}; use the original ones"
             )
 
     @property

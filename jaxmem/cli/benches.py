@@ -17,7 +17,9 @@ Shapes = Annotated[
 ]
 Operation = Annotated[
     str | None,
-    typer.Option(metavar="OPERATION", help="attention, dequant_matmul, adam8_update, int8_add or sliding_max."),
+    typer.Option(
+        metavar="OPERATION", help="attention (default), dequant_matmul, adam8_update, int8_add or sliding_max."
+    ),
 ]
 Only = Annotated[
     list[str] | None,
@@ -36,12 +38,15 @@ def bench_kernels(
     shapes: Shapes = None,
     operation: Operation = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Only show which implementation is chosen for each shape, and why.")
+        bool,
+        typer.Option(
+            "--explain", help="Show which implementation is chosen for each shape, and why, without measuring."
+        ),
     ] = False,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Only check the results, also with each option (e.g. a window); measure no times."
+            "--check", help="Check the results, also with each option (e.g. a window), without measuring times."
         ),
     ] = False,
     only: Only = None,
@@ -53,7 +58,7 @@ def bench_kernels(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check kernels (by default attention) on this machine, and compare their speed with cuDNN."""
+    """Check kernels, and compare their speed with cuDNN."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
     from jaxmem.lab.bench.kernels import BenchSelection
@@ -86,7 +91,7 @@ def bench_tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure kernels on this GPU, and store the fastest implementation for each shape."""
+    """Measure kernels, and store the fastest implementations."""
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import tune

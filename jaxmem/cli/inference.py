@@ -30,11 +30,11 @@ def generate(
     seed: Seed = 0,
     simulate: Simulate = None,
 ) -> None:
-    """Continue a text."""
+    """Generate text that continues a prompt."""
     if prompt is None and prompts is None:
         raise UserError("generate: the prompt is missing; use --prompt TEXT or --prompts FILE")
     if prompt is not None and prompts is not None:
-        raise UserError("generate does not support --prompt with --prompts; use one of the two")
+        raise UserError("generate: --prompt and --prompts are both set; use one of them")
     take_devices(simulate)
     with joined(run_config(run)):
         from jaxmem.inference.chat import TextGenerator, read_prompts
@@ -92,9 +92,13 @@ def evaluate(
     run: Model,
     overrides: Overrides = None,
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text, JSONL or Parquet to use instead of the held-out data.")
+        str | None,
+        typer.Option(metavar="FILE", help="A text, JSONL or Parquet file to use instead of the held-out data."),
     ] = None,
-    choices: Annotated[Path | None, typer.Option(metavar="FILE", help="Multiple-choice questions, JSONL.")] = None,
+    choices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A JSONL file of multiple-choice questions with prompt, choices and answer."),
+    ] = None,
     simulate: Simulate = None,
     as_json: Json = False,
 ) -> None:
@@ -139,14 +143,16 @@ def export(
         typer.Option(
             metavar="D",
             help="float32, float16 or bfloat16; GGUF: float32, float16, q8_0, q4_0 or q4_k. "
-            "[default: that of the imported model, otherwise of the run; GGUF: float16]",
+            "[default: the dtype of the imported model or of the run; GGUF: float16]",
         ),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="Write the weights with the adapters merged.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write the weights with the adapters merged into them.")
+    ] = False,
     simulate: Simulate = None,
 ) -> None:
-    """Export a run for transformers or llama.cpp (GGUF), or its adapters for PEFT."""
+    """Export a run for transformers, llama.cpp (GGUF) or PEFT."""
     take_devices(simulate)
     from jaxmem.inference.export import export_model
 

@@ -7,7 +7,8 @@ import typer
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the directory of a run.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, e.g. mesh.fsdp=8.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the config, e.g. mesh.fsdp=8."),
 ]
 ModelOrConfig = Annotated[
     str | None,
@@ -30,7 +31,7 @@ ConfigOutput = Annotated[
     typer.Option(
         "--write",
         metavar="FILE",
-        help="Write the config (plan) or the best config (fit) to FILE; then run `jaxmem train FILE`.",
+        help="Write the config (fit: the fastest that fits) to FILE; then run `jaxmem train FILE`.",
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
@@ -39,19 +40,22 @@ Model = Annotated[
 ]
 Target = Annotated[
     str | None,
-    typer.Option(metavar="T", help="Devices, e.g. h100-80gb:16x8 or cpu:8; `jaxmem plan --target list` prints all."),
+    typer.Option(
+        metavar="T",
+        help="Devices, e.g. h100-80gb:16x8 (16 hosts of 8 GPUs) or cpu:8; `jaxmem plan --target list` prints all.",
+    ),
 ]
 Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
 Reserve = Annotated[
     float | None, typer.Option(metavar="GIB", min=0.0, help="GiB of each GPU to keep free for CUDA and NCCL.")
 ]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page: memory over a step.")]
-Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure: memory over a step.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the memory over a step.")]
+Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure of the memory over a step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 # Options of commands that generate text.
 Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Generate at most N tokens.")]
-Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling temperature; 0 is greedy.")]
+Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling temperature; 0 for greedy decoding.")]
 TopK = Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 StopTexts = Annotated[

@@ -107,12 +107,12 @@ def fit(
         str | None, typer.Option(metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.")
     ] = None,
     write: options.ConfigOutput = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure of memory and time.")] = None,
     reserve: options.Reserve = None,
     compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N configs.")] = 12,
     as_json: options.Json = False,
 ) -> None:
-    """Find the fastest settings that fit.
+    """Find the fastest settings that fit in memory.
 
     For a model instead of a config, compare the training methods. If nothing fits, the exit code is 3.
     """
@@ -131,7 +131,7 @@ def fit(
     compares = "," in method if method else is_model(source)
     if (png or allow) and not maximize and compares:
         option = f"--png {png}" if png else f"--allow {allow}"
-        raise UserError(f"{option} does not support a comparison of methods; use --method NAME")
+        raise UserError(f"{option} supports a single method only; use --method NAME")
     found: Any
     with only_json(as_json):
         if maximize:

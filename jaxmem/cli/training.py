@@ -26,13 +26,13 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
 
 
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command of each process.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command that each process runs.")],
     processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="Number of processes.")],
     devices: Annotated[int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.")] = None,
 ) -> None:
     """Run a command in several processes on this host.
 
-    Slurm, MPI and Kubernetes start the processes themselves and need no launcher.
+    With Slurm, MPI or Kubernetes, run the command without `jaxmem launch`.
     """
     from jaxmem.distributed.launch import launch
 
@@ -41,7 +41,7 @@ def launch(
 
 def tokenize(
     config: ConfigFile,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory of the token cache to write.")],
     overrides: Overrides = None,
 ) -> None:
     """Tokenize the data of a config and store the tokens."""

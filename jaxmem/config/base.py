@@ -67,6 +67,8 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
             yield f"a mapping {{text: {allowed(value)}}}"
         case {"type": kind} if kind in NOUNS:
             limits = [f"{text} {as_yaml(schema[key])}" for key, text in LIMITS.items() if key in schema]
+            if "minimum" in schema and "maximum" in schema:
+                limits = [f"from {as_yaml(schema['minimum'])} to {as_yaml(schema['maximum'])}"]
             yield " ".join([NOUNS[kind], *" and ".join(limits).split()])
         case _:
             yield "a mapping of keys to values"

@@ -34,17 +34,20 @@ def check(cfg: Config) -> Config:
 def _run(cfg: Config) -> Iterator[str]:
     train = cfg.train
     if not re.fullmatch(r"\w[\w.-]*", cfg.name):
-        use = "use letters, digits, _ . - and begin with a letter, digit or _"
-        yield f"name={as_yaml(cfg.name)} cannot name a directory; {use}"
+        use = 'use letters, digits, "_", "-" and ".", and start with a letter, a digit or "_"'
+        yield f"name={as_yaml(cfg.name)} is not a valid name of a run; {use}"
     if (train.steps is None) == (train.tokens is None):
         yield f"train.steps and train.tokens are both {'set' if train.steps else 'null'}; set exactly one of them"
     else:
         if cfg.optimizer.warmup >= cfg.steps:
-            line = f"optimizer.warmup={cfg.optimizer.warmup} must be below the {cfg.steps} updates of the run"
-            yield f"{line}; use optimizer.warmup=0, or more updates"
+            key = "train.steps" if train.steps else "train.tokens"
+            line = f"optimizer.warmup={cfg.optimizer.warmup} must be less than the {cfg.steps} updates of the run"
+            yield f"{line}; use optimizer.warmup={cfg.steps - 1} or less, or increase {key}"
         first, last = train.profile or (1, 1)
         if not first <= last <= cfg.steps:
-            yield f"train.profile=[{first}, {last}] must be [from, to] with 1 <= from <= to <= {cfg.steps} updates"
+            low, high = sorted(min(step, cfg.steps) for step in (first, last))
+            line = f"train.profile=[{first}, {last}] must be [first step, last step], at most {cfg.steps}"
+            yield f"{line}; use train.profile=[{low}, {high}]"
     if train.evaluate_every is not None and cfg.data.held_out == 0:
         yield f"train.evaluate_every={train.evaluate_every} requires data.held_out above 0; use e.g. data.held_out=0.02"
 
@@ -54,7 +57,7 @@ def _places_to_write(cfg: Config) -> Iterator[str]:
         yield f"output={cfg.output} must be a local directory; use checkpoint.path for a bucket"
     scheme, remote, place = (cfg.checkpoint.path or "").partition("://")
     if "@" in place.partition("/")[0]:  # the message does not show it
-        yield "checkpoint.path contains a password, which config.yaml would store; set it in the environment"
+        yield "checkpoint.path contains a password; remove it, and set the credentials as environment variables"
     if remote and scheme not in BUCKETS:
         yield f"checkpoint.path={scheme}:// is not supported; use a directory, gs:// or s3://"
 
@@ -72,7 +75,8 @@ def _paths(cfg: Config) -> Iterator[str]:
         if path is not None and "\0" in path:
             yield f"{key}={as_yaml(path)} contains a null byte; remove it"
         elif path is not None and not _is_encodable(path):
-            yield f"{key}={path!a} is not a file name in the encoding {sys.getfilesystemencoding()}; set PYTHONUTF8=1"
+            encoding = sys.getfilesystemencoding()
+            yield f"{key}={path!a} cannot be encoded as {encoding}, the encoding of file names; set PYTHONUTF8=1"
 
 
 def _is_encodable(path: str) -> bool:
@@ -91,7 +95,7 @@ def _decoder(cfg: Config) -> Iterator[str]:
         yield _indivisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
     if (experts := model.experts) is not None and experts.top_k > experts.count:
         given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
-        yield f"{given}; use top_k={experts.count} or less"
+        yield f"{given}; use model.experts.top_k={experts.count} or less"
     for rope in model.ropes:
         yield from _rope(rope, model.head_dim)
     yield from _layer_types(model)
@@ -104,24 +108,32 @@ def _decoder(cfg: Config) -> Iterator[str]:
 def _rope(rope: Rope, head_dim: int) -> Iterator[str]:
     size = int(head_dim * rope.share)
     if size % 2 or not size:
-        what = f"{size} of model.head_dim={head_dim}" if rope.share < 1 else f"model.head_dim={head_dim}"
-        use = f"model.rope.share={2 * max(size // 2, 1) / head_dim}" if rope.share < 1 else str(head_dim + 1)
-        yield f"{what} must be even for rotary positions; use {use}"
+        if rope.share < 1:
+            given = f"model.rope.share={as_yaml(rope.share)} of model.head_dim={head_dim} is {size} dimensions"
+            use = f"model.rope.share={as_yaml(2 * max(size // 2, 1) / head_dim)}"
+            yield f"{given}; rotary positions require an even number above 0; use {use}"
+        else:
+            yield f"model.head_dim={head_dim} must be even for rotary positions; use model.head_dim={head_dim + 1}"
     if rope.scaling == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {size // 2}:
-        given = f"{len(rope.short_factors)} short_factors and {len(rope.long_factors)} long_factors"
-        yield f"model.rope.scaling=longrope requires {size // 2} values for each list, not {given}"
+        given = f"{len(rope.short_factors)} and {len(rope.long_factors)}"
+        yield (
+            f"model.rope.scaling=longrope requires {size // 2} values in model.rope.short_factors and "
+            f"in model.rope.long_factors, not {given}; set both lists"
+        )
 
 
 def _layer_types(model: Decoder) -> Iterator[str]:
-    types, key = model.layer_types, f"model.layer_types={as_yaml(model.layer_types)}"
+    types = model.layer_types
     if len(types) > model.layers:
-        yield f"{key} has {len(types)} values, but model.layers={model.layers}; use at most {model.layers}"
+        given = f"model.layer_types has {len(types)} values, but model.layers={model.layers}"
+        yield f"{given}; use {model.layers} or fewer"
     if "sliding_attention" in types and model.window is None:
-        yield f"{key} requires model.window, not null; set the number of keys that sliding_attention attends to"
+        yield "model.layer_types contains sliding_attention, but model.window=null; use e.g. model.window=1024 (tokens)"
     if model.window is not None and not any(model.windows):
-        yield f"model.window={model.window} requires sliding_attention in model.layer_types; use model.window=null"
+        given = f"model.window={model.window} requires sliding_attention in model.layer_types"
+        yield f"{given}; add it, or use model.window=null"
     if model.sliding_rope is not None and not any(model.windows):
-        yield "model.sliding_rope requires model.window to be set; set it, or use model.sliding_rope=null"
+        yield "model.sliding_rope requires model.window; use e.g. model.window=1024, or remove model.sliding_rope"
 
 
 def _image_model(cfg: Config) -> Iterator[str]:
@@ -134,12 +146,14 @@ def _image_model(cfg: Config) -> Iterator[str]:
                 yield _indivisible("model.image_size", model.image_size, "model.patch", model.patch)
         case Mlp():
             if model.categories < DIGIT_LEVELS:
-                yield f"model.categories={model.categories} must be at least {DIGIT_LEVELS} for digits"
+                given = f"model.categories={model.categories} must be at least {DIGIT_LEVELS} for data.source=digits"
+                yield f"{given}; use model.categories={DIGIT_LEVELS}"
         case Convnet():
             most = model.image_size.bit_length()  # each stage except the first halves the image
             if len(model.stages) > most:
                 size, stages = model.image_size, len(model.stages)
-                yield f"model.image_size={size} does not support {stages} values of model.stages; use {most} or fewer"
+                given = f"model.stages has {stages} values, but model.image_size={size} supports at most {most}"
+                yield f"{given}; use {most} or fewer"
 
 
 def _objective(cfg: Config) -> Iterator[str]:
@@ -180,8 +194,8 @@ def _own(cfg: Config) -> Iterator[str]:
     }
     for setting in (setting for setting, is_set in wrong.items() if is_set):
         yield (
-            f"{setting} requires the argument layers, the name of a list of equal blocks in the model: "
-            'train(cfg, model=..., layers="blocks"); see docs/how-to/from-a-script.md'
+            f"{setting} requires the argument layers, the name of the model's list of equal blocks; use "
+            'train(cfg, model=..., layers="blocks"), see docs/how-to/from-a-script.md'
         )
 
 
@@ -207,7 +221,7 @@ def _mesh(cfg: Config) -> Iterator[str]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     for axis, size in axes.items():
         if size < 1 and size != -1:
-            yield f"mesh.{axis}={size} must be at least 1, or -1 for all remaining devices"
+            yield f"mesh.{axis}={size} must be at least 1; use mesh.{axis}=1, or -1 for all remaining devices"
     rounds, schedule = cfg.pipeline.rounds, cfg.pipeline.schedule
     if schedule in ("gpipe", "1f1b") and rounds > 1:
         other = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}[schedule]
@@ -220,7 +234,7 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield from _context(cfg, cfg.model)
     rest = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
-        yield f"{' and '.join(rest)} are both set; use -1 for one axis"
+        yield f"{' and '.join(rest)} are both set; use -1 for one axis only"
 
 
 def _context(cfg: Config, model: Decoder) -> Iterator[str]:
@@ -238,7 +252,7 @@ def _rules(cfg: Config) -> Iterator[str]:
         known = {dim: {} for dim in usual}
     for dim, over in cfg.rules.table.items():
         if len(set(over)) < len(over):
-            yield f"rules.{dim}={as_yaml(over)} repeats an axis; use {as_yaml(tuple(dict.fromkeys(over)))}"
+            yield f"rules.{dim}={as_yaml(over)} repeats an axis; use rules.{dim}={as_yaml(tuple(dict.fromkeys(over)))}"
         if over != usual[dim] and dim not in known:
             yield unsupported(f"model.family={cfg.model.family}", f"rules.{dim}", f"rules.{one_of(known)}")
     if "tensor" in cfg.rules.kv_heads and "tensor" not in cfg.rules.heads:

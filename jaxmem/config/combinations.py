@@ -61,13 +61,13 @@ OF_SOURCES = {  # as REQUIRES, for keys that `data` and each source of `data.mix
 }
 # (setting, a key that must be set for it, what to do).
 NEEDS = (
-    ("train.on_nan=rollback", "checkpoint.every", "set the number of updates between checkpoints"),
-    ("train.on_spike=rollback", "checkpoint.every", "set the number of updates between checkpoints"),
-    ("checkpoint.keep_best=true", "train.evaluate_every", "set the number of updates between evaluations"),
-    ("optimizer.clip_by!=global", "optimizer.clip", "set a norm such as optimizer.clip=1.0"),
-    ("adapter.hf!=null", "model.hf", "set it to the directory of the base model"),
-    ("adapter.shared_a=true", "model.experts", "set a mixture of experts, or remove it"),
-    ("adapter.experts!=null", "model.experts", "set a mixture of experts, or remove it"),
+    ("train.on_nan=rollback", "checkpoint.every", "use e.g. checkpoint.every=100 (updates)"),
+    ("train.on_spike=rollback", "checkpoint.every", "use e.g. checkpoint.every=100 (updates)"),
+    ("checkpoint.keep_best=true", "train.evaluate_every", "use e.g. train.evaluate_every=100 (updates)"),
+    ("optimizer.clip_by!=global", "optimizer.clip", "use e.g. optimizer.clip=1.0"),
+    ("adapter.hf!=null", "model.hf", "set model.hf to the directory of the base model"),
+    ("adapter.shared_a=true", "model.experts", "use a mixture of experts, or remove adapter.shared_a"),
+    ("adapter.experts!=null", "model.experts", "use a mixture of experts, or remove adapter.experts"),
 )
 BOTH = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
 # (setting, a setting that it does not support, what to use instead). `=a|b`: one of these values; `!=a`: any other.
@@ -128,8 +128,8 @@ CONFLICTS = (
     ("adapter.kind=prompt", "mesh.context!=1", "mesh.context=1"),
     ("adapter.kind=head", "model.tie_embeddings=true", "adapter.kind=patterns with adapter.targets=[embedding.weight]"),
     # The output projection would need the trained rows too.
-    ("adapter.token_indices!=[]", "model.tie_embeddings=true", "a model with an output projection of its own"),
-    ("adapter.token_indices!=[]", "model.family!=decoder", "a decoder"),
+    ("adapter.token_indices!=[]", "model.tie_embeddings=true", "a model with model.tie_embeddings=false"),
+    ("adapter.token_indices!=[]", "model.family!=decoder", "model.family=decoder"),
     ("adapter.matmul=sliced|triton", "mesh.tensor!=1", "adapter.matmul=auto or mesh.tensor=1"),
 )
 

@@ -73,7 +73,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         step = batch.accumulate * each * mesh.row_shards
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
-        yield f"{given} has {rows} rows per micro-batch, not divisible by {over}; use batch.global_size={near}"
+        yield f"{given} has {rows} rows per micro-batch, not a multiple of {over}; use batch.global_size={near}"
     for axis, counts in divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
         # Arrays that are sharded over `fsdp` are sharded over `expert` and `context` too.
         along = [name for name in ("expert", "context") if axis == "fsdp" and getattr(mesh, name) > 1]
@@ -128,7 +128,10 @@ def _head_groups(cfg: Config) -> Iterator[str]:
         if groups not in known:
             near = nearest_numbers(groups, known or [1])
             of = " x ".join([f"memory.head_groups={groups}", *over])
-            yield f"{heads} heads with {kv_heads} KV heads are not divisible by {of}; use memory.head_groups={near}"
+            yield (
+                f"{heads} heads with {kv_heads} KV heads cannot be split into equal groups by {of}; "
+                f"use memory.head_groups={near}"
+            )
 
 
 def _own_rules(cfg: Config) -> Iterator[str]:
@@ -194,9 +197,9 @@ def _advice(cfg: Config, n: int) -> str:
             replicated = len(replicated_dims(candidate.model, candidate.rules, candidate.mesh))  # need more memory
             possible.append((replicated, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if possible:
-        return f"meshes for {n} devices: " + ", or ".join(text for *_, text in sorted(possible)[:3])
+        return f"for {n} devices, use " + ", or ".join(text for *_, text in sorted(possible)[:3])
     plain = "\n".join(_indivisible(_with_mesh(cfg, {"replica": n})))
-    return f"no mesh of {n} devices is possible; for mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
+    return f"no mesh of {n} devices supports this config; with mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
 
 
 def meshes(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:

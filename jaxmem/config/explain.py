@@ -58,10 +58,16 @@ def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
     hint = f"; did you mean {close[0]}?" if close else ""
     if isinstance(value, int | float) and any(part.get("type") == "string" for part in _members(schema) if not words):
         hint = f'; use "{as_yaml(value)}"'
-    if isinstance(value, float) and value.is_integer() and 0 < value < 2**53:  # 1e9 is not a whole number in YAML
-        hint = f"; use {int(value)}" if any(part.get("type") == "integer" for part in _members(schema)) else hint
+    shown = _shown(value)
+    is_whole = isinstance(value, float) and value.is_integer() and 0 < value < 2**53
+    if is_whole and any(part.get("type") == "integer" for part in _members(schema)):  # 1e9 is a float in YAML
+        shown, hint = repr(value), f"; use {int(value)}"
+    if key == ("model",):
+        hint = f"; {OTHER_NAMES['missing']['model']}"
+    elif "properties" in schema and key:
+        hint = f"; set its keys, such as {_dotted((*key, next(iter(schema['properties']))))}"
     must_be = allowed(schema).replace("a number", "a finite number" if error["type"] == "finite_number" else "a number")
-    return f"{_dotted(key) or 'config'}={_shown(value)} must be {must_be}{hint}"
+    return f"{_dotted(key) or 'config'}={shown} must be {must_be}{hint}"
 
 
 def _shown(value: object) -> str:

@@ -60,7 +60,7 @@ class HfFamily:
         # transformers 5 has a second name for the number of experts.
         count = read({"num_local_experts": settings[key], **settings}, "num_local_experts", Size)
         if count > MAX_EXPERTS:
-            raise UnsupportedError(f"{key}: must be at most {MAX_EXPERTS}, not {count}")
+            raise UnsupportedError(f"{key}={count} must be at most {MAX_EXPERTS}")
         renormalize = self.renormalize
         if renormalize is None:
             renormalize = read(settings, "norm_topk_prob", bool, False)

@@ -26,7 +26,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file contains."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for such files")
+            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for JSON files; copy the file again")
         text = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
@@ -35,7 +35,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: invalid JSON: {error}; copy the file again") from error
     if not isinstance(found, dict):
-        raise UserError(f"{file}: must contain an object, not {type(found).__name__}")
+        raise UserError(f"{file}: must contain a JSON object, not {json.dumps(found)[:40]}; copy the file again")
     return found
 
 
@@ -52,10 +52,10 @@ def check_keys(
         if key in fixed:
             if value not in fixed[key]:
                 only = " or ".join(map(json.dumps, fixed[key]))
-                raise UnsupportedError(f"{section}{key} {json.dumps(value)} is not supported, only {only}")
+                raise UnsupportedError(f"{section}{key}={json.dumps(value)} is not supported; expected {only}")
         elif value and key not in understood and not any(fnmatchcase(key, pattern) for pattern in without_effect):
             raise UnsupportedError(
-                f"{section}{key} {json.dumps(value)} is not supported; remove it if it does not change the result"
+                f"{section}{key}={json.dumps(value)} is not supported; if it does not change the outputs, remove it"
             )
 
 
@@ -74,5 +74,6 @@ def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) 
     except ValidationError:
         expected = allowed(checked.json_schema())
         if key not in settings:
-            raise UnsupportedError(f"{key} is missing; set {expected}") from None
-        raise UnsupportedError(f"{key}: must be {expected}, not {json.dumps(found)[:60]}") from None
+            raise UnsupportedError(f"{key} is missing; expected {expected}") from None
+        shown = json.dumps(found)
+        raise UnsupportedError(f"{key}={shown[:60]}{' ...' * (len(shown) > 60)} must be {expected}") from None

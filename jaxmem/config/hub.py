@@ -91,21 +91,25 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
         )
     except errors.GatedRepoError:
         page = f"{hub.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
-        raise UserError(f"{what}: needs permission; ask for it at {page}, and set HF_TOKEN to your token") from None
+        raise UserError(f"{what}: requires permission; request it at {page}, and set HF_TOKEN to your token") from None
     except errors.RevisionNotFoundError:
         raise UserError(
             f"{what}: the {kind} has no revision {revision}; leave out @{revision} for the newest"
         ) from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{what}: is neither a directory here nor a {kind} of the hub; a private {kind} needs HF_TOKEN"
+            f"{what}: neither a local path nor a {kind} on the hub; check the name, or set HF_TOKEN if it is private"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
-            f"{what}: is neither a directory here nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
-            f" reached; copy the {kind}'s files to a directory and use its path instead"
+            f"{what}: neither a local path nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
+            f" reached; copy the {kind}'s files to a directory, and use its path"
         ) from None
     except errors.HFValidationError:
-        raise UserError(f"{what}: is neither a directory here nor a valid id of the hub, org/name") from None
+        raise UserError(
+            f"{what}: neither a local path nor a valid {kind} id; use a path, or org/name of the hub"
+        ) from None
     except (errors.HfHubHTTPError, OSError) as error:
-        raise UserError(f"{what}: the hub does not answer as expected: {one_line(error)}") from error
+        raise UserError(
+            f"{what}: unexpected answer of the hub: {one_line(error)}; try again, or use a local directory"
+        ) from error

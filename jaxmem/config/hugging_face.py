@@ -84,12 +84,10 @@ def decoder_fields(directory: str) -> dict[str, Any]:
     """The fields of `model` that the config.json of a directory describes."""
     place = Path(directory).expanduser()
     if not place.is_dir():
-        raise UserError(f"model.hf={directory}: no such directory; set a directory with config.json and *.safetensors")
+        raise UserError(f"model.hf={directory} does not exist; use a directory with config.json and *.safetensors")
     file = place / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"model.hf={directory}: the directory contains no config.json; set the directory of a Hugging Face model"
-        )
+        raise UserError(f"model.hf={directory} contains no config.json; use the directory of a Hugging Face model")
     try:
         return fields_of(read_json(file))
     except UnsupportedError as error:
@@ -108,7 +106,7 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
         raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(FAMILIES)}")
     if model_type not in (None, family.model_type):  # transformers decides by model_type
         raise UnsupportedError(
-            f"model_type {model_type} does not match {architectures[0]}; expected {family.model_type}"
+            f"model_type={model_type} does not match architectures={architectures[0]}; expected {family.model_type}"
         )
     return family
 
@@ -119,15 +117,15 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     settings.pop("quantization_config", None)
     if any(quantizations) and not (family.has_mxfp4 and is_mxfp4({"quantization_config": quantizations[0]})):
         raise UnsupportedError(
-            "quantization_config: weights that another tool quantized are not supported; use the model without "
-            "quantization, and set precision.parameters, for example to nf4"
+            "quantization_config: weights that another tool quantized are not supported; use the unquantized model, "
+            "and quantize it with precision.parameters=nf4"
         )
     check_keys(settings, UNDERSTOOD | family.understood, _fixed(FIXED, family) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
-        raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
+        raise UnsupportedError(f"num_hidden_layers={shape['layers']} must be at most {MAX_LAYERS}")
     biased = read(settings, "attention_bias", bool, False) if family.biased is None else family.biased
     return {
         **shape,
@@ -160,7 +158,9 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     """The fields `window` and `layer_types`, the latter as the shortest list that is repeated."""
     types = read(settings, "layer_types", list[WINDOWS], [])
     if types and len(types) != layers:
-        raise UnsupportedError(f"layer_types has {len(types)} values, but num_hidden_layers is {layers}")
+        raise UnsupportedError(
+            f"layer_types has {len(types)} values, but num_hidden_layers={layers}; set one value per layer"
+        )
     is_asked = family.windows != "asked" or read(settings, "use_sliding_window", bool, False)
     if family.sliding_theta is not None:
         read(settings, "sliding_window", Size)  # layers differ in their rotary positions even without a window
@@ -169,7 +169,7 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     if family.windows == "all":
         if "full_attention" in types:
             raise UnsupportedError(
-                f"layer_types: full_attention is not supported by model_type={family.model_type} with sliding_window"
+                f"layer_types: model_type={family.model_type} with sliding_window does not support full_attention"
             )
         types = []
     elif not types:
@@ -207,11 +207,11 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
     5). If a file has both, `rope_scaling` is used, as in transformers."""
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
-        raise UnsupportedError(f"rope_scaling: must be an object, not {json.dumps(scaling)}")
+        raise UnsupportedError(f"rope_scaling={json.dumps(scaling)} must be a JSON object")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "longrope" if kind in family.longrope else kind
     if not isinstance(kind, str) or kind not in ROPE:
-        raise UnsupportedError(f"rope_type {json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
+        raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
     check_keys(scaling, UNDERSTOOD_ROPE | family.understood, _fixed(FIXED_ROPE, family), section="rope_scaling.")
     rope: dict[str, Any] = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
     if family.has_partial_rope and (share := read({**settings, **scaling}, "partial_rotary_factor", Number, 1.0)) != 1:
@@ -226,7 +226,7 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
         found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
         if len(found) == 2 and found[0] != found[1]:
             raise UnsupportedError(
-                f"{ORIGINAL_LENGTH} is {found[1]}, but {found[0]} in rope_scaling; remove one of them"
+                f"{ORIGINAL_LENGTH} is {found[1]} in config.json, but {found[0]} in rope_scaling; remove one of them"
             )
         default = found[0] if found else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
@@ -256,8 +256,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
         if _read_back(written) == expected:
             return {**written, **token_ids}
     options = {name: info.default for name, info in Decoder.model_fields.items() if name in _OPTIONS}
-    used = ", ".join(name for name, usual in options.items() if getattr(model, name) != usual)
-    raise UserError(f"model: no Hugging Face family supports {used} together; use the settings of {one_of(FAMILIES)}")
+    used = ", ".join(f"model.{name}" for name, usual in options.items() if getattr(model, name) != usual)
+    raise UserError(f"{used}: no supported architecture has these settings together; use those of {one_of(FAMILIES)}")
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _copy(value: Any) -> Any:
 
 def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
     if len(text) > MAX_BYTES:
-        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, the limit for a config")
+        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, the limit for a config; use a YAML file")
     try:
         return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
@@ -177,7 +177,7 @@ def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         if not path.parent.is_dir():
-            raise UserError(f"{path}: the directory {path.parent} does not exist")
+            raise UserError(f"{path}: the directory {path.parent} does not exist; check the path")
         others = [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
         raise UserError(
             f"{path}: no such file"

@@ -128,7 +128,7 @@ def run_config(
         source = _new_run(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
         raise UserError(
-            f"{source}: not a YAML file, a Hugging Face directory or a preset{nearest(str(source), PRESETS)}"
+            f"{source} is neither a YAML file, a Hugging Face directory nor a preset{nearest(str(source), PRESETS)}"
         )
     elif isinstance(source, str | os.PathLike) and Path(source).is_dir():
         saved = Path(source) / "config.yaml"
@@ -162,7 +162,7 @@ def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
     if parts.get("optimizer") is not None:
         given = raw.get("optimizer") or {}
         if wrong := [key for key in given if key not in ("trainable", "kernel")] if isinstance(given, dict) else []:
-            raise UserError(f"optimizer.{wrong[0]} has no effect with the argument optimizer; remove it")
+            raise UserError(f"optimizer.{wrong[0]} has no effect with the argument optimizer; remove one of them")
         raw["optimizer"] = {**given, "clip": None}
     return raw
 

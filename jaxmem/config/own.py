@@ -79,7 +79,8 @@ class OwnBatches:
 
     def __init__(self, source: OwnData, argument: str):
         if isinstance(source, Mapping | str) or not isinstance(source, Iterable):
-            raise UserError(f"{argument}={source!r:.60} must be an iterable of dicts of arrays")
+            given = f"{type(source).__name__} {source!r:.60}"
+            raise UserError(f"{argument} must be an iterable of batches (dicts of arrays), not the {given}")
         self.source, self.argument = source, argument
 
     @cached_property
@@ -87,7 +88,7 @@ class OwnBatches:
         batches = iter(self.source)
         first = next(batches, None)
         if first is None:
-            raise UserError(f"{self.argument} has no batch; pass an iterable of dicts of arrays")
+            raise UserError(f"{self.argument} is empty; pass an iterable of batches (dicts of arrays)")
         return self.arrays(first), itertools.chain([first], batches)
 
     @property
@@ -105,13 +106,15 @@ class OwnBatches:
     def arrays(self, batch: Any) -> dict[str, Any]:
         """The arrays of a batch."""
         if not isinstance(batch, Mapping) or not batch:
-            raise UserError(f"{self.argument}: a batch is a {type(batch).__name__}; it must be a dict of arrays")
+            given = "an empty dict" if isinstance(batch, Mapping) else type(batch).__name__
+            raise UserError(f"{self.argument}: a batch must be a dict of arrays, not {given}")
         import numpy as np  # importing the config is fast
 
         found = {name: np.asarray(value) for name, value in batch.items()}
         for name, array in found.items():
             if array.dtype == object or not array.ndim:
-                raise UserError(f"{self.argument}: batch[{name!r}] must be an array whose first dimension is the rows")
+                given = "a scalar" if array.dtype != object else "an array of objects"
+                raise UserError(f"{self.argument}: batch[{name!r}] must be an array of shape [rows, ...], not {given}")
         return found
 
 
@@ -132,13 +135,13 @@ def _arguments(function: Callable[..., Any], *, with_defaults: bool = True) -> i
 def own_of(parts: Parts) -> Own:
     """The parts as the attribute `own` of a config."""
     if parts.get("axes") is not None and parts.get("model") is None:
-        raise UserError("axes requires the argument model; the logical axes of jaxmem's models are known")
+        raise UserError("the argument axes requires the argument model; remove axes, or pass model")
     layers = parts.get("layers") or ()
     model = parts.get("model")
     if layers and (model is None or _passes_execution(model)):
-        raise UserError("layers requires a model of Flax's layers, model(rngs); jaxmem's layers are stacked already")
+        raise UserError("the argument layers requires a model of Flax's layers, model(rngs); remove layers")
     if parts.get("held_out") is not None and parts.get("data") is None:
-        raise UserError("held_out requires the argument data")
+        raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
     given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
     given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)

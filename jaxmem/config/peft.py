@@ -89,7 +89,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     saved = _saved_modules(settings, modules, model)
     targets = [one for one in _targets(settings, modules) if one not in saved]
     if not targets:
-        raise UnsupportedError("target_modules: selects no layer of the model; use e.g. all-linear")
+        raise UnsupportedError('target_modules selects no layer of the model; use e.g. "all-linear"')
     rank, alpha = read(settings, "r", Size, 8), read(settings, "lora_alpha", Number, 8)
     ranks = _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
@@ -188,7 +188,7 @@ def _token_indices(settings: Mapping[str, Any]) -> list[int]:
     found = read(settings, key, ids | dict[str, ids], [])
     for name in found if isinstance(found, dict) else ():
         if name != "embed_tokens":
-            raise UnsupportedError(f"{key}: {name} is not supported, only embed_tokens")
+            raise UnsupportedError(f"{key}: {name} is not supported; expected embed_tokens")
     return found.get("embed_tokens", []) if isinstance(found, dict) else found
 
 
@@ -224,7 +224,7 @@ def base_of(directory: str | Path) -> Path:
     if path is None:
         file = Path(directory).expanduser() / CONFIG
         raise UserError(
-            f"{file}: base_model_name_or_path={name} is not a directory here; set model.hf to the base model and"
+            f"{file}: base_model_name_or_path={name} is not a local directory; set model.hf to the base model and"
             " adapter.hf to the adapter"
         )
     return path

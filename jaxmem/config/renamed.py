@@ -44,5 +44,5 @@ def rename(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def warn_of(changes: Iterable[str]) -> None:
     """One warning with all old names and the new ones."""
     if lines := list(dict.fromkeys(changes)):
-        text = f"renamed config keys, accepted until the next release: {', '.join(lines)}"
+        text = f"these config keys have new names; rename them before the next release: {', '.join(lines)}"
         warnings.warn(text, OldNameWarning, stacklevel=3)

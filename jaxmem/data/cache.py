@@ -40,7 +40,7 @@ class TokenCache(RecordSource):
         if meta["tokenizer"] != tokenizer.identity:
             raise UserError(
                 f"{self.path}: these tokens were made with data.tokenizer={meta['made_with']} ({meta['vocab_size']} "
-                f"tokens), not with the current tokenizer ({tokenizer.vocab_size} tokens); set data.tokenizer to it, or"
+                f"tokens), not with the current tokenizer ({tokenizer.vocab_size} tokens); use that one, or"
                 " run jaxmem tokenize again"
             )
         self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
@@ -142,5 +142,5 @@ def _write(
             if progress:
                 progress(done, len(records))
     if not count["records"]:
-        raise UserError("every record is invalid; data.on_invalid=stop shows the reason")
+        raise UserError("every record is invalid; use data.on_invalid=stop to see the reason")
     return count

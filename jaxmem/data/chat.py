@@ -132,7 +132,7 @@ class ChatEncoder:
         if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
             self._warn(
                 "end",
-                "no target token ends an answer, and the model would never stop; use a template with an end token",
+                "the chat template writes no end token after an answer, so the model would not stop; use one that does",
             )
         return Document(ids, is_target, is_indivisible=True)
 
@@ -144,7 +144,8 @@ class ChatEncoder:
         for text in chat.strings():
             if found := self._special.search(text):
                 raise InvalidRecordError(
-                    f"a message contains the special token {found[0]}, which could forge a turn; remove it"
+                    f"a message contains the special token {found[0]}, which could forge a turn; "
+                    "remove the token from the message"
                 )
         source = self._template.source
         fields = {field for message in chat.messages for field in message} | ({"tools"} if chat.tools else set())
@@ -155,7 +156,7 @@ class ChatEncoder:
         for field in sorted(field for field in fields if field not in source):
             if field in CALLS:
                 raise InvalidRecordError(f"the chat template does not support {field}; use another data.chat_template")
-            self._warn(field, f"{field!r} has no effect: the chat template does not read it")
+            self._warn(field, f"the key {field} has no effect: the chat template does not read it")
 
     def _warn(self, about: str, text: str) -> None:
         """Warns once about each subject."""
@@ -210,7 +211,7 @@ def parse_pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEnco
     """The two answers of a line, each after the prompt."""
     found = parse_object(line)
     if missing := [answer for answer in PAIR if answer not in found]:
-        raise InvalidRecordError(f"{' and '.join(missing)} missing; a pair has chosen and rejected")
+        raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
     if isinstance(prompt := found.get("prompt"), str) and isinstance(found["chosen"], str):
         return [_document(tokenizer, prompt, string_value(found[answer], answer)) for answer in PAIR]
     return [encoder().document(chat) for chat in pair_of(found)]

@@ -88,13 +88,13 @@ def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
             targets.add(number)
         plain.append({key: value for key, value in message.items() if key != "weight"})
     if not targets:
-        raise InvalidRecordError("contains no message of an assistant to train on")
+        raise InvalidRecordError("the conversation has no assistant message to train on; add one")
     tools = _parsed(record.get("tools") or None)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise InvalidRecordError("tools must be a list of objects")
+        raise InvalidRecordError("tools must be a list of JSON objects")
     options = record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
-        raise InvalidRecordError("chat_template_kwargs must be an object")
+        raise InvalidRecordError("chat_template_kwargs must be a JSON object")
     return Chat(plain, frozenset(targets), tools, options)
 
 
@@ -105,7 +105,7 @@ def _prompt_of(record: dict[str, Any]) -> list[Message]:
             return messages_of(record[key], key)
     turns = record.get("history") or []
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-        raise InvalidRecordError("history must be a list of [instruction, answer]")
+        raise InvalidRecordError("history must be a list of pairs [instruction, answer]")
     texts = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     if prompt := [string_value(record[key], key) for key in TEXTS if record.get(key)]:
         texts.append(("user", "\n\n".join(prompt)))
@@ -134,7 +134,7 @@ def _message(found: Any, key: str) -> Message:
         raise InvalidRecordError(f"{key} must contain messages, not {as_yaml(found)[:60]}")
     message: dict[str, Any] = {KEYS.get(name) or name: value for name, value in found.items() if value is not None}
     if not isinstance(role := message.get("role"), str):
-        raise InvalidRecordError("a message must have role or from, with text")
+        raise InvalidRecordError("a message must have the key role (or from) with a string")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(map(_part, content))
@@ -146,7 +146,7 @@ def _message(found: Any, key: str) -> Message:
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _calls(calls)
     elif content is None:
-        raise InvalidRecordError("a message must have content or value")
+        raise InvalidRecordError("a message must have the key content (or value)")
     elif message["role"] != "tool":  # the result of a tool may be any object
         string_value(content, "content")
     if reasoning := next((message[name] for name in REASONING if name in message), None):
@@ -170,7 +170,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRecordError("a tool call must have the name of a function")
+            raise InvalidRecordError("a tool call must have function.name")
         own = call if "function" in call else {"type": "function"}
         found.append({**own, "function": {**function, "arguments": _parsed(function.get("arguments") or {})}})
     return found

@@ -143,7 +143,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
             if place
             else "data.tokenizer=bytes has none"
         )
-        raise UserError(f"no chat template ({where}); set data.chat_template to a Jinja file")
+        raise UserError(f"data.tokenizer has no chat template ({where}); set data.chat_template to a Jinja file")
     return ChatTemplate(source, f"{place}/tokenizer_config.json", tokens)
 
 

@@ -76,7 +76,7 @@ class Corpus:
     def reference(self, record: int) -> np.ndarray:
         """The reference model's log-probability of each answer of a pair."""
         if self.references is None:
-            raise UserError("data.reference_logprobs: the file does not exist; run jaxmem train, which writes it")
+            raise UserError("data.reference_logprobs: the file does not exist; run jaxmem train to write it")
         return np.asarray(self.references[record])
 
     def summary(self) -> list[str]:

@@ -25,7 +25,7 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
     files of a dataset of the hub are fetched into its cache.
     """
     if not path:
-        raise UserError(f"data.source={source} requires data.path; set a file, a directory or a glob")
+        raise UserError(f"data.source={source} requires data.path; set it to a file, a directory or a glob")
     if is_dataset(path):
         path = dataset_path(path, tuple(suffixes))
     place = Path(path).expanduser()

@@ -89,7 +89,7 @@ class JsonTexts(JsonLines, TokenizedText):
         found = parse_object(self.line(index))
         if key not in found:
             keys = ", ".join(list(found)[:8])
-            raise InvalidRecordError(f"no key {key!r}, only {keys} (see data.field)")
+            raise InvalidRecordError(f"data.field={key} is not a key of the record; expected one of {keys}")
         return DocumentPiece(string_value(found[key], key), True, True)
 
 
@@ -106,7 +106,7 @@ def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[st
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except InvalidRecordError as error:
-        raise UserError(f"{file}, line {number}: expected a {contents}: {error}") from error
+        raise UserError(f"{file}, line {number}: not a valid {contents}: {error}") from error
     if is_empty:
         raise UserError(f"{file}: the file is empty; write one {contents} per line")
 
@@ -118,7 +118,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InvalidRecordError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise InvalidRecordError(f"must be an object, not {as_yaml(found)[:60]}")
+        raise InvalidRecordError(f"must be a JSON object, not {as_yaml(found)[:60]}")
     return found
 
 
@@ -129,7 +129,7 @@ def parse_json(text: str) -> Any:
         if SURROGATE.search(text):  # JSON can write half of a surrogate pair, which no text contains
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise InvalidRecordError(f"a string is not valid text: {error}") from error
+        raise InvalidRecordError(f"a string is not valid Unicode: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRecordError(f"invalid JSON: {error}") from error
     return found

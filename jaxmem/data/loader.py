@@ -96,8 +96,8 @@ class Loader(AbstractContextManager["Loader"]):
         """Continues at a position that `state` or `merge_states` returned, for any number of processes."""
         if state["global_size"] != self._global_size:
             raise UserError(
-                f"batch.global_size={self._global_size} does not match the saved position in the data, which has "
-                f"{state['global_size']} rows; use batch.global_size={state['global_size']}"
+                f"batch.global_size={self._global_size} differs from that of the checkpoint; "
+                f"use batch.global_size={state['global_size']}"
             )
         self._batches.set_state(state)
 

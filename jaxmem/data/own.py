@@ -65,7 +65,9 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
         batch = {"mask": np.ones((count, len(self._rows)), np.float32), **batch}
         if batch.keys() != self._spec.keys():
             found, expected = (", ".join(sorted(each.keys() - {"mask"})) for each in (batch, self._spec))
-            raise UserError(f"{self._batches.argument}: batch {self._count} has {found}; the step reads {expected}")
+            raise UserError(
+                f"{self._batches.argument}: batch {self._count} has the arrays {found}; expected {expected}"
+            )
         for name, (shape, _, _) in self._spec.items():
             self._check_shape(name, (rows, *batch[name].shape[2:]), (rows, *shape[2:]))
         return {name: batch[name].astype(dtype, copy=False) for name, (_, dtype, _) in self._spec.items()}
@@ -73,8 +75,8 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
     def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if shape != expected:
             raise UserError(
-                f"{self._batches.argument}: batch {self._count} has {name} of shape {list(shape)}, but the step reads "
-                f"{list(expected)}; the first dimension has the rows of this process in batch.global_size"
+                f"{self._batches.argument}: batch {self._count}: {name} has shape {list(shape)}, not {list(expected)}; "
+                "the first dimension must be this process's share of batch.global_size"
             )
 
     def state(self) -> State:

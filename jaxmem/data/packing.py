@@ -33,7 +33,7 @@ Batch = dict[str, np.ndarray]
 Position = dict[str, Any]  # a position in the data, with values that JSON can store
 MAX_EMPTY = 1000  # this number of consecutive records without tokens is an error, so that reading ends
 FULL = (
-    "packed rows have data.documents_per_row={most} documents before they are full, and the rest is padding;"
+    "packed sequences reach data.documents_per_row={most} before they are full, and the rest is padding;"
     " use a shorter data.sequence_length, or a larger data.documents_per_row, which needs more memory for attention"
 )
 INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
@@ -121,7 +121,8 @@ class RowStream:
             self._empty = 0 if left else self._empty + 1
             if self._empty > MAX_EMPTY:
                 raise UserError(
-                    f"{MAX_EMPTY} consecutive records have no target token; check data.on_invalid and data.on_overlong"
+                    f"{MAX_EMPTY} consecutive records have no token to train on; "
+                    "check the data, data.on_invalid and data.on_overlong"
                 )
             used = write_document(self._document, self.offset, row, at, segment)
             at += used

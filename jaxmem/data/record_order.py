@@ -210,7 +210,7 @@ def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out:
     import grain
 
     if not held_out:
-        raise UserError("data.held_out=0 keeps no record for evaluation; use e.g. data.held_out=0.02")
+        raise UserError("data.held_out=0 leaves no record for evaluation; use e.g. data.held_out=0.02")
     parts = [_HeldOutRecords(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
     return _mixture([grain.MapDataset.source(part) for part in parts], weights)
 

@@ -62,7 +62,7 @@ def _valid(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"not a valid text: {error}") from error
+        raise UserError(f"the text is not valid Unicode: {error}") from error
     return text
 
 
@@ -165,8 +165,8 @@ class FileTokenizer:
             if (token := self._tokenizer.token_to_id(name)) is not None:
                 return int(token)
         raise UserError(
-            f"data.tokenizer={self._path}: no token ends a document, such as {', '.join(END_NAMES)}; "
-            "set eos_token in a tokenizer_config.json next to it"
+            f"data.tokenizer={self._path}: no end-of-document token such as {', '.join(END_NAMES)}; "
+            "set eos_token in tokenizer_config.json in the same directory"
         )
 
     def _other_ends(self, directory: Path) -> list[int]:
@@ -183,7 +183,9 @@ class FileTokenizer:
             plain = self._tokenizer.encode("a", add_special_tokens=False).ids
             full = self._tokenizer.encode("a").ids
             if max(full, default=0) >= self.vocab_size:
-                raise ValueError(f"its template has the token {max(full)}, but the vocabulary has {self.vocab_size}")
+                raise ValueError(
+                    f"its template has the token id {max(full)}, but the vocabulary has {self.vocab_size} tokens"
+                )
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return tuple(full[:start])

@@ -61,10 +61,10 @@ def find(timeout: float = 300) -> Cluster | None:
     if address is None and count is None and process is None:
         return None
     if missing := [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]:
-        raise UserError(f"{', '.join(given)} is set without {', '.join(missing)}; set all three, or none of them")
+        raise UserError(f"{', '.join(given)} is set without {', '.join(missing)}; set all three, or unset all three")
     assert address is not None and count is not None and process is not None  # noqa: PT018
     if not re.fullmatch(r".+:\d+", address):
-        raise UserError(f"JAX_COORDINATOR_ADDRESS={address} is not HOST:PORT; use node1:1234, for example")
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT, such as node1:1234")
     if not 0 <= process < count:
         raise UserError(f"JAX_PROCESS_ID={process} is out of range; use 0 to {count - 1}")
     return Cluster(address, count, process, _own_devices(scheduler))
@@ -84,7 +84,7 @@ def _scheduler(is_given: bool) -> Any:
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         if importlib.util.find_spec("kubernetes") is None:
             raise UserError(
-                f"the other pods of this Kubernetes Job are unknown; pip install kubernetes, or set {ALL}; set"
+                f"the other pods of this Kubernetes Job are unknown; run pip install kubernetes, or set {ALL}, or set"
                 " JAX_NUM_PROCESSES=1 for a single process"
             )
         clusters.K8sCluster.is_env_present()  # this call also connects to the cluster
@@ -92,7 +92,7 @@ def _scheduler(is_given: bool) -> Any:
     for size, rank in UNSUPPORTED:
         if rank in os.environ and int(os.environ.get(size, "1")) > 1:
             raise UserError(
-                f"{size}={os.environ[size]}, but the addresses of these processes are unknown; set {ALL}; set"
+                f"{size}={os.environ[size]}, but the addresses of these processes are unknown; set {ALL}, or set"
                 " JAX_NUM_PROCESSES=1 for independent processes"
             )
     return None
@@ -121,7 +121,7 @@ def _address(scheduler: Any, timeout: float) -> str:
             return f"localhost:{port or 61440 + zlib.crc32(job.encode()) % 4096}"
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError(
-                "Open MPI 5 does not report the address of process 0; pip install mpi4py, or set "
+                "Open MPI 5 does not report the address of process 0; run pip install mpi4py, or set "
                 "JAX_COORDINATOR_ADDRESS=HOST:PORT of process 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
             )
         from jax._src.clusters import Mpi4pyCluster

@@ -68,11 +68,13 @@ def save_gguf(
     `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack."""
     file = Path(file).expanduser()
     if kind not in FORMATS:
-        raise UserError(f"dtype {kind!r} is not a format of GGUF files{nearest(kind, FORMATS)}")
+        raise UserError(f"--dtype {kind} is not a GGUF format{nearest(kind, FORMATS)}")
     if file.exists():
         raise UserError(f"{file} exists already; remove it, or use another name")
     if tokenizer is None:
-        raise UserError("a GGUF file contains a tokenizer; set data.tokenizer to that of the model")
+        raise UserError(
+            "GGUF export requires data.tokenizer; set data.tokenizer to the directory of the model's tokenizer"
+        )
     cfg = model.cfg
     settings = {
         **_settings(cfg, file.stem, kind, length),
@@ -95,15 +97,17 @@ def save_gguf(
 def _architecture(cfg: Decoder) -> str:
     for name in UNSUPPORTED:
         if (value := getattr(cfg, name)) != Decoder.model_fields[name].default:
-            raise UserError(f"GGUF export does not support model.{name}={as_yaml(value)}; use another format")
+            raise UserError(
+                f"GGUF export does not support model.{name}={as_yaml(value)}; export to a directory instead"
+            )
     if cfg.experts is not None:
         raise UserError("GGUF export does not support model.experts; use another format")
     if cfg.qk_norm == "all_heads":
-        raise UserError("GGUF export does not support model.qk_norm=all_heads; use another format")
+        raise UserError("GGUF export does not support model.qk_norm=all_heads; export to a directory instead")
     if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
         return "qwen3"
     if cfg.qk_norm:
-        raise UserError("GGUF export does not support model.qk_norm with biases: llama.cpp has no such architecture")
+        raise UserError("GGUF export does not support model.qk_norm with biases; export to a directory instead")
     return "qwen2" if cfg.attention_bias and not (cfg.output_bias or cfg.mlp_bias) else "llama"
 
 
@@ -125,7 +129,9 @@ def _settings(cfg: Decoder, name: str, kind: str, length: int) -> dict[str, Any]
     }
     architecture = _architecture(cfg)
     if cfg.rope.scaling == "llama3" and architecture != "llama":
-        raise UserError(f"GGUF export does not support model.rope.scaling=llama3 for the architecture {architecture}")
+        raise UserError(
+            f"GGUF export to {architecture} does not support model.rope.scaling=llama3; export to a directory instead"
+        )
     return {
         "general.architecture": architecture,
         "general.name": name,
@@ -145,7 +151,7 @@ def _rope_scaling(rope: Rope) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
     if rope.scaling == "yarn":
         if rope.attention_factor is not None:
-            raise UserError("GGUF export does not support model.rope.attention_factor; use null, its default")
+            raise UserError("GGUF export supports only model.rope.attention_factor=null; export to a directory instead")
         settings |= {
             "rope.scaling.original_context_length": rope.original_length,
             "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
@@ -161,9 +167,15 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
     content = byte_tokenizer() if file is None else read_json(file / "tokenizer.json" if file.is_dir() else file)
     model = content["model"]
     if tokenizer.vocab_size > size:
-        raise UserError(f"data.tokenizer {name}: has {tokenizer.vocab_size} tokens, more than model.vocab={size}")
+        raise UserError(
+            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={size}; "
+            "use the model's tokenizer"
+        )
     if model.get("type") != "BPE":
-        raise UserError(f"data.tokenizer {name}: GGUF export supports BPE tokenizers, not {model.get('type')}")
+        raise UserError(
+            f"data.tokenizer={name}: GGUF export supports BPE tokenizers, not {model.get('type')}; "
+            "export to a directory instead"
+        )
     is_sentencepiece = bool(model.get("byte_fallback"))
     merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
@@ -199,7 +211,8 @@ def _split(pre_tokenizer: str, name: str) -> str:
             return known
     if '"Split"' in pre_tokenizer:
         raise UserError(
-            f"data.tokenizer {name}: GGUF export supports the pre-tokenizers of Llama 3, Qwen and GPT-2 only"
+            f"data.tokenizer={name}: GGUF export supports the pre-tokenizers of Llama 3, Qwen and GPT-2 only; "
+            "export to a directory instead"
         )
     return "gpt-2"
 

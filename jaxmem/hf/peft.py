@@ -139,8 +139,7 @@ def save_adapter(
     the base model that are written too."""
     if base is not None and family_of(read_json(Path(base).expanduser() / "config.json")).fused is CONCATENATED:
         raise UserError(
-            f"{base} has one matrix for queries, keys and values (qkv_proj), which adapters of each do not fit"
-            "; use --merge"
+            f"--adapter does not support {base}, whose queries, keys and values are one matrix (qkv_proj); use --merge"
         )
     stacks = _low_rank_stacks(params, adapter, indices)
     weights = list(_adapter_weights(params, stacks, indices))

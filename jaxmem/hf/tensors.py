@@ -170,9 +170,7 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
             raise UserError(f"{directory / INDEX}: has no weight_map; copy the file again")
         files = sorted({str(name) for name in named.values()})
         if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
-            raise UserError(
-                f"{directory / INDEX}: {few(outside)} is not the name of a file in this directory; copy the index again"
-            )
+            raise UserError(f"{directory / INDEX}: {few(outside)} is outside this directory; copy the index again")
         if not is_fetched and not all((directory / name).is_file() for name in files):
             fetch_weights(directory)
         if absent := [name for name in files if not (directory / name).is_file()]:
@@ -188,12 +186,12 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
     names = sorted(file.name for file in directory.iterdir())
     if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
         raise UserError(
-            f"{directory}: has {few(several)} without {INDEX}; copy the index too, or, if one file is the whole model, "
-            f"rename it to {SINGLE}"
+            f"{directory}: has {few(several)}, but neither {INDEX} nor {SINGLE}; copy the index, "
+            f"or rename a file with the complete model to {SINGLE}"
         )
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(
-            f"{directory}: only pickled weights ({few(pickled)}), which can run code when they are read; if you trust "
+            f"{directory}: contains only pickled weights ({few(pickled)}), which can run code when read; if you trust "
             f"them, convert them with: {CONVERT_ADAPTER if single else CONVERT}"
         )
     raise UserError(f"{directory}: contains no {single or '*.safetensors'}; copy the weights into the directory")

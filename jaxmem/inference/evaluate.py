@@ -57,7 +57,7 @@ class Evaluator(AbstractContextManager["Evaluator"]):
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         if not total or not total["count"]:
             found = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"
-            raise UserError(f"no token to evaluate on: {found}")
+            raise UserError(f"the held-out data has no token to evaluate on: {found}")
         result = {name: float(value) for name, value in means(total).items()}
         if self._program.cfg.objective.name == "next_token":
             result["perplexity"] = math.exp(min(result["loss"], 700.0))  # exp overflows above

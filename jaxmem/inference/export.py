@@ -82,7 +82,7 @@ def export_model(
 
 def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:
     if adapter and merge:
-        raise UserError("export does not support --adapter with --merge; use one of the two")
+        raise UserError("export: --adapter and --merge are both set; use one of them")
     kind, has_adapters = cfg.adapter.kind, cfg.adapter.kind in (*LOW_RANK, "prompt")
     if (adapter or merge) and not has_adapters:
         raise UserError(f"{run}: has no adapters; remove {'--adapter' if adapter else '--merge'}")

@@ -38,7 +38,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0.0:
-            raise UserError(f"temperature={self.temperature} must be at least 0 (0: the most likely token)")
+            raise UserError(f"temperature={self.temperature} must be at least 0; use 0 for the most likely token")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1")
         if not 0.0 < self.top_p <= 1.0:
@@ -99,7 +99,7 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Reads tokens [rows, length], then yields up to `count` new tokens, which it reads too, except the last."""
         if count < 1:
-            raise UserError(f"tokens={count}: the number of tokens must be at least 1")
+            raise UserError(f"tokens={count} must be at least 1")
         rows, width = tokens.shape
         ended = np.zeros(rows, bool)
         with self._program.layout.for_generation(rows):

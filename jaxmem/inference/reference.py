@@ -44,8 +44,8 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
         problem = "other data" if found.data != data else "other weights" if found.weights != expected else None
         if problem or len(found.values) != len(corpus.sources[0]):
             raise UserError(
-                f"{file}: was computed with {problem or 'another number of pairs'}; remove the file, or set"
-                " data.reference_logprobs to another one"
+                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
+                " data.reference_logprobs to another file"
             )
         return found
     if weights is not None:
@@ -77,7 +77,7 @@ def read(file: Path) -> Reference:
             return Reference(values, str(found["data"]), str(found["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
-            f"{file}: is not a file of reference log-probabilities; remove it, and `jaxmem train` computes it again"
+            f"{file}: not a file of reference log-probabilities; remove it, and `jaxmem train` writes it again"
         ) from error
 
 

@@ -58,7 +58,7 @@ def simulate(count: int) -> None:
     if len(seen) != count or seen[0].platform != "cpu":
         raise UserError(
             f"cannot simulate {count} devices: jax already runs with {len(seen)} {seen[0].platform} devices; simulate"
-            " before jax is used"
+            " devices before the first use of jax"
         )
 
 
@@ -139,7 +139,7 @@ def cudnn_remedy() -> str | None:
     if version is not None and tuple(map(int, version.split(".")[:2])) >= CUDNN_NEEDED:
         return None
     found, needed = f"is {version}" if version else "is missing", ".".join(map(str, CUDNN_NEEDED))
-    return f"{package} {found}, {needed} or newer is needed: pip install -U {package}"
+    return f"{package} {found}; {needed} or newer is required; run pip install -U {package}"
 
 
 def gpu_compiler_remedy() -> str | None:
@@ -149,15 +149,15 @@ def gpu_compiler_remedy() -> str | None:
     cure = "pip install 'jaxmem[plan]'"
     wheels, version = cuda_wheels(), importlib.metadata.version("jax")
     if not any(wheel.endswith("plugin") for wheel in wheels):
-        return f"compiling for GPUs needs jax's CUDA plugin: {cure}"
+        return f"compiling for GPUs requires jax's CUDA plugin; run {cure}"
     for wheel, its in wheels.items():
         if its != version:
-            return f"{wheel} {its} and jax {version} must be equal: {cure}"
+            return f"{wheel} {its} and jax {version} must have the same version; run {cure}"
     toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     has_ptxas = shutil.which("ptxas") or any(root and Path(root, "bin", "ptxas").exists() for root in toolkits)
     if has_ptxas or package_versions(["nvidia-cuda-nvcc"]):
         return None
-    return f"ptxas, the assembler of GPU programs, is not installed: {cure}"
+    return f"ptxas, the assembler of GPU programs, is not installed; run {cure}"
 
 
 def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
@@ -226,7 +226,8 @@ def spill_to_host() -> None:
         return  # a plan for other GPUs; a run without GPUs is refused later
     if Path("/dev/dxg").exists():
         raise UserError(
-            "memory.spill=unified does not support WSL, where CUDA cannot exceed the GPU's memory; use none"
+            "memory.spill=unified does not support WSL, where CUDA cannot exceed the GPU's memory; use "
+            "memory.spill=none"
         )
     if (allocator := os.environ.setdefault(_ALLOCATOR, "bfc").lower()) not in ("bfc", "default"):
         raise UserError(f"{_ALLOCATOR}={allocator} does not support memory.spill=unified; unset it, or use bfc")

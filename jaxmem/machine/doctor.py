@@ -136,18 +136,19 @@ def _gpu_check(findings: dict[str, Any]) -> dict[str, Any]:
 def _gpu_remedy(findings: dict[str, Any]) -> str:
     driver, wheels, version = findings["driver"], findings["cuda_wheels"], findings["packages"]["jax"]
     if driver is None and not devices.has_nvidia_gpu():
-        return "no NVIDIA driver runs on this machine"
+        return "this machine has no NVIDIA driver; install one, or use the CPU"
     if driver is None:
-        return "nvidia-smi fails: check the driver installation"
+        return "nvidia-smi fails; check the installation of the NVIDIA driver"
     supported = [cuda for cuda, least in DRIVER_NEEDED.items() if int(driver.split(".")[0]) >= least]
     if not supported:
-        return f"driver {driver} is older than {min(DRIVER_NEEDED.values())}: update it"
+        return f"NVIDIA driver {driver} is too old; install version {min(DRIVER_NEEDED.values())} or newer"
     if not any(supported[0] in wheel for wheel in wheels):
-        return f"pip install 'jaxmem[{supported[0]}]'"
+        return f"jax's CUDA plugin is missing; run pip install 'jaxmem[{supported[0]}]'"
     for wheel, its in wheels.items():
         if its != version:  # jax refuses another version
-            return f"{wheel} is {its} and jax {version}: pip install 'jax[{supported[0]}-local]=={version}'"
-    return findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
+            use = f"pip install 'jax[{supported[0]}-local]=={version}'"
+            return f"{wheel} {its} and jax {version} must have the same version; run {use}"
+    return findings["devices_error"] or "jax finds no GPU; unset JAX_PLATFORMS, or check its value"
 
 
 def _cudnn_checks(findings: dict[str, Any]) -> list[dict[str, Any]]:

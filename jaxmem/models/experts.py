@@ -221,8 +221,8 @@ class _Mixture:
                 return w
             if (aligned := w.with_aligned_blocks(parts)) is None:
                 raise UserError(
-                    f"mesh.tensor={parts} would split a byte of codes of the {w.size} hidden units of an expert; use a "
-                    "smaller mesh.tensor"
+                    f"mesh.tensor={parts} would split the {w.size} quantized hidden units of an expert within a byte; "
+                    "use a smaller mesh.tensor"
                 )
             return dataclasses.replace(aligned, size=w.size // parts)
 

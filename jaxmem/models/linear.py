@@ -109,7 +109,7 @@ def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: s
             run = map_devices(run, specs, tokens)
         return run(x, q.codes, scale)
     except ValueError as error:
-        raise UserError(f"adapter.matmul: {error}; use auto") from error
+        raise UserError(f"adapter.matmul: {error}; use adapter.matmul=auto") from error
 
 
 fused_dequant_matmul.defvjp(

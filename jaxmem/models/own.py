@@ -183,10 +183,12 @@ def axes_by_rule(
 
 def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axes:
     if len(axes) != len(shape):
-        raise UserError(f"axes: {pattern} has {len(axes)} axes, but {name} has {len(shape)} dimensions {list(shape)}")
+        raise UserError(
+            f"axes: {pattern} has {len(axes)} axes, but {name} has shape {list(shape)}; use one axis per dimension"
+        )
     for axis in axes:
         if axis is not None and axis not in DEFAULT_TABLE:
-            raise UserError(f"axes: {pattern} has the axis {axis}{nearest(str(axis), DEFAULT_TABLE)}")
+            raise UserError(f"axes: {pattern} has the unknown axis {axis}{nearest(str(axis), DEFAULT_TABLE)}")
     return axes
 
 

@@ -174,7 +174,7 @@ def _add_fused(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) ->
     try:
         codes, scale = per_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
     except ValueError as error:
-        raise UserError(f"optimizer.kernel=triton: {error}; use none") from error
+        raise UserError(f"optimizer.kernel=triton: {error}; use optimizer.kernel=none") from error
     return dataclasses.replace(w, codes=codes, scale=scale)
 
 

@@ -62,7 +62,7 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
     step = plan.compiled_step
     if not (count := recomputed_values(step.module)):
         return
-    text = f"near the memory limit XLA recomputes {count} values, which memory.remat does not request"
+    text = f"to stay below the memory limit, XLA recomputes {count} values that memory.remat saves"
     if plan.unlimited is not None:
         flops = total_flops(step.module) - total_flops(plan.unlimited.module)
         saved = plan.unlimited.total - step.total
@@ -101,7 +101,7 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
     if step.wants_host and not step.host_total:
         yield PlanWarning(
             "nothing offloaded",
-            "the step offloads values to host memory, but in the compiled step every byte is on the device",
+            "memory.offload is set, but the compiled step stores every byte on the device",
             "a plan for a GPU (--target), since a CPU offloads nothing; on a GPU memory.offload=none, or report it",
         )
     for what, parts, kind in (
@@ -219,7 +219,9 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
     size = bytes_on_device(model.select(plan.program.spec.state.params))
     gradients = 0 if cfg.memory.update == "during" else size
     if size + gradients > 2 * NOTABLE * plan.bytes_per_device["total"]:
-        text = f"float32 adapters need {format_bytes(size)}" + (", and their gradients the same" if gradients else "")
+        text = f"float32 adapters need {format_bytes(size)}" + (
+            ", and their gradients as much again" if gradients else ""
+        )
         cure = "precision.parameters=bfloat16 precision.rounding=stochastic for half of it"
         yield PlanWarning("float32 adapters", text, cure)
 

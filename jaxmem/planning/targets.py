@@ -226,7 +226,7 @@ def shared_memory(gpu: Gpu) -> int:
 def check_compiler(target: Target) -> None:
     """Refuses a target of GPUs if this machine cannot compile for them."""
     if not target.is_here and (remedy := devices.gpu_compiler_remedy()):
-        raise UserError(f"target {target.name}: {remedy}; or use cpu:N")
+        raise UserError(f"target {target.name}: {remedy}, or use cpu:N")
 
 
 def _from_file(path: Path) -> Gpu:

@@ -15,7 +15,7 @@ from jaxmem.report.charts import COLOURS, SHADES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MISSING = "figures need matplotlib: pip install 'jaxmem[figures]'"
+MISSING = "figures require matplotlib; run pip install 'jaxmem[figures]'"
 
 
 def can_draw() -> bool:

@@ -135,8 +135,8 @@ class Space:
         if not found:
             for_devices(self._cfg, self._target.count)  # raises with the reason
             raise UserError(
-                f"{self._cfg.name}: no combination of the settings that --allow names is valid on {self._target.name};"
-                " allow mesh, or use another number of devices"
+                f"{self._cfg.name}: no combination of the settings of --allow is valid on {self._target.name};"
+                " use --allow mesh, or another number of devices"
             )
         return found
 

@@ -50,7 +50,7 @@ class MethodResult:
             shown = may_fit[0] if may_fit else min(known, key=lambda one: one.total)
             return cls(name, shown, reason=trials.shortage(shown))
         shown = min(compiled, key=lambda one: one.total)
-        more = f"; {len(compiled)} configs are compiled, to compile more: jaxmem fit --method {name}" if may_fit else ""
+        more = f"; {len(compiled)} configs were compiled; jaxmem fit --method {name} compiles more" if may_fit else ""
         return cls(name, shown, reason=trials.shortage(shown) + more)
 
     def __str__(self) -> str:

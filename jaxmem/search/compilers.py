@@ -42,7 +42,9 @@ def compile_target(target: str | None) -> Target:
 
     here = local_target(jax.devices())
     if here.gpu is None and not here.is_cpu:
-        raise UserError(f"{here.name} is not a known GPU; use --target NAME, or a YAML file that describes it")
+        raise UserError(
+            f"{here.name} is an unknown GPU; use --target with a known GPU, or with a YAML file that describes this one"
+        )
     return parse_target(here.name)  # the compiler processes do not touch the devices
 
 
@@ -147,7 +149,7 @@ class _CompilerProcess:
             return json.loads(answer)
         needs, code = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory", self._process.wait()
         if code < 0:  # killed by the kernel for its memory, or by a crash in XLA: only this config is refused
-            raise RefusedError(f"its compiler process was killed by {signal.Signals(-code).name}; {needs}")
+            raise RefusedError(f"the compiler process was killed by {signal.Signals(-code).name}; {needs}")
         raise UserError(f"a compiler process exited with code {code}; its output is above; {needs}")
 
     def kill(self) -> None:

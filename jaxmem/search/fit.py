@@ -234,7 +234,7 @@ def search(
 ) -> Fit:
     start = time.perf_counter()
     if compiles < 1:
-        raise UserError(f"compiles={compiles} is too small; use 1 or more")
+        raise UserError(f"compiles={compiles} must be at least 1")
     one = Search(cfg, allowed(allow), compilers, progress)
     progress(f"{len(one.trials.all):,} configs estimated; compiling at most {compiles}")
     left = compiles - one.compile(compiles - compiles // KERNEL_SHARE)

@@ -149,7 +149,7 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
     if key not in UNITS:
         raise UserError(f"--maximize {key} is unknown{nearest(key, UNITS)}")
     if key == BATCH and "batch" in allow:  # with more micro-batches any batch fits
-        raise UserError(f"--maximize {key} has no limit with --allow batch; leave out batch")
+        raise UserError(f"--maximize {key} does not support --allow batch; remove batch from --allow")
     search = _Search(cfg, key, allow, compilers)
     search.run()
     points = tuple(sorted(search.points.values(), key=lambda one: one.value))
@@ -223,7 +223,9 @@ class _Search:
         for units in values:
             one = self._candidate(units)
             if one is None:
-                raise UserError(f"{self._key}={units * self._unit} is not valid with the other settings of this config")
+                raise UserError(
+                    f"{self._key}={units * self._unit} is not valid with this config; jaxmem plan shows why"
+                )
             chosen[one.cfg] = units * self._unit, one
         found = []
         for cfg, cost in self._compilers.each(self._compilers.step, chosen):

@@ -39,7 +39,7 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
         if named == "auto":
             return choose(call, capability, device)
         if capability is not None and (why := refusal(named, call, capability)):
-            raise UserError(f"memory.attention={named}: {why}; use auto")
+            raise UserError(f"memory.attention={named}: {why}; use memory.attention=auto")
         return Choice(named, "memory.attention", call.kind, call.sizes)
 
     if cfg.mesh.context == 1:

@@ -260,7 +260,9 @@ class ModelSpec:
     def _execution(self) -> models.Execution:
         memory = self.cfg.memory
         if memory.remat == "auto":
-            raise UserError("memory.remat=auto is resolved by `plan` and `train`; use none, full or {save: [names]}")
+            raise UserError(
+                "only plan and train support memory.remat=auto; use memory.remat=none, full or {save: [names]}"
+            )
         named = None if memory.attention == "auto" else memory.attention
         implementation = named if self.attention is None else self.attention.implementation
         return models.Execution(
@@ -306,7 +308,7 @@ def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
     axes = variable.get_metadata().get("axes")
     if axes is None or len(axes) != len(variable.shape):
         name = ".".join(map(str, path))
-        raise UserError(f"weight {name} of shape {variable.shape} names axes {axes}; it needs one for each dimension")
+        raise UserError(f"weight {name} of shape {variable.shape} has the axes {axes}; use one axis per dimension")
     return axes
 
 

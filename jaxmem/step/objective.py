@@ -84,7 +84,7 @@ def _own(own: Own, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
             f"loss returned {found}; it must return a scalar (the mean loss of the rows) or a tuple (scalar, metrics)"
         )
     if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
-        raise UserError(f"loss: the metric {wrong[0]} must be a scalar with another name than loss and count")
+        raise UserError(f"loss: the metric {wrong[0]} must be a scalar, and must not have the name loss or count")
     return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": jnp.float32(rows)}
 
 

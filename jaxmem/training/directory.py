@@ -50,7 +50,7 @@ def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 refusal = f"output: cannot write {path}: {error.strerror}; set output to another directory"
-            warning = f"warning: {path.parent} does not support file locks: a second run of {name} is not prevented"
+            warning = f"warning: {path.parent} does not support file locks; do not start {name} twice at the same time"
     try:
         if refusal := gather(refusal)[0]:
             raise UserError(refusal)

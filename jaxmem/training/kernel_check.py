@@ -56,7 +56,7 @@ def checked_kernels(build: Callable[[], Program], agree: Callable[[bool], bool] 
     while (failed := _first_failed(build(), agree)) is not None:
         setting, name, is_named, why = failed
         if is_named:
-            raise UserError(f"{setting}={name} failed its check on this device: {why}; use auto")
+            raise UserError(f"{setting}={name} failed its check on this device: {why}; use {setting}=auto")
         choice.FAILURES[setting.removeprefix("memory."), name] = f"{name} failed its check: {why}"
         yield f"warning: {setting}={name} failed its check and is not used: {why}"
 

@@ -77,15 +77,15 @@ def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
     lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
     if data.packing and (filled := most * tokens) < data.sequence_length / 2:
         lines.append(
-            f"warning: a sequence of {data.sequence_length:,} tokens has at most {most} documents, the rest is padding;"
-            f" use data.sequence_length={max(round(filled), 1)}, or"
+            f"warning: data.documents_per_row={most} documents fill about {filled:,.0f} of {data.sequence_length:,}"
+            f" tokens of a sequence; use data.sequence_length={max(round(filled), 1)}, or"
             f" data.documents_per_row={round(data.sequence_length / tokens)}, which needs more memory for attention"
         )
     if passes > MANY_PASSES:
         steps = max(round(FEW_PASSES * records / in_update), 1)
         lines.append(
-            f"warning: {passes:,.0f} passes are many; an update reads {in_update:,.0f} documents; use a smaller"
-            f" batch.global_size, or train.steps={steps} for {FEW_PASSES} passes"
+            f"warning: the run reads each document about {passes:,.0f} times ({in_update:,.0f} documents per update);"
+            f" use a smaller batch.global_size, or train.steps={steps} for {FEW_PASSES} passes"
         )
     return "\n".join(lines)
 
@@ -96,7 +96,7 @@ def finished_line(cfg: Config, before: Mapping[str, Any], step: int, directory: 
     changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))
     if not changes:
         return f"{line}; to continue, increase train.steps"
-    line += f"; no effect on a finished run: {few(changes, separator='; ')}"
+    line += f"; changes without effect on a finished run: {few(changes)}"
     return f"{line}; set another name for a new run, or train.steps above {step} to continue this one"
 
 

@@ -184,7 +184,8 @@ def _package(tracker: str) -> Any:
         return importlib.import_module(_PACKAGES[tracker])
     except ImportError as error:
         raise UserError(
-            f"train.trackers: {tracker} needs {_PACKAGES[tracker]}; pip install 'jaxmem[{tracker}]', or remove it"
+            f"train.trackers: {tracker} requires {_PACKAGES[tracker]}; run pip install 'jaxmem[{tracker}]', "
+            f"or remove {tracker}"
         ) from error
 
 

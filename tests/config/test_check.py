@@ -50,27 +50,27 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["adapter={kind: lora, targets: ['*']}", "memory.loss_chunk=64"],
             "memory.loss_chunk=64 ... memory.loss_chunk=auto",
         ),
-        (TEXT, ["name=a/b"], "name=a/b ... letters, digits, _ . - and begin with a letter, digit or _"),
-        (TEXT, ["name=.."], "name=.. ... letters, digits, _ . - and begin with a letter, digit or _"),
+        (TEXT, ["name=a/b"], "name=a/b ... use letters, digits"),
+        (TEXT, ["name=.."], "name=.. ... use letters, digits"),
         (TEXT, ["train.tokens=5"], "train.steps and train.tokens are both set; set exactly one of them"),
         (TEXT, ["train.steps=null"], "train.steps and train.tokens are both null; set exactly one of them"),
         (PICTURES, ["train={tokens: 9}"], "train.tokens=9 ... model.family=decoder"),
-        (TEXT, ["optimizer.warmup=100"], "optimizer.warmup=100 must be below the 100 updates of the run"),
+        (TEXT, ["optimizer.warmup=100"], "optimizer.warmup=100 must be less than the 100 updates of the run"),
         (
             TEXT,
             ["optimizer.warmup=2", "train={tokens: 16384}"],
-            "optimizer.warmup=2 must be below the 2 updates of the run",
+            "optimizer.warmup=2 must be less than the 2 updates of the run",
         ),
-        (TEXT, ["train.profile=[5, 4]"], "train.profile=[5, 4] must be [from, to] with 1 <= from <= to <= 100 updates"),
+        (TEXT, ["train.profile=[5, 4]"], "train.profile=[5, 4] must be ... use train.profile=[4, 5]"),
         (
             TEXT,
             ["train.profile=[5, 101]"],
-            "train.profile=[5, 101] must be [from, to] with 1 <= from <= to <= 100 updates",
+            "train.profile=[5, 101] must be ... use train.profile=[5, 100]",
         ),
         (
             TEXT,
             ["checkpoint.keep_best=true"],
-            "checkpoint.keep_best=true requires train.evaluate_every; set the number of updates between evaluations",
+            "checkpoint.keep_best=true requires train.evaluate_every",
         ),
         (
             TEXT,
@@ -133,7 +133,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             PICTURES,
             ["model={family: mlp, inputs: one_hot, categories: 16}"],
-            "model.categories=16 must be at least 17 for digits",
+            "model.categories=16 ... use model.categories=17",
         ),
         (PICTURES, ["model={family: convnet, stages: [8, 8, 8, 8, 8]}"], "model.image_size=8 ... 4 or fewer"),
         (
@@ -165,7 +165,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["objective=contrastive", "batch.global_size=1"],
             "objective.name=contrastive ... batch.global_size=2",
         ),
-        (TEXT, ["data.source=text"], "data.source=text requires data.path; set a file, a directory or a glob"),
+        (TEXT, ["data.source=text"], "data.source=text requires data.path"),
         (TEXT, ["data.path=a.txt"], "data.path=a.txt ... data.source=text"),
         (TEXT, ["data.field=body"], "data.field=body ... data.source=jsonl"),
         (TEXT, ["data.source=digits"], "data.source=digits ... model.family=decoder ... data.source=stdlib"),
@@ -186,16 +186,16 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["memory.spill=unified", "memory.budget=4"],
             "memory.spill=unified ... memory.budget=4 ... memory.spill=none or memory.budget=null",
         ),
-        (TEXT, ["data.weight=2"], "data.weight=2 requires data.mixture; remove it"),
+        (TEXT, ["data.weight=2"], "data.weight=2 requires data.mixture"),
         (
             TEXT,
             ["data={source: text, mixture: [{source: stdlib}]}"],
-            "data.source=text has no effect with data.mixture; set it in the mixture's sources",
+            "data.source=text ... use data.mixture[0].source",
         ),
         (
             TEXT,
             ["data.mixture=[{source: stdlib}, {source: jsonl}]"],
-            "data.mixture[1].source=jsonl requires data.mixture[1].path; set a file, a directory or a glob",
+            "data.mixture[1].source=jsonl requires data.mixture[1].path",
         ),
         (
             TEXT,
@@ -204,7 +204,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         ),
         (PICTURES, ["data={mixture: [{source: digits}]}"], "model.family=vit ... data.source=digits"),
         (TEXT, ["batch.accumulate=3"], "batch.global_size=8 ... batch.accumulate=3 ... batch.accumulate=2"),
-        (TEXT, ["mesh.fsdp=0"], "mesh.fsdp=0 must be at least 1, or -1 for all remaining devices"),
+        (TEXT, ["mesh.fsdp=0"], "mesh.fsdp=0 ... use mesh.fsdp=1, or -1"),
         (TEXT, ["mesh.fsdp=-1", "mesh.tensor=-1"], "mesh.fsdp=-1 ... mesh.tensor=-1 ... -1 for one axis"),
         (PICTURES, ["mesh.context=2"], "mesh.context=2 ... model.family=decoder"),
         (
@@ -231,12 +231,12 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["model.preset=gemma2-2b", "model.layers=1"],
-            "model.layer_types=[sliding_attention, full_attention] has 2 values ... model.layers=1; use at most 1",
+            "model.layer_types has 2 values ... model.layers=1; use 1",
         ),
         (
             TEXT,
             ["model.preset=gemma2-2b", "model.window=null"],
-            "model.layer_types= ... requires model.window, not null",
+            "model.layer_types contains sliding_attention, but model.window=null",
         ),
         (TEXT, ["model.layer_types=[full_attention]", "model.window=8"], "model.window=8 requires sliding_attention"),
         (
@@ -255,7 +255,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["rules.mlp=[fsdp, fsdp]"], "rules.mlp=[fsdp, fsdp] ... [fsdp]"),
         (PICTURES, ["rules.vocab=[]"], "model.family=vit ... rules.embed, heads, kv_heads or mlp"),
         (TEXT, ["rules.heads=[]"], "rules.kv_heads=[tensor] ... rules.heads=[] ... tensor in both or neither"),
-        (TEXT, ["mesh.stage=0"], "mesh.stage=0 must be at least 1, or -1 for all remaining devices"),
+        (TEXT, ["mesh.stage=0"], "mesh.stage=0 ... use mesh.stage=1, or -1"),
     ],
 )
 def test_refused(base, overrides, parts):

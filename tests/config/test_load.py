@@ -107,7 +107,7 @@ def test_an_override_below_a_value():
 def test_missing_file_names_the_nearest(file):
     assert refused(file.with_name("aa.yaml")) == f"{file.with_name('aa.yaml')}: no such file; did you mean {file}?"
     nowhere = file.parent / "none" / "a.yaml"
-    assert refused(nowhere) == f"{nowhere}: the directory {nowhere.parent} does not exist"
+    assert refused(nowhere).startswith(f"{nowhere}: the directory {nowhere.parent} does not exist")
 
 
 @pytest.mark.parametrize(

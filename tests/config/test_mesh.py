@@ -81,14 +81,14 @@ def test_layers_that_do_not_divide_are_filled_up():
 
 def test_stages_are_advised_to_who_asked_for_some():
     assert lines(TEXT, 8, "mesh.stage=8")[1] == (
-        "meshes for 8 devices: mesh.stage=4 mesh.fsdp=2, or mesh.stage=4 mesh.tensor=2, or mesh.stage=4 mesh.replica=2"
+        "for 8 devices, use mesh.stage=4 mesh.fsdp=2, or mesh.stage=4 mesh.tensor=2, or mesh.stage=4 mesh.replica=2"
     )
 
 
 def test_wrong_number_of_devices():
     assert lines(TEXT, 8, "mesh.fsdp=4") == [
         "mesh.replica=1 x mesh.fsdp=4 x mesh.tensor=1 needs 4 devices, but there are 8",
-        "meshes for 8 devices: mesh.fsdp=8, or mesh.tensor=2, or mesh.replica=2",
+        "for 8 devices, use mesh.fsdp=8, or mesh.tensor=2, or mesh.replica=2",
     ]
 
 
@@ -103,7 +103,7 @@ def test_rows():
     assert reason.startswith("batch.global_size=24 with batch.accumulate=2 has 12 rows")
     assert reason.endswith("mesh.replica=1 x mesh.fsdp=8; use batch.global_size=16 or 32")
     assert advice == (
-        "meshes for 8 devices: mesh.fsdp=4 mesh.tensor=2, or mesh.fsdp=2 mesh.tensor=4,"
+        "for 8 devices, use mesh.fsdp=4 mesh.tensor=2, or mesh.fsdp=2 mesh.tensor=4,"
         " or mesh.replica=2 mesh.fsdp=2 mesh.tensor=2"
     )
 
@@ -180,7 +180,7 @@ def test_advice_works(n):
     """Taking any of the advice, as overrides, is accepted."""
     start = ["mesh.fsdp=5", "batch.global_size=48"]
     advice = lines(TEXT, n, *start)[-1]
-    _, colon, meshes = advice.partition(f"meshes for {n} devices: ")
+    _, colon, meshes = advice.partition(f"for {n} devices, use ")
     assert colon
     for mesh in meshes.split(", or "):
         for_devices(load_config(TEXT, [*start, *mesh.split()]), n)
@@ -188,13 +188,13 @@ def test_advice_works(n):
 
 def test_no_mesh_at_all_says_which_batch_would_do():
     last = lines(TEXT, 7, "mesh.fsdp=-1")[-1]
-    assert last.startswith("no mesh of 7 devices is possible")
+    assert last.startswith("no mesh of 7 devices supports this config")
     assert last.endswith("mesh.replica=7 x mesh.fsdp=1; use batch.global_size=7 or 14")
 
 
 def test_advice_for_many_devices():
     base = {**TEXT, "model": {"preset": "llama3-405b"}, "batch": {"global_size": 4096}}
     assert lines(base, 16_384, "mesh.fsdp=3")[-1] == (
-        "meshes for 16384 devices: mesh.fsdp=2048 mesh.tensor=8, or mesh.fsdp=4096 mesh.tensor=4,"
+        "for 16384 devices, use mesh.fsdp=2048 mesh.tensor=8, or mesh.fsdp=4096 mesh.tensor=4,"
         " or mesh.replica=2 mesh.fsdp=1024 mesh.tensor=8"
     )

@@ -67,7 +67,7 @@ def test_a_model_is_a_preset_or_a_directory(hf: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(hf.parent)
     Path("tiny").write_text("name: a file of that name\n")
     assert not is_model("tiny")
-    with pytest.raises(UserError, match=r"llama3-8: .*did you mean llama3-8b"):
+    with pytest.raises(UserError, match=r"llama3-8 is neither .*did you mean llama3-8b"):
         run_config("llama3-8")
 
 

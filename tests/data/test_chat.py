@@ -97,18 +97,18 @@ def messages(**second: object) -> dict[str, object]:
         ({"text": "a"}, "expected messages, conversations, or instruction and output; found text"),
         ({"messages": []}, "messages must be a list"),
         ({"messages": ["a"]}, "must contain messages, not a"),
-        ({"messages": [{"content": "a"}]}, "must have role"),
-        (messages(content=None), "must have content"),
+        ({"messages": [{"content": "a"}]}, "must have the key role"),
+        (messages(content=None), "must have the key content"),
         (messages(content=[{"type": "image"}]), "image is not supported"),
         (messages(content=3), "content must be a string"),
         (messages(weight=0.5), "weight=0.5 .* use 0 or 1"),
-        (messages(weight=0), "no message of an assistant"),
+        (messages(weight=0), "no assistant message"),
         (messages(tool_calls="f"), "tool_calls must be a list"),
-        (messages(tool_calls=[{"function": {}}]), "must have the name of a function"),
+        (messages(tool_calls=[{"function": {}}]), "must have function.name"),
         (messages(tool_calls=[{"name": "f", "arguments": "{"}]), "invalid JSON"),
-        (messages(tool_calls=[{"name": "f", "arguments": '["\\ud800"]'}]), "not valid text"),
-        ({"messages": HI, "tools": {}, "chat_template_kwargs": 1}, "chat_template_kwargs must be an object"),
-        ({"messages": HI, "tools": ["f"]}, "tools must be a list of objects"),
+        (messages(tool_calls=[{"name": "f", "arguments": '["\\ud800"]'}]), "not valid Unicode"),
+        ({"messages": HI, "tools": {}, "chat_template_kwargs": 1}, "chat_template_kwargs must be a JSON object"),
+        ({"messages": HI, "tools": ["f"]}, "tools must be a list of JSON objects"),
         ({"instruction": "a", "output": "b", "history": ["a"]}, "history must be a list"),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_a_template_does_not_read_is_named() -> None:
     assert len(found) == 1
     with pytest.raises(InvalidRecordError, match="does not support tool_calls"):
         encoded(messages(content=None, tool_calls=[CALL]))
-    with pytest.warns(UserWarning, match="no target token ends an answer"):
+    with pytest.warns(UserWarning, match="no end token after an answer"):
         assert encoded({"messages": HI}, PLAIN.replace("eos_token", "'.'")) == ("u:aa:bc.", "bc")
 
 
@@ -264,7 +264,7 @@ def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
             {"source": "text", "on_invalid": "skip"},
             "data.on_invalid=skip requires data.source=chat, preference, jsonl, parquet or arrow, not text",
         ),
-        ({"path": None}, "data.source=chat requires data.path; set a file"),
+        ({"path": None}, "data.source=chat requires data.path"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, data: dict[str, object], message: str) -> None:

@@ -54,16 +54,16 @@ def test_texts_and_messages() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ([], "must be an object, not \\[\\]"),
-        ({"prompt": "a", "chosen": "b"}, "rejected missing; a pair has chosen and rejected"),
+        ([], "must be a JSON object, not \\[\\]"),
+        ({"prompt": "a", "chosen": "b"}, "rejected missing"),
         ({**TEXT, "prompt": 1}, "prompt must be a string"),
         ({**TEXT, "rejected": ["x"]}, "rejected must be a string"),
         ({"chosen": [message_of("assistant", "a")], "rejected": [message_of("assistant", "a")]}, "are equal"),
         (
             {"prompt": "u", "chosen": [message_of("user", "a")], "rejected": [message_of("user", "b")]},
-            "contains no message",
+            "no assistant message",
         ),
-        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "must have role"),
+        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "must have the key role"),
     ],
 )
 def test_invalid_pairs(line: object, message: str) -> None:

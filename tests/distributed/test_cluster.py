@@ -62,13 +62,13 @@ def test_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
         (GIVEN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is out of range; use 0 to 1"),
         (GIVEN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two is not an integer"),
-        (GIVEN | {"JAX_COORDINATOR_ADDRESS": "node1"}, "=node1 is not HOST:PORT"),
+        (GIVEN | {"JAX_COORDINATOR_ADDRESS": "node1"}, "=node1 must be HOST:PORT"),
         ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "PMI_SIZE=4, but the addresses of these processes are unknown"),
         (
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
-            "are unknown; pip install kubernetes",
+            "are unknown; run pip install kubernetes",
         ),
-        (OPEN_MPI, "Open MPI 5 does not report the address of process 0; pip install mpi4py"),
+        (OPEN_MPI, "Open MPI 5 does not report the address of process 0; run pip install mpi4py"),
     ],
 )
 def test_what_is_not_whole_is_refused(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str) -> None:

@@ -142,10 +142,14 @@ def test_quantized_matrices_and_what_falls_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({}, {"kind": "q4"}, "dtype 'q4' is not a format of GGUF files; did you mean q4_"),
+        ({}, {"kind": "q4"}, "--dtype q4 is not a GGUF format; did you mean q4_"),
         ({}, {"tokenizer": None}, "set data.tokenizer"),
         ({"qk_norm": True, "attention_bias": True}, {}, "does not support model.qk_norm with biases"),
-        ({"qk_norm": True, "rope": {"scaling": "llama3", "factor": 8.0}}, {}, "llama3 for the architecture qwen3"),
+        (
+            {"qk_norm": True, "rope": {"scaling": "llama3", "factor": 8.0}},
+            {},
+            "qwen3 does not support model.rope.scaling=llama3",
+        ),
         ({"logit_soft_cap": 30.0}, {}, "does not support model.logit_soft_cap=30"),
         ({"vocab": 200}, {}, "has 257 tokens, more than model.vocab=200"),
     ],

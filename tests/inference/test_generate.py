@@ -147,7 +147,7 @@ def test_of_a_conversation_only_what_is_new_is_read(alone, monkeypatch):
     ("prompt", "count", "temperature", "message"),
     [
         (PROMPT[:0], 4, 0.0, "the prompt is empty"),
-        (PROMPT, 0, 0.0, "tokens=0: the number of tokens must be at least 1"),
+        (PROMPT, 0, 0.0, "tokens=0 must be at least 1"),
         (PROMPT, 4, -1.0, "temperature=-1.0 must be at least 0"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_screen_is_no_wider_than_the_terminal(findings: dict, width: int) ->
     [
         ({"driver": "570.1", "cuda_wheels": {}}, "pip install 'jaxmem[cuda12]'"),
         ({"driver": "580.1", "cuda_wheels": {}}, "pip install 'jaxmem[cuda13]'"),
-        ({"driver": "470.1"}, "driver 470.1 is older than 525"),
+        ({"driver": "470.1"}, "driver 470.1 is too old; install version 525"),
         (
             {"cuda_wheels": {"jax-cuda13-plugin": "0.10.1"}},
             "jax-cuda13-plugin is 0.10.1 and jax 0.10.2: pip install 'jax[cuda13-local]==0.10.2'",
@@ -75,7 +75,7 @@ def test_a_gpu_that_jax_does_not_see(monkeypatch: pytest.MonkeyPatch, changes: d
 
 def test_no_gpu_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
-    assert doctor._gpu_check(machine(devices=[], driver=None))["cure"] == "no NVIDIA driver runs on this machine"
+    assert doctor._gpu_check(machine(devices=[], driver=None))["cure"].startswith("this machine has no NVIDIA driver")
     assert doctor._gpu_check(machine())["works"]
 
 
@@ -110,5 +110,5 @@ def test_cudnn_that_is_missing_or_too_old_names_the_package(monkeypatch, version
     versions = lambda names: {name: installed[name] for name in names if name in installed}  # noqa: E731
     monkeypatch.setattr(devices, "package_versions", versions)
     remedy = devices.cudnn_remedy()
-    expected = found and f"nvidia-cudnn-cu13 {found}, 9.6 or newer is needed: pip install -U nvidia-cudnn-cu13"
+    expected = found and f"nvidia-cudnn-cu13 {found}; 9.6 or newer is required; run pip install -U nvidia-cudnn-cu13"
     assert remedy == expected

@@ -149,7 +149,7 @@ def test_a_local_gpu_is_found_by_name_and_memory(limit: int, name: str) -> None:
 def test_without_the_plan_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cuda_wheels", dict)
     with pytest.raises(
-        UserError, match=r"h100-80gb.*needs jax's CUDA plugin: pip install 'jaxmem\[plan\]'; or use cpu:N"
+        UserError, match=r"h100-80gb.*requires jax's CUDA plugin; run pip install 'jaxmem\[plan\]', or use cpu:N"
     ):
         target_devices(parse_target("h100-80gb"), GIB)
 
@@ -157,7 +157,7 @@ def test_without_the_plan_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plugin_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     wheels = {"jax-cuda13-plugin": jax.__version__, "jax-cuda13-pjrt": "0.1.2"}
     monkeypatch.setattr(devices, "cuda_wheels", lambda: wheels)
-    with pytest.raises(UserError, match=f"jax-cuda13-pjrt 0.1.2 and jax {jax.__version__} must be equal"):
+    with pytest.raises(UserError, match=f"jax-cuda13-pjrt 0.1.2 and jax {jax.__version__} must have the same version"):
         target_devices(parse_target("h100-80gb"), GIB)
 
 

@@ -57,7 +57,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", cannot)
     with run_lock(tmp_path, "x") as warning:
-        assert warning == f"warning: {tmp_path} does not support file locks: a second run of x is not prevented"
+        assert warning == f"warning: {tmp_path} does not support file locks; do not start x twice at the same time"
 
 
 def test_an_unwritable_directory(tmp_path):

@@ -388,9 +388,9 @@ class Wrong(Transformer):
     ("changes", "parts", "named"),
     [
         ({}, {"loss": lambda model, batch: model(batch["image"])}, r"float32\[\d+, 2\].*scalar"),
-        ({}, {"data": []}, "data has no batch"),
-        ({}, {"data": 3}, "data=3"),
-        ({}, {"data": [[1, 2]]}, "list.*dict of arrays"),
+        ({}, {"data": []}, "data is empty"),
+        ({}, {"data": 3}, "data must be an iterable"),
+        ({}, {"data": [[1, 2]]}, "dict of arrays, not list"),
         ({}, {"loss": None}, "loss"),
         ({}, {"axes": {"*.kernell": (None, "embed")}}, "kernell.*kernel"),
         ({}, {"axes": {"layers.0.kernel": ("embed",)}}, "1 axes.*2 dimensions"),

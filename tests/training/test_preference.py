@@ -104,9 +104,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     for prompt, both in zip(prompts[0::2], batch["reference"].reshape(-1, 2), strict=True):
         np.testing.assert_array_equal(both, kept.values[int(prompt)])
     assert run(cfg, jax.devices()[:1]).step == 3  # whose weights are no longer those of the reference
-    with pytest.raises(
-        UserError, match=r"reference.npz: was computed with other weights; remove the file, or set data.ref"
-    ):
+    with pytest.raises(UserError, match=r"reference.npz: was computed with other weights; remove it, or set data.ref"):
         run(config(name="y", seed=1), jax.devices()[:1])
     assert not (tmp_path / "y/config.yaml").exists()
     file_for(cfg).write_bytes(b"x")
@@ -117,7 +115,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"batch": {"global_size": 6, "accumulate": 2}}, "requires an even number of rows per micro-batch"),
+        ({"batch": {"global_size": 6, "accumulate": 2}}, "batch.global_size=6.*use batch.global_size=8"),
         (
             {"data": {"source": "stdlib", "packing": False}},
             "stdlib does not support .*dpo; use data.source=preference",

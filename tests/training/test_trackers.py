@@ -87,7 +87,9 @@ def test_what_has_no_room_is_written_when_there_is_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
 def test_what_is_not_installed_is_refused(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"train.trackers: {name} needs {package}; pip install 'jaxmem\[{name}\]'"):
+    with pytest.raises(
+        UserError, match=rf"train.trackers: {name} requires {package}; run pip install 'jaxmem\[{name}\]'"
+    ):
         check_trackers(config(name))
 
 

@@ -22,7 +22,7 @@ def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Itera
     if operation is not None:
         kernels.check_selection(operation, selection)
     elif named := selection.shapes + selection.only:
-        raise UserError(f"bench tune: {', '.join(named)}: --operation is missing; add it")
+        raise UserError(f"bench tune: {', '.join(named)} requires --operation; add --operation NAME")
     here = kernels.device_row()
     kind, left_out = here["device"], list(selection.without)
     for name in [operation] if operation else OPERATIONS:

@@ -79,7 +79,7 @@ class FusedAdam8bit(Quantized):
         try:
             u, new = per_device(run, arrays, at.spec.axes, g.shape)
         except ValueError as error:
-            raise UserError(f"optimizer.kernel=triton: {error}; use none") from error
+            raise UserError(f"optimizer.kernel=triton: {error}; use optimizer.kernel=none") from error
         moments = {"m": (new.m, new.m_scale), "v": (new.v, new.v_scale)}
         return u, {name: dataclasses.replace(state[name], codes=c, scale=s) for name, (c, s) in moments.items()}
 

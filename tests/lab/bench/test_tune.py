@@ -94,7 +94,7 @@ def test_the_packages_table_is_not_tuned_without_a_gpu():
 
 def test_what_is_chosen_to_be_tuned_has_to_be_known(tmp_path):
     path = tmp_path / "tuned.json"
-    with pytest.raises(UserError, match="long: --operation is missing"):
+    with pytest.raises(UserError, match="long requires --operation"):
         next(tuned(path, ["long"]))
     with pytest.raises(UserError, match=r"unknown contestant 'tritn'.*triton"):
         next(tuned(path, operation="attention", only=["tritn"]))
