@@ -38,7 +38,7 @@ class Adapter(Section):
         None, "another alpha for some layers, {pattern: alpha}; the first match applies"
     )
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
-    lora_bias: bool = setting(False, "a trainable bias after B")
+    lora_bias: bool = setting(False, "add a trainable bias to the output of B")
     shared_a: bool = setting(False, "the experts of a layer share A; each has its own B")
     targets: Texts | Ranks = setting(
         ("blocks.*",),
@@ -62,12 +62,14 @@ class Adapter(Section):
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     matmul: Literal["auto", "dequantize", "sliced", "triton"] = setting(
         "auto",
-        "matmul with quantized weights; dequantize: a whole matrix, sliced: 8 M elements, triton: in registers;"
-        " auto: triton for few tokens on GPUs, else dequantize",
+        "matmul with quantized weights; dequantize: the full matrix; sliced: 8 M elements at a time;"
+        " triton: inside the kernel; auto: triton for few tokens on GPUs, else dequantize",
     )
     virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")
-    base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
+    base_run: str | None = setting(
+        None, "directory of a run with the frozen weights; null: model.hf, or random weights"
+    )
 
 
 class LowRank(NamedTuple):

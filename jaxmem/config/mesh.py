@@ -8,17 +8,20 @@ from jaxmem.config.networks import Decoder, Model
 
 
 class Mesh(Section):
-    """Devices along each axis; one may be -1: all remaining devices. Axes are in the order of the grid, outermost
-    first: neighbours along the last axis share the fastest links."""
+    """Number of devices along each axis; -1 for one axis: all remaining devices. Axes are ordered from outermost to
+    innermost: neighbours along the last axis have the fastest links."""
 
-    stage: int = setting(1, "pipeline stages: groups of layers")
-    replica: int = setting(1, "copies of the model; the batch is sharded over them")
+    stage: int = setting(1, "pipeline stages, each with a part of the layers (pipeline parallelism)")
+    replica: int = setting(1, "copies of the model; the batch is sharded over them (data parallelism)")
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
-    expert: int = setting(1, "shards of the experts of each layer; of everything else like fsdp")
+    expert: int = setting(
+        1, "shards of the experts of each layer (expert parallelism); all else is sharded as over fsdp"
+    )
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
     context_method: Literal["auto", "ring", "ulysses", "all_gather"] = setting(
-        "auto", "communication of attention over context: keys and values, or all-to-all to shards of the heads"
+        "auto",
+        "communication of attention over context: ring, all_gather: of keys and values; ulysses: all-to-all over heads",
     )
 
     @property

@@ -9,7 +9,11 @@ from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, S
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
 )  # fmt: skip
-_FAMILY, _PRESET, _DROPOUT = "kind of network", "decoders only", "share of activations set to 0 in training"
+_FAMILY, _PRESET, _DROPOUT = (
+    "kind of network",
+    "only model.family: decoder has presets",
+    "dropout rate: share of activations set to 0 in training",
+)
 SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weights, as the section `rules` names them
 
 
@@ -32,20 +36,24 @@ class Rope(Section):
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer wavelengths per original_length: divided by factor"
+        1.0, "llama3: frequencies with fewer wavelengths per original_length are divided by factor"
     )
     high_frequency: Positive = setting(
-        4.0, "llama3: frequencies with more wavelengths per original_length: not changed"
+        4.0, "llama3: frequencies with more wavelengths per original_length are not changed"
     )
-    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length: not changed")
-    beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer rotations per original_length: divided by factor")
+    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length are not changed")
+    beta_slow: Positive = setting(
+        1.0, "yarn: frequencies with fewer rotations per original_length are divided by factor"
+    )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
-    short_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies, up to original_length")
-    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies in longer sequences")
+    short_factors: ListOf[Positive] = setting(
+        (), "longrope: divisors of the frequencies for sequences up to original_length"
+    )
+    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies for longer sequences")
     attention_factor: Positive | None = setting(
         None,
-        "yarn, longrope: factor on cosine and sine; null: 0.1 ln(factor) + 1; "
-        "longrope: sqrt(1 + ln(factor) / ln(original_length))",
+        "factor on cosine and sine; null: 0.1 ln(factor) + 1 (yarn), "
+        "sqrt(1 + ln(factor) / ln(original_length)) (longrope)",
     )
 
 
@@ -82,7 +90,7 @@ class Decoder(Family):
     kv_heads: Count = setting(..., "key and value heads, each shared by heads / kv_heads query heads")
     head_dim: Count = setting(..., "width of a head")
     rope: Rope = Rope()
-    norm_epsilon: Positive = setting(1e-5, "added to the mean square in RMSNorm")
+    norm_epsilon: Positive = setting(1e-5, "epsilon of RMSNorm: added to the mean square")
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = setting(
         "silu", "activation of the gate; gelu_tanh: approximate GELU; swiglu_clamped: as in gpt-oss"
     )
@@ -96,17 +104,24 @@ class Decoder(Family):
     query_pre_attn_scalar: Count | None = setting(
         None, "attention scores are divided by the square root of this value; null: of head_dim"
     )
-    attention_soft_cap: Positive | None = setting(None, "c: attention scores s become c tanh(s / c)")
-    logit_soft_cap: Positive | None = setting(None, "c: logits y become c tanh(y / c)")
+    attention_soft_cap: Positive | None = setting(
+        None, "soft cap c: attention scores s become c tanh(s / c); null: no cap"
+    )
+    logit_soft_cap: Positive | None = setting(None, "soft cap c: logits y become c tanh(y / c); null: no cap")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
-    attention_sinks: bool = setting(False, "a trained logit for each head in the softmax of attention, without a value")
+    attention_sinks: bool = setting(
+        False, "add a trained logit per head to the softmax of attention, without a value (attention sinks)"
+    )
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")
     tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
-    window: Count | None = setting(None, "keys that a query attends to, including its own; null: all previous ones")
+    window: Count | None = setting(
+        None, "sliding window: number of keys that a query attends to, including its own; null: all previous keys"
+    )
     layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
-        (), "whether each layer has `window` (sliding_attention); a shorter list is repeated; []: every layer has it"
+        (),
+        "attention of each layer, repeated if shorter; only sliding_attention has model.window; []: all have it",
     )
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
     experts: Experts | None = setting(None, "a mixture of experts in each layer instead of one MLP")

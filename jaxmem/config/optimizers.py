@@ -134,12 +134,13 @@ class Optimizer(Section):
     learning_rate: Positive = setting(3e-4, "largest learning rate")
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "shape of the learning rate after the warmup")
     warmup: Annotated[int, Field(ge=0)] = setting(0, "updates in which the learning rate increases linearly from 0")
-    min_lr_ratio: Fraction = setting(0.1, "last learning rate divided by the largest")
+    min_lr_ratio: Fraction = setting(0.1, "final learning rate divided by the largest")
     clip: Positive | None = setting(1.0, "largest norm of the gradients; null: not clipped")
     trainable: Texts = setting((), "patterns of trainable parameters; empty: all")
     clip_by: Literal["global", "previous", "weight"] = setting(
         "global",
-        "the norm that is compared with clip: of all gradients, of those of the previous update, or of each gradient",
+        "norm that clip limits; global: of all gradients; previous: of those of the previous update;"
+        " weight: of each gradient",
     )
     kernel: Literal["auto", "none", "triton"] = setting(
         "auto", "fused update for adamw8bit or int8 weights; none: plain JAX; auto: triton on GPUs, else none"

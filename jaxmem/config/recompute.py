@@ -92,7 +92,9 @@ class Memory(Section):
         "none",
         "stored in host memory: saved activations (all, or a list of names), optimizer state, frozen parameters",
     )
-    update: Literal["after", "during"] = setting("after", "update after the backward pass, or layer by layer during it")
+    update: Literal["after", "during"] = setting(
+        "after", "when weights are updated: after the backward pass, or layer by layer during it"
+    )
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
     )
@@ -100,7 +102,7 @@ class Memory(Section):
         "auto", "matmuls of experts: all at once (triton), or one block of tokens after the other, in less memory"
     )
     budget: Annotated[Positive, Field(description="a number of GiB above 0")] | None = setting(
-        None, "memory limit in GiB per device; null: its memory minus the reserve"
+        None, "memory limit in GiB per device; null: memory of the device minus the reserve"
     )
     spill: Literal["none", "unified"] = setting(
         "none",
@@ -109,7 +111,7 @@ class Memory(Section):
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a sequence per chunk of norms, projections and MLP")
     head_groups: Literal["auto"] | Count = setting(
-        "auto", "groups of heads; attention is computed for one group at a time"
+        "auto", "number of groups of heads; attention is computed for one group at a time"
     )
 
 

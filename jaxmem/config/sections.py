@@ -30,9 +30,9 @@ class Objective(Section):
         )
     )
     label_smoothing: Fraction = setting(0.0, "share of the target probability spread over all classes")
-    z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer")
-    temperature: Positive = setting(0.1, "divisor of the similarities in a contrastive loss")
-    beta: Positive = setting(0.1, "weight of the divergence from the reference model")
+    z_loss: NotNegative = setting(0.0, "weight of the z-loss, the squared log-sum-exp of the logits")
+    temperature: Positive = setting(0.1, "temperature of a contrastive loss: similarities are divided by it")
+    beta: Positive = setting(0.1, "beta of DPO: weight of the divergence from the reference model")
 
 
 class Source(Section):
@@ -56,13 +56,13 @@ class Data(Source):
     mixture: ListOf[Source] = setting((), "several sources instead of data.source")
     sequence_length: Count = setting(1024, "tokens per sequence")
     packing: bool = setting(
-        True, "pack several documents into a sequence, with attention within each; false: one each, padded"
+        True, "true: several documents per sequence, each attends only to itself; false: one per sequence, padded"
     )
     documents_per_row: Count = setting(
-        31, "largest number of documents in a packed sequence; fused attention allocates memory for as many"
+        31, "largest number of documents per packed sequence; fused attention needs more memory for more"
     )
     buckets: ListOf[Count] = setting(
-        (), "shorter lengths of unpacked sequences; a batch has the shortest length that fits all of its records"
+        (), "shorter sequence lengths, without packing; each batch uses the shortest one that fits its records"
     )
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
@@ -111,7 +111,9 @@ class Precision(Section):
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
         "auto", "rounding of updated weights; auto: stochastic if they are quantized"
     )
-    loss_scale: Literal["none", "dynamic"] | Positive = setting("none", "factor on the loss against underflow")
+    loss_scale: Literal["none", "dynamic"] | Positive = setting(
+        "none", "loss scaling against underflow of gradients: dynamic, or a constant factor"
+    )
 
     @property
     def is_quantized(self) -> bool:
@@ -134,14 +136,18 @@ class Train(Section):
     on_nan: Literal["stop", "skip", "rollback"] = setting(
         "stop", "on a NaN or infinite gradient: stop, skip the update, or return to the last checkpoint"
     )
-    max_skipped: Count = setting(10, "largest number of consecutive skipped updates, or of returns to one checkpoint")
+    max_skipped: Count = setting(
+        10, "largest number of consecutive skipped updates, or of returns to one checkpoint, before the run stops"
+    )
     on_spike: Literal["ignore", "stop", "rollback"] = setting("ignore", "response to a spike of the loss")
     spike_threshold: Annotated[float, Field(gt=0)] = setting(
         10.0, "a loss is a spike if it is this many standard deviations above the mean of the last 100 losses"
     )
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
     check_replicas: Count | None = setting(None, "updates between two checks that all replicas are bitwise equal")
-    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "[from, to]: steps to profile")
+    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(
+        None, "[first, last]: steps to profile"
+    )
     trackers: ListOf[Literal["tensorboard", "wandb"]] = setting((), "services that also receive the metrics")
 
 
@@ -149,14 +155,14 @@ class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
     path: str | None = setting(
-        None, "a directory or bucket (gs://, s3://): checkpoints are in PATH/NAME; null: in the run's directory"
+        None, "directory or bucket (gs://, s3://) for checkpoints, in PATH/NAME; null: the directory of the run"
     )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
     keep_best: bool = setting(False, "also keep the checkpoint with the lowest held-out loss")
     resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
     on_failure: Literal["stop", "continue"] = setting(
-        "stop", "response to a failed write; for the last checkpoint of a run it is always an error"
+        "stop", "response if a checkpoint cannot be written; for the last one of a run it is always an error"
     )
 
 
@@ -170,7 +176,9 @@ class Generate(Section):
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(20, "seconds without a heartbeat until a process is lost")
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(
+        20, "seconds without a heartbeat after which a process counts as lost"
+    )
     start_timeout: Count = setting(300, "seconds to wait for all processes")
     preflight: bool = setting(True, "measure compute and communication before training")
 
@@ -189,7 +197,7 @@ class Config(Section):
     rules: Rules = Rules()
     pipeline: Pipeline = Pipeline()
     zero: Annotated[int, Field(ge=0, le=3)] = setting(
-        3, "what is sharded over mesh.fsdp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights"
+        3, "what is sharded over mesh.fsdp; 0: nothing, 1: optimizer state, 2: also gradients, 3: also weights"
     )
     precision: Precision = Precision()
     memory: Memory = Memory()
