@@ -184,7 +184,7 @@ def triton_refusal(operation: str, capability: int | None) -> str | None:
     if capability < 80:
         return f"compute capability is {capability / 10}; the triton implementation needs 8.0 or newer"
     if importlib.util.find_spec("jax_triton") is None:
-        return "the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+        return "the triton implementation requires jax-triton; run pip install 'jaxmem[cuda13]'"
     return FAILURES.get((operation, "triton"))
 
 

@@ -36,7 +36,7 @@ def load_programs(module: str) -> Any:
         if (error.name or "").partition(".")[0] not in ("triton", "jax_triton"):
             raise
         operation = module.split(".")[-2]
-        text = f"{operation}: the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+        text = f"{operation}: the triton implementation requires jax-triton; run pip install 'jaxmem[cuda13]'"
         raise ValueError(text) from error
 
 

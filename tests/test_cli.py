@@ -186,11 +186,11 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "No such command 'trian'. Did you mean 'train'? (jaxmem --help)"),
-        (["train"], "Missing argument 'CONFIG'. (jaxmem train --help)"),
-        (["bench"], "Missing command. (jaxmem bench --help)"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'? (see jaxmem --help)"),
+        (["train"], "Missing argument 'CONFIG' (see jaxmem train --help)"),
+        (["bench"], "Missing command (see jaxmem bench --help)"),
         (["fit", "llama3-8b", "--write", "."], "--write . is a directory; use the path of a file"),
-        (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json, --png) (jaxmem plan --help)"),
+        (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json, --png) (see jaxmem plan --help)"),
         (["plan", "x", "--simulate", "many"], "Invalid value for '--simulate': "),
     ],
 )

@@ -60,6 +60,13 @@ bench.command("tune")(benches.bench_tune)
 app.add_typer(bench, name="bench")
 
 
+PYDANTIC = {  # its texts for options, and jaxmem's
+    "Input should be greater than or equal to": "must be at least",
+    "Input should be a valid integer, unable to parse string as an integer": "must be a whole number",
+    "Input should be a valid number, unable to parse string as a number": "must be a number",
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits: 0 done, 2 a user's error, 3 does not fit, 75 try again, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -83,10 +90,12 @@ def _message(error: UserError | typer.TyperException) -> str:
     if isinstance(error, UserError):
         return str(error)
     context = getattr(error, "ctx", None)
-    text = error.format_message().replace("Input should be greater than or equal to", "must be at least")
+    text = error.format_message().rstrip(".")
+    for pydantic, words in PYDANTIC.items():
+        text = text.replace(pydantic, words)
     if context and (option := getattr(error, "option_name", None)) and "No such option" in text:
         text += _place_of(option, context)
-    return text + (f" ({context.command_path} --help)" if context else "")
+    return text + (f" (see {context.command_path} --help)" if context else "")
 
 
 def _place_of(option: str, context: typer.Context) -> str:

@@ -79,13 +79,13 @@ def parse_target(text: str) -> Target:
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
-        raise UserError(f"target {text}: unknown GPU {name!r}{nearest(name, [*GPUS, 'cpu'])}")
+        raise UserError(f"target {text}: unknown GPU {name}{nearest(name, [*GPUS, 'cpu'])}")
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
         near = f"{name}:{count - count % per_host}"
         raise UserError(
-            f"target {text}: {count} is not divisible by {per_host} GPUs per host; use {near}, or HOSTSxGPUS"
+            f"target {text}: {count} is not divisible by {per_host} GPUs per host; use {near}, or {name}:HOSTSxGPUS"
         )
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
@@ -241,13 +241,11 @@ def _from_file(path: Path) -> Gpu:
     fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key, value in spec.items():
         if key not in fields:
-            raise UserError(f"target {path}: unknown field {key!r}{nearest(str(key), fields)}")
+            raise UserError(f"target {path}: unknown field {key}{nearest(str(key), fields)}")
         if fields[key] in ("int", "float", int, float) and not (isinstance(value, int | float) and value > 0):
             raise UserError(f"target {path}: {key} must be a number above 0, not {as_yaml(value)}")
     if missing := [key for key in fields if key not in spec]:
-        raise UserError(
-            f"target {path}: missing {', '.join(missing)}; `jaxmem plan --target list` shows typical values"
-        )
+        raise UserError(f"target {path}: missing {', '.join(missing)}; set them as in `jaxmem plan --target list`")
     capability = spec["compute_capability"] = str(spec["compute_capability"])
     if capability not in _CORES:
         raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")

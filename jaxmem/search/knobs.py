@@ -195,5 +195,5 @@ def allowed(words: Sequence[str]) -> list[Knob]:
     known = list(dict.fromkeys(knob.allow for knob in KNOBS))
     for word in words:
         if word not in known:
-            raise UserError(f"--allow {word!r} is unknown{nearest(word, known)}")
+            raise UserError(f"--allow {word} is unknown{nearest(word, known)}")
     return [knob for knob in KNOBS if knob.allow in words]

@@ -48,7 +48,7 @@ def check_arguments(
     size = like.shape[blocks.along]
     checks.require(
         size % blocks.size == 0,
-        f"block_size is {blocks.size}; the {size} numbers along axis {blocks.along} should be a multiple of it",
+        f"block_size is {blocks.size}; the {size} values along axis {blocks.along} should be a multiple of it",
     )
     lines = list(like.shape)
     lines[blocks.along] = size // blocks.size

@@ -138,7 +138,7 @@ REFUSED = {
         ({"beta1": 1}, "beta1 is 1.0; it should be in [0, 1)"),
         ({"beta2": -0.1}, "beta2 is -0.1; it should be in [0, 1)"),
         ({"epsilon": -1.0}, "epsilon is -1.0; it should not be negative"),
-        ({"block_size": 48}, "block_size is 48; the 64 numbers along axis -1 should be a multiple of it"),
+        ({"block_size": 48}, "block_size is 48; the 64 values along axis -1 should be a multiple of it"),
         ({"m": (4, 32)}, "m has shape (4, 32); it should be g's, (4, 64)"),
         ({"v": "int8"}, "v is int8; it should be uint8"),
         ({"m_scale": (4, 2)}, "m_scale has shape (4, 2); with blocks of 64 it should be (4, 1)"),

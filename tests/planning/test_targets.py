@@ -102,7 +102,7 @@ def test_a_gpu_of_one_s_own(tmp_path: Path) -> None:
     [
         (("memory_gib: 24\n", ""), "missing memory_gib;"),
         (("cores: 100\nclock_ghz: 2.0\n", ""), "missing cores, clock_ghz;"),
-        (("cores: 100", "core: 100"), "unknown field 'core'; did you mean cores"),
+        (("cores: 100", "core: 100"), "unknown field core; did you mean cores"),
         (("cores: 100", "cores: many"), "cores must be a number above 0, not many"),
         (("memory_gib: 24", "memory_gib: -1"), "memory_gib must be a number above 0, not -1"),
         (("8.9", "7.0"), "unknown compute_capability 7.0; expected one of 8.0"),

@@ -131,7 +131,7 @@ def check_selection(operation: str, selection: BenchSelection) -> BenchOperation
     def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
         for name in names:
             if name not in known and not any(f"{one} ".startswith(f"{name} ") for one in prefixes):
-                raise UserError(f"unknown {kind} {name!r}{nearest(name, known)}")
+                raise UserError(f"unknown {kind} {name}{nearest(name, known)}")
 
     check("operation", [operation], OPERATIONS)
     own = OPERATIONS[operation]

@@ -110,7 +110,7 @@ STOPS = {topic: Stop(topic, **entry) for topic, entry in _ENTRIES.items()}
 
 def find_stop(topic: str) -> Stop:
     if topic not in STOPS:
-        raise UserError(f"tour: unknown topic {topic!r}{nearest(topic, STOPS)}")
+        raise UserError(f"tour: unknown topic {topic}{nearest(topic, STOPS)}")
     return STOPS[topic]
 
 

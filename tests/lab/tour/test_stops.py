@@ -29,7 +29,7 @@ def test_no_such_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert jaxmem("tour", "memori", capsys=capsys) == (
         2,
         "",
-        "error: tour: unknown topic 'memori'; did you mean memory?\n",
+        "error: tour: unknown topic memori; did you mean memory?\n",
     )
 
 
