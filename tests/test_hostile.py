@@ -103,7 +103,7 @@ def test_a_template_nested_too_deep():
 
 
 def test_a_role_that_is_no_text():
-    with pytest.raises(UserError, match="not valid text"):
+    with pytest.raises(UserError, match="not valid Unicode"):
         parse_object(b'{"messages": [{"role": "\\ud800", "content": "x"}]}')
 
 

@@ -36,18 +36,19 @@ def check_data(cfg: Config) -> Iterator[str]:
     if data.mixture:
         for field, info in Source.model_fields.items():
             if (value := getattr(data, field)) != info.default:
-                yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; set it in the mixture's sources"
+                yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; use data.mixture[0].{field}"
     elif data.weight != Source().weight:
-        yield f"data.weight={data.weight:g} requires data.mixture; remove it"
+        yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
     yield from _buckets(data)
     if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
-        yield f"objective.name=dpo requires an even number of rows per micro-batch, but {given} has {rows}"
+        even = f"batch.global_size={(rows + 1) * cfg.batch.accumulate}"
+        yield f"{given} has {rows} sequences per micro-batch; objective.name=dpo requires an even number; use {even}"
     if isinstance(model, ImageInput) and data.source == "digits":
         if (model.image_size, model.channels) != DIGIT_SHAPE:
             given = f"model.image_size={model.image_size} with model.channels={model.channels}"
-            yield f"{given} does not match digits; use model.image_size=8 model.channels=1"
+            yield f"{given} does not match data.source=digits; use model.image_size=8 and model.channels=1"
     elif isinstance(model, Decoder):
         yield from _text(data, model, {source.source for source in sources.values()})
 
@@ -55,13 +56,15 @@ def check_data(cfg: Config) -> Iterator[str]:
 def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
     """Errors in the settings of text. `kinds`: the kinds of all sources."""
     if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and kinds != {"tokens"}:
-        yield f"model.vocab={model.vocab} must be at least {BYTE_VOCAB} for data.tokenizer=bytes"
+        given = f"model.vocab={model.vocab} must be at least {BYTE_VOCAB} for data.tokenizer=bytes"
+        yield f"{given}; use model.vocab={BYTE_VOCAB} or set data.tokenizer"
     for field in ("on_overlong", "on_invalid"):
         value, having = getattr(data, field), OF_SOURCES[f"data.{field}"][1]
         if not kinds & {*having} and value != getattr(Data(), field):
             yield required(f"data.{field}={value}", "data.source", having, data.source)
     if "chat" in kinds and data.tokenizer == "bytes" and data.chat_template is None:
-        yield "data.source=chat with data.tokenizer=bytes requires data.chat_template; set a Jinja file"
+        use = "set it to a Jinja file, or set data.tokenizer to the tokenizer of a chat model"
+        yield f"data.source=chat with data.tokenizer=bytes requires data.chat_template; {use}"
 
 
 def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
@@ -72,7 +75,7 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         use = f"{key}.source=preference" if is_dpo else f"objective.name=dpo or {key}.source=chat"
         yield unsupported(given, f"objective.name={cfg.objective.name}", use)
     if source.kind.needs_path and source.path is None:
-        yield f"{given} requires {key}.path; set a file, a directory or a glob"
+        yield f"{given} requires {key}.path; set it to a file, a directory or a glob"
     for field in ("path", "field"):
         value, having = getattr(source, field), OF_SOURCES[f"data.{field}"][1]
         if kind not in having and value != getattr(Source(), field):
@@ -87,7 +90,7 @@ def _buckets(data: Data) -> Iterator[str]:
     if data.buckets != lengths:
         most = f"data.sequence_length={data.sequence_length}"
         use = f"data.buckets={as_yaml(lengths)}"
-        yield f"data.buckets={as_yaml(data.buckets)} must be ascending and below {most}, the last bucket; use {use}"
+        yield f"data.buckets={as_yaml(data.buckets)} must be ascending and less than {most}; use {use}"
 
 
 CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and activations that each computes in parts
@@ -151,7 +154,7 @@ def _offload(cfg: Config) -> Iterator[str]:
 def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
     optimizer = cfg.optimizer
     if optimizer.name == "sgd" and not optimizer.momentum and cfg.precision.master == "none":
-        yield f"{offload} has no effect: sgd without optimizer.momentum has no state; use memory.offload=none"
+        yield f"{offload} has no effect: sgd with optimizer.momentum=0 has no state; use memory.offload=none"
     # Even a skipped update would have to copy the state.
     if cfg.train.on_nan == "skip":
         yield unsupported(offload, "train.on_nan=skip", "train.on_nan=stop, or memory.offload without optimizer")
@@ -175,7 +178,7 @@ def _chunks(cfg: Config) -> Iterator[str]:
         if memory.head_groups not in known:
             near = nearest_numbers(memory.head_groups, known)
             given = f"memory.head_groups={memory.head_groups}"
-            yield f"{model.heads} heads are not divisible by {given}; use memory.head_groups={near}"
+            yield f"model.heads={model.heads} cannot be split into {given} equal groups; use memory.head_groups={near}"
 
 
 def _update(cfg: Config) -> Iterator[str]:
@@ -207,9 +210,9 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         return
     kind = f"adapter.kind={adapter.kind}"
     if not adapter.targets:
-        yield "adapter.targets is empty; use patterns such as blocks.*"
+        yield "adapter.targets is empty; use patterns of layer names such as [blocks.*]"
     if adapter.kind == "patterns" and "targets" not in adapter.model_fields_set:
-        yield "adapter.kind=patterns requires adapter.targets, patterns of weights such as blocks[-2:].*"
+        yield 'adapter.kind=patterns requires adapter.targets; use patterns of weight names such as ["blocks[-2:].*"]'
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
         yield unsupported(kind, "ranks in adapter.targets", "a list of patterns")
     if adapter.kind == "prompt" and isinstance(cfg.model, Decoder) and cfg.data.packing:
@@ -218,12 +221,10 @@ def check_adapter(cfg: Config) -> Iterator[str]:
     layers = cfg.model.blocks if isinstance(cfg.model, Convnet) else getattr(cfg.model, "layers", adapter.layers)
     if adapter.kind == "last_layers" and adapter.layers > layers:
         of = "blocks of the last stage" if isinstance(cfg.model, Convnet) else "layers of the model"
-        yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use {layers} or fewer"
+        yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use adapter.layers={layers} or less"
     if adapter.matmul != "auto" and cfg.base_precision.parameters not in MATMUL_FORMATS:
-        wrong = required(
-            f"adapter.matmul={adapter.matmul}", "adapter.base", MATMUL_FORMATS, cfg.base_precision.parameters
-        )
-        yield f"{wrong}; use adapter.matmul=auto"
+        base = cfg.base_precision.parameters
+        yield required(f"adapter.matmul={adapter.matmul}", "adapter.base", MATMUL_FORMATS, base)
     yield from _base(cfg)
     if isinstance(cfg.model, Decoder):
         yield from _vocabulary(cfg, cfg.model)
@@ -236,9 +237,9 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
         return
     trainable = f"training only some layers ({some[0]})"
     if cfg.mesh.stage != 1:
-        yield unsupported(f"mesh.stage={cfg.mesh.stage}", trainable, "mesh.stage=1 or parameters of all layers")
+        yield unsupported(f"mesh.stage={cfg.mesh.stage}", trainable, "mesh.stage=1, or a pattern of all layers")
     if cfg.memory.update == "during":
-        yield unsupported("memory.update=during", trainable, "memory.update=after or parameters of all layers")
+        yield unsupported("memory.update=during", trainable, "memory.update=after, or a pattern of all layers")
     if cfg.base_precision != cfg.precision:  # all layers of a stack are stored in one format
         base = cfg.base_precision.parameters
         yield unsupported(f"adapter.base={base}", trainable, f"adapter.base=null with precision.parameters={base}")
@@ -252,7 +253,8 @@ def _base(cfg: Config) -> Iterator[str]:
     if adapter.kind == "lora" and base.is_quantized and not run.is_quantized:
         yield unsupported(kind, given, "adapter.kind=qlora, or adapter.base=float32 or bfloat16")
     if not base.is_quantized and not adapter.double_quant:
-        yield f"adapter.double_quant=false requires a quantized base, not {base.parameters}; remove it"
+        use = "use adapter.kind=qlora, or remove adapter.double_quant"
+        yield f"adapter.double_quant=false requires quantized base weights, not {base.parameters}; {use}"
     if run.is_quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
         use = f"precision.parameters=float32 or bfloat16 with adapter.kind=qlora and adapter.base={run.parameters}"
         yield unsupported(kind, f"precision.parameters={run.parameters}", use)
@@ -263,18 +265,20 @@ def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:
     adapts = {name: _is_target(cfg, name) for name in ("embedding", "head")}
     if adapts["embedding"] and model.tie_embeddings:
         # An adapter of the embedding would not change the output projection.
-        yield unsupported(kind, "embedding in adapter.targets with model.tie_embeddings=true", "other targets")
+        other = "adapter.targets that match embedding, with model.tie_embeddings=true"
+        yield unsupported(kind, other, "targets such as blocks.*")
     if adapts["head"] and cfg.memory.loss_chunk != "auto":
-        use = "memory.loss_chunk=auto or targets without head"
-        yield unsupported(f"memory.loss_chunk={cfg.memory.loss_chunk}", "head in adapter.targets", use)
+        use = "memory.loss_chunk=auto, or targets such as blocks.*"
+        yield unsupported(f"memory.loss_chunk={cfg.memory.loss_chunk}", "adapter.targets that match head", use)
     if max(ids, default=0) >= model.vocab:
-        yield f"{key} contains {max(ids)}, but model.vocab={model.vocab}; use ids below model.vocab"
+        yield f"{key} contains {max(ids)}, but model.vocab={model.vocab}; use token ids from 0 to {model.vocab - 1}"
     if len(set(ids)) < len(ids):
-        yield f"{key} contains an id twice; list each token once"
+        twice = next(i for i in ids if ids.count(i) > 1)
+        yield f"{key} contains {twice} more than once; list each token id once"
     if ids and adapts["embedding"]:
-        yield unsupported(key, "embedding in adapter.targets", "other targets")
+        yield unsupported(key, "adapter.targets that match embedding", "targets such as blocks.*")
     if ids and any(fnmatchcase("embedding.weight", pattern) for pattern in cfg.optimizer.trainable):
-        yield unsupported(key, "embedding.weight in optimizer.trainable", "only one of them")
+        yield f"{key} and embedding.weight in optimizer.trainable are both set; remove one of them"
 
 
 def _is_target(cfg: Config, name: str) -> bool:

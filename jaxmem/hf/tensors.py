@@ -170,7 +170,9 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
             raise UserError(f"{directory / INDEX}: has no weight_map; copy the file again")
         files = sorted({str(name) for name in named.values()})
         if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
-            raise UserError(f"{directory / INDEX}: {few(outside)} is outside this directory; copy the index again")
+            raise UserError(
+                f"{directory / INDEX}: {few(outside)} is not the name of a file in this directory; copy the index again"
+            )
         if not is_fetched and not all((directory / name).is_file() for name in files):
             fetch_weights(directory)
         if absent := [name for name in files if not (directory / name).is_file()]:

@@ -49,7 +49,7 @@ def test_merging_replaces_only_these_rows(alone, base):
 
 def test_an_embedding_has_one_adapter(alone):
     model = nnx.merge(alone.built.model.graphdef, alone.state.params)
-    with pytest.raises(UserError, match="an embedding with an adapter"):
+    with pytest.raises(UserError, match="adapter of the embedding"):
         adapters.tokens(model, [1])
 
 

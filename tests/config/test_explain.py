@@ -68,7 +68,7 @@ def lines(*overrides: str) -> list[str]:
         ("model={family: convnet, stages: []}", "model.stages=[]", "non-empty list"),
         ("adapter.targets={a: 0}", "adapter.targets={a: 0}", "list mapping text least 1"),
         ("adapter.alpha_pattern={a: 0}", "adapter.alpha_pattern={a: 0}", "mapping text above 0 null"),
-        ("train.steps=1e9", "train.steps=1e+09", "whole number 1000000000"),
+        ("train.steps=1e9", "train.steps=1000000000.0", "whole number 1000000000"),
         ("memory.budget=80GB", "memory.budget=80GB", "GiB above 0 null"),
         ("generate.tokens=1", "generate.tokens", "generate.kv_cache generate.prefill_chunk"),
         ("train.steps=" + "1" * 90 + ".5", "train.steps=1.111111111111111e+89", "whole number"),

@@ -141,7 +141,7 @@ def test_a_message_of_weight_0_is_no_target() -> None:
 
 
 def test_what_a_template_does_not_read_is_named() -> None:
-    unread = "'mood' has no effect: the chat template does not read it"
+    unread = "the key mood has no effect: the chat template does not read it"
     with pytest.warns(UserWarning, match=unread) as found:
         encoded({"messages": [HI[0] | {"mood": "x"}, HI[1] | {"mood": "y"}]})
     assert len(found) == 1

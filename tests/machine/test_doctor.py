@@ -61,7 +61,7 @@ def test_the_screen_is_no_wider_than_the_terminal(findings: dict, width: int) ->
         ({"driver": "470.1"}, "driver 470.1 is too old; install version 525"),
         (
             {"cuda_wheels": {"jax-cuda13-plugin": "0.10.1"}},
-            "jax-cuda13-plugin is 0.10.1 and jax 0.10.2: pip install 'jax[cuda13-local]==0.10.2'",
+            "same version; run pip install 'jax[cuda13-local]==0.10.2'",
         ),
         ({"devices_error": "RuntimeError: out of memory"}, "RuntimeError: out of memory"),
     ],
