@@ -21,7 +21,7 @@ from jaxmem.models import cross_entropy, losses
 from jaxmem.optim.master import MasterState
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, Frame, HloShape, Instruction, Module, dot_flops
-from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
+from jaxmem.planning.share import KnownShapes, sorted_dims
 from jaxmem.quant import QTensor
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")

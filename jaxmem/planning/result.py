@@ -17,8 +17,8 @@ from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, total_of
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.predict import ideal_flops, predict
+from jaxmem.planning.share import known_shapes
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, timeline

@@ -1,8 +1,12 @@
-"""The share of one device, for a config whose mesh is resolved: sequences, vocabulary entries, chunks, and passes whose
-activations are in memory."""
+"""The share of one device, for a config whose mesh is resolved: sequences, vocabulary entries, chunks, passes whose
+activations are in memory, and shapes of weights and gradients, by which temporaries of a step are recognized."""
 
 import functools
 import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -10,7 +14,9 @@ from jaxmem import config
 from jaxmem.config import Config, Decoder
 from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.table import Table, make_rules
+from jaxmem.step import Program
 from jaxmem.step.model import chunking, pipeline_of
 
 _BACKWARD = 0.75  # share of the backward pass in the time of both, with full recompute
@@ -92,3 +98,65 @@ def passes_in_memory(cfg: Config) -> float:
     if (pipeline := pipeline_of(cfg)) is not None:
         return pipeline.timetable.slots.counts[0]
     return cfg.batch.accumulate if cfg.memory.update == "during" else 1
+
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KnownShapes:
+    stored: frozenset[Dims]  # weights as they are stored, layers stacked
+    gradients: frozenset[Dims]  # all shapes of gradients: sharded or gathered, of one layer or stacked
+    stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
+    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; without shapes of sharded arrays
+    full_gradients: frozenset[Dims]
+    positions: int | None = None  # number of positions of a sequence
+    layers: int | None = None  # number of layers of a stack on one device
+
+
+def sorted_dims(dims: Iterable[int]) -> Dims:
+    """Dimensions up to transposition.
+
+    >>> sorted_dims((1, 512, 32, 4096))
+    (32, 512, 4096)
+    """
+    return tuple(sorted(d for d in dims if d != 1))
+
+
+def known_shapes(built: Program) -> KnownShapes:
+    """The shapes of a program's weights and gradients, from its layout."""
+    found: dict[str, set[Any]] = defaultdict(set)
+    params = built.spec.state.params
+
+    def add(axes: Axes, leaf: Any, trainable: Any) -> None:
+        stored, split, used, moments = (
+            built.layout.sharding(role, axes, shape).shard_shape(shape)
+            for role in ("weights", "gradients", "compute", "optimizer")
+            for shape in (built.layout.padded(role, axes, leaf.shape),)
+        )
+        found["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
+        is_stacked, has_gradient = axes[:1] == ("layer",), trainable is not None
+        if has_gradient:
+            for dims in (stored, split, used, moments, leaf.shape):
+                count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen
+                shapes = ((*count, *dims[1:]), dims[1:]) if is_stacked else (dims,)
+                found["gradients"].update(map(sorted_dims, shapes))
+        if not is_stacked:
+            return
+        found["layers"].add(stored[0])
+        found["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
+        found["full_weights"].update({sorted_dims(used)} if used != stored else ())
+        if has_gradient:
+            found["stacked_sizes"].add(math.prod(split))
+            found["full_gradients"].update({sorted_dims(used)} if used != split else ())
+
+    jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
+    return KnownShapes(
+        frozenset(found["stored"]),
+        frozenset(found["gradients"]),
+        frozenset(found["stacked_sizes"]),
+        frozenset(found["full_weights"] - found["sharded"]),
+        frozenset(found["full_gradients"] - found["sharded"]),
+        built.cfg.row_length if built.cfg.reads_text else None,
+        max(found["layers"], default=None),
+    )

@@ -21,7 +21,7 @@ from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
-from jaxmem.planning.known_shapes import KnownShapes, known_shapes
+from jaxmem.planning.share import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
 from jaxmem.step import program
