@@ -52,8 +52,8 @@ FAULTS = {
     "segments": Fault(
         "packed documents that see each other",
         "jaxmem/models/attention.py",
-        '"segment_ids": ids}',
-        '"segment_ids": None}',
+        '"segment_ids": ids, "sinks"',
+        '"segment_ids": None, "sinks"',
         "tests/models/test_decoder.py::test_packed_documents_do_not_attend_to_each_other",
     ),
     "micro-batch": Fault(
