@@ -159,15 +159,18 @@ class Breakdown:
             if when == "backward":
                 return "gradients", "of one backward pass"
             return "gradients", UPDATES if origins & OPTIMIZER else "summed or scaled"
+        spans = [self.lifetimes.of(buffer) for buffer in region.buffers]
+        crosses = min(start for start, _ in spans) < self._backward <= max(end for _, end in spans)
         if when == "update" and origins & OPTIMIZER:
-            return "gradients", UPDATES
+            # With `memory.update: during` the boundaries of layers are written outside of `jvp`.
+            return ("activations", SAVED) if crosses and origins & BATCH else ("gradients", UPDATES)
         if is_of_loss(maker.frames):
             return "activations", LOGITS
         if dims.count(self.known.positions or 0) > 1 and any(
             _REFERENCE_ATTENTION in frame.file for frame in maker.frames
         ):
             return "activations", ALL_SCORES
-        if when == "forward" and max(self.lifetimes.of(buffer)[1] for buffer in region.buffers) >= self._backward:
+        if when == "forward" and max(end for _, end in spans) >= self._backward:
             return "activations", SAVED
         if any(_ATTENTION in frame.file for frame in maker.frames):
             return "activations", "attention"

@@ -70,6 +70,10 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         if role == "weights" and may_offload:  # the weights of the current and of the next layer
             layer = sum(size_of(role, [leaf]) // leaf.shape[0] for leaf in away if leaf.is_stacked)
             kinds["weights: from the host"] = kinds.get("weights: from the host", 0) + 2 * layer
+        elif role == "weights":  # XLA slices the experts of a layer from the stack, since loops and kernels read them
+            experts = [leaf for leaf in leaves if leaf.is_stacked and leaf.can_offload and "expert" in leaf.axes]
+            layer = sum(size_of(role, [leaf]) // leaf.shape[0] for leaf in experts)
+            kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + layer
     if is_during := cfg.memory.update == "during":
         # Weights that the backward pass updates are stored transposed too, if that makes their all-gather contiguous.
         transposed = filter(size_of.is_transposed, state.parts["parameters"])
@@ -174,8 +178,12 @@ class _Activations:
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
             units = model.mlp / mlp  # hidden units whose weights a device multiplies with
             if model.experts is not None:
-                # Inputs, and gradients of the results and of the inputs in float32, of the devices along `expert`.
+                # Tokens of the devices along `expert`. Blocks: inputs, and gradients of the results and of the inputs
+                # in float32. Fused: results and their gradients, and three arrays of hidden units, of all choices.
                 self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
+                if cfg.memory.experts == "triton":
+                    chosen = tokens * mesh.expert * model.experts.top_k
+                    self.hidden = chosen * (3 * model.mlp / mlp + 2 * model.embed) * width / 4
                 units *= 1 if cfg.trainable_patterns else model.experts.count / mesh.expert
             self.layer = model.embed * (attention / heads + 3 * units) * width
             largest = max(model.heads * model.head_dim / heads, units)

@@ -9,6 +9,8 @@ from flax.traverse_util import flatten_dict
 from jaxmem import optim
 from jaxmem.config import for_devices
 from jaxmem.errors import UserError
+from jaxmem.optim.rules.apollo import ApolloSettings
+from jaxmem.optim.rules.galore import GaLoreSettings, QGaLoreSettings
 from jaxmem.sharding.weights import is_quantized
 from tests.step.conftest import SMALL, Trained, config
 
@@ -109,6 +111,29 @@ def test_a_low_rank_optimizer_of_sharded_experts():
     settings = {"name": "galore_adamw8bit", "rank": 2}
     trained = Trained(mixture(optimizer=settings, mesh={"expert": 2, "fsdp": 2}, zero=1), 4, updates=2)
     assert trained.metrics[1]["loss"] < trained.metrics[0]["loss"] + 0.1
+
+
+LOW_RANK = {
+    "galore": GaLoreSettings,
+    "galore8bit": GaLoreSettings,
+    "qgalore": QGaLoreSettings,
+    "apollo": ApolloSettings,
+}
+
+
+@pytest.mark.parametrize("name", [*LOW_RANK, "apollo_mini", "muon"])
+def test_the_update_of_an_expert_depends_on_its_gradient_alone(name):
+    scale, g = getattr(optim, f"scale_by_{name}"), jax.random.normal(jax.random.key(0), (2, 3, 64, 48))
+    settings = [LOW_RANK[name](rank=4)] if name in LOW_RANK else []
+    tx = scale(*settings, axes={"w": ("layer", "expert", None, None)})
+
+    @jax.jit
+    def update(g):
+        return tx.update({"w": g}, tx.init({"w": g}), {"w": g})[0]["w"]
+
+    first, second = update(g), update(g.at[1, 2].multiply(-3.0))
+    np.testing.assert_array_equal(np.delete(first.reshape(6, -1), 5, 0), np.delete(second.reshape(6, -1), 5, 0))
+    assert not np.array_equal(first[1, 2], second[1, 2])
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "adam_mini"])

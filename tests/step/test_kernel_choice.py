@@ -50,6 +50,28 @@ def test_updates_that_have_a_fused_form(sections, chosen):
     assert (found and found.implementation) == chosen
 
 
+@pytest.mark.parametrize(
+    ("capability", "overrides", "chosen", "why"),
+    [
+        (90, [], "triton", "all experts at once"),
+        (90, ["adapter.base=int8"], "triton", "all experts at once"),
+        (90, ["adapter.base=int3"], "blockwise", "does not dequantize int3"),
+        (90, ["adapter.base=nf4", "precision.block_size=null", "mesh.tensor=256"], "blockwise", "blocks of a multiple"),
+        (90, ["memory.experts=blockwise"], "blockwise", "memory.experts"),
+        (75, [], "blockwise", "7.5"),
+        (None, [], "blockwise", "no NVIDIA GPU"),
+    ],
+)
+def test_experts(capability, overrides, chosen, why):
+    cfg = run_config("qwen3-30b-a3b", overrides, method="qlora")
+    platform = "cpu" if capability is None else "gpu"
+    found = kernel_choices(cfg, platform, capability, "")["memory.experts"]
+    assert found.implementation == chosen
+    assert why in found.why
+    assert resolved(cfg, platform, capability, "").memory.experts == chosen
+    assert "memory.experts" not in kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability, "")
+
+
 def test_the_kernels_of_an_update():
     """8-bit Adam's moments and int8 weights, on two GPUs."""
     cfg = config(
