@@ -8,9 +8,8 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
 from jaxmem.config import for_devices
+from jaxmem.config.optimizers import ApolloSettings, GaLoreSettings, QGaLoreSettings
 from jaxmem.errors import UserError
-from jaxmem.optim.rules.apollo import ApolloSettings
-from jaxmem.optim.rules.galore import GaLoreSettings, QGaLoreSettings
 from jaxmem.sharding.weights import is_quantized
 from tests.step.conftest import SMALL, Trained, config
 
