@@ -115,7 +115,9 @@ def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, A
     same name in another section."""
     if name in ELSEWHERE:
         return f"; use {ELSEWHERE[name]}"
-    known = {key: _dotted((*section, key)) for key in schema["properties"]}
+    sections = Config.model_json_schema()["$defs"]
+    members = [sections.get(one.get("$ref", "").rpartition("/")[2], one) for one in _members(schema)]  # or null
+    known = {key: _dotted((*section, key)) for one in members for key in one.get("properties", ())}
     if close := difflib.get_close_matches(name, known, n=1):
         return f"; did you mean {known[close[0]]}?"
     # Options of `jaxmem generate` have the names of keys of unrelated sections (tokens, temperature).

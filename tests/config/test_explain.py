@@ -1,6 +1,7 @@
 """Each mistake is one line: the full key, what was given, what is allowed, the nearest valid name."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +112,8 @@ def test_names_of_other_tools_are_answered_with_the_key():
         assert not field or field in kind.model_fields
         assert lines(f"{name}=1") == [f"{name}: unknown key; use {answer}"]
         assert any(key in line for line in lines(f"batch.{name}=1"))
+
+
+def test_an_unknown_key_of_an_optional_section():
+    with pytest.raises(UserError, match=r"model\.experts\.cuont: unknown key; did you mean model\.experts\.count\?"):
+        load_config(Path(__file__).parents[2] / "configs/demo.yaml", ["model.experts={cuont: 2, top_k: 1}"])

@@ -17,7 +17,7 @@ from jaxmem.config import load_config
 from jaxmem.kernels.grouped_matmul import sort_rows
 from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS, compile_for, rows_of, train_all
-from jaxmem.lab.tour.table import Bars, Table
+from jaxmem.lab.tour.table import Bars, Row, Table
 from jaxmem.models.experts import Experts
 from jaxmem.planning.targets import parse_target, target_devices
 
@@ -29,7 +29,7 @@ IMPLEMENTATIONS = ("ragged_dot", "blockwise", "triton")
 def measure(target: str) -> Findings:
     """Three small decoders, trained; then the buffers of one layer of a large mixture, compiled."""
     outcomes = train_all(dict.fromkeys(RUNS, BASE), RUNS)
-    rows = [
+    rows: list[Row] = [
         {
             "decoder": name,
             "parameters": plan["model"]["parameters"],
@@ -44,7 +44,7 @@ def measure(target: str) -> Findings:
     aim = parse_target(target)
     device = target_devices(aim, 1000 * aim.memory)[0]
     columns = {count: f"{count} experts" for count in COUNTS}
-    found = [
+    found: list[Row] = [
         {"implementation": name, **{columns[count]: temporaries(device, name, count) / 2**20 for count in COUNTS}}
         for name in IMPLEMENTATIONS
     ]
