@@ -50,7 +50,9 @@ class Adapter(Section):
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
-        None, "stored format of the frozen weights; null: nf4 for qlora, else precision.parameters"
+        None,
+        "stored format of the frozen weights; null: for qlora that of a quantized model.hf, or nf4; else"
+        " precision.parameters",
     )
     experts: StoredFormat | None = setting(
         None, "stored format of the frozen weights of experts, e.g. mxfp4 for gpt-oss; null: that of base"

@@ -1,7 +1,7 @@
 """A Hugging Face `config.json` as the fields of a decoder, and back.
 
 `hf_families.py` has the properties of each architecture. Files of models that `Decoder` does not support are refused:
-with another scaling of rotary positions, another kind of layer or activation, or weights quantized by another tool.
+with another scaling of rotary positions, or another kind of layer or activation.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field
 
 from jaxmem.config.hf_families import ACTIVATIONS, FAMILIES, WINDOWS, HfFamily, text_settings
+from jaxmem.config.hf_quantized import quantization_fields, scheme_of
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder, Rope
 from jaxmem.errors import UserError, one_of
@@ -63,7 +64,7 @@ UNDERSTOOD_ROPE = {"rope_type", "type", "rope_theta", "factor", "attention_facto
 UNDERSTOOD = {
     *SHAPE.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
     "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
-    ORIGINAL_LENGTH, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+    ORIGINAL_LENGTH, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config",
 }  # fmt: skip
 # Patterns of keys that do not change logits: names, ids of tokens, initialization of weights, defaults of generation.
 WITHOUT_EFFECT = (
@@ -112,14 +113,9 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    quantizations = [one.get("quantization_config") for one in (settings, text_settings(settings))]
-    family, settings = family_of(settings), dict(text_settings(settings))
-    settings.pop("quantization_config", None)
-    if any(quantizations) and not (family.has_mxfp4 and is_mxfp4({"quantization_config": quantizations[0]})):
-        raise UnsupportedError(
-            "quantization_config: weights that another tool quantized are not supported; use the unquantized model, "
-            "and quantize it with precision.parameters=nf4"
-        )
+    scheme, family, settings = scheme_of(settings), family_of(settings), text_settings(settings)
+    if scheme is not None and not (family.has_mxfp4 if scheme.method == "mxfp4" else not family.fused):
+        raise UnsupportedError(f"quantization_config is not supported for model_type={family.model_type}")
     check_keys(settings, UNDERSTOOD | family.understood, _fixed(FIXED, family) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
@@ -127,7 +123,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     if shape["layers"] > MAX_LAYERS:
         raise UnsupportedError(f"num_hidden_layers={shape['layers']} must be at most {MAX_LAYERS}")
     biased = read(settings, "attention_bias", bool, False) if family.biased is None else family.biased
-    return {
+    fields = {
         **shape,
         "kv_heads": read(settings, "num_key_value_heads", Size, shape["heads"]),
         "head_dim": read(settings, "head_dim", Size, shape["embed"] // shape["heads"]),
@@ -142,12 +138,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **_ropes(settings, family, windows),
         **family.expert_fields(settings),
     }
-
-
-def is_mxfp4(settings: Mapping[str, Any]) -> bool:
-    """Whether the experts of a directory are stored in MXFP4, as those of gpt-oss are."""
-    quantization = settings.get("quantization_config")
-    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+    return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
 
 
 def _fixed(keys: Mapping[str, tuple[Any, ...]], family: HfFamily) -> dict[str, tuple[Any, ...]]:
@@ -243,9 +234,11 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
     sequence of the training.
     """
-    expected, base = _comparable(model), None if base is None else text_settings(base)
+    expected = _comparable(model)
+    if base is not None:
+        base = {key: value for key, value in text_settings(base).items() if key != "quantization_config"}
     if base is not None and _read_back(base) == expected:
-        return {key: value for key, value in base.items() if key != "quantization_config"}
+        return base
     token_ids = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}
     if model.rope.scaling in ("llama3", "yarn", "longrope"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
@@ -262,7 +255,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
 
 def _comparable(model: Decoder) -> dict[str, Any]:
     """The fields that change the outputs of a model."""
-    unequal = {"family", "preset", "hf", "dropout", "experts", "rope", "sliding_rope", "window", "layer_types"}
+    unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
+    unequal |= {"rope", "sliding_rope", "window", "layer_types"}
     ropes = [(rope.theta, rope.share, _rope_scaling(rope)) for rope in model.ropes]
     experts = model.experts and model.experts.model_dump(include={"count", "top_k", "renormalize", "shared"})
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}

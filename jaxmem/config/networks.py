@@ -4,7 +4,17 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, setting
+from jaxmem.config.base import (
+    Count,
+    Fraction,
+    ListOf,
+    NotNegative,
+    Positive,
+    Section,
+    StoredFormat,
+    Texts,
+    setting,
+)
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
@@ -73,6 +83,16 @@ class Experts(Section):
     )
 
 
+class Quantization(Section):
+    """How the files of `model.hf` store quantized matrices. The config.json of the directory sets it."""
+
+    format: StoredFormat | None = setting(None, "format of the codes; null: they are decoded when they are read")
+    block_size: Count = setting(64, "weights per scale")
+    scale_group: Count | None = setting(None, "scales that share a scale (double quantization); null: float32 scales")
+    layers: Texts = setting((), "layers with quantized weights")
+    others: Literal["float32", "bfloat16"] = setting("bfloat16", "stored format of the other frozen weights")
+
+
 class Decoder(Family):
     """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4, Mixtral, gpt-oss: attention and a gated MLP, or experts."""
 
@@ -125,6 +145,7 @@ class Decoder(Family):
     )
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
     experts: Experts | None = setting(None, "a mixture of experts in each layer instead of one MLP")
+    quantization: Quantization | None = setting(None, "how model.hf stores quantized matrices; set by its config.json")
     dropout: Fraction = setting(0.0, _DROPOUT)
 
     def dims(self) -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 from jaxmem.config.adapter import EMBEDDING_ROWS, LORA_WEIGHTS, Adapter
 from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
-from jaxmem.config.networks import Convnet, Decoder, Model, OwnModel
+from jaxmem.config.networks import Convnet, Decoder, Model, OwnModel, Quantization
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import NO_PARTS, Own
 from jaxmem.config.recompute import Memory
@@ -277,8 +277,19 @@ class Config(Section):
         return self.data.sequence_length + self.prompt_length
 
     @property
+    def base_quantization(self) -> Quantization | None:
+        """How the files of the model store quantized matrices, if the frozen base model is stored in the same way."""
+        found, adapter = getattr(self.model, "quantization", None), self.adapter
+        if found is None or found.format is None or adapter.base_run is not None or adapter.experts is not None:
+            return None
+        is_asked = adapter.kind == "qlora" if adapter.base is None else adapter.base == found.format
+        return found if is_asked and self.precision.block_size in (None, found.block_size) else None
+
+    @property
     def base_precision(self) -> Precision:
         """`precision` with the stored format of the frozen base model."""
+        if (own := self.base_quantization) is not None:
+            return self.precision.model_copy(update={"parameters": own.format, "block_size": own.block_size})
         base = self.adapter.base or ("nf4" if self.adapter.kind == "qlora" else None)
         return self.precision if base is None else self.precision.model_copy(update={"parameters": base})
 

@@ -1,9 +1,23 @@
-"""Weights that another tool quantized, as the arrays of a QTensor; their values are not decoded."""
+"""Matrices that another tool quantized, read without decoding their values where their stored form is the same."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, Float, UInt8
 
+from jaxmem.config.hf_quantized import HfScheme
+from jaxmem.errors import UserError
+from jaxmem.hf.quantized_layouts import LAYOUTS, STATE, Parts, quantized_weight
+from jaxmem.hf.tensors import DTYPES, TensorEntry, Tensors
 from jaxmem.quant import QTensor
+
+# Tensors that repeat what the config and the other tensors say.
+REDUNDANT = (
+    "weight_format", "weight_shape", "weight.quant_map", "weight.nested_quant_map", f"{STATE}nf4", f"{STATE}fp4",
+)  # fmt: skip
+REMEDY = "use the weights and config.json of the same model"
 
 
 @jax.jit
@@ -14,4 +28,66 @@ def mxfp4_weight(blocks: UInt8[Array, "*stack out blocks 16"], scales: UInt8[Arr
     them. In a QTensor the first value of a byte is in the high bits, and the dimension before the last is `in`.
     """
     codes = (blocks << 4 | blocks >> 4).reshape(*blocks.shape[:-2], -1).mT
-    return QTensor(codes, scales.mT, None, "mxfp4", -2, 32, 2 * codes.shape[-2], "bfloat16")
+    return quantized_weight(codes, scales.mT, None, "mxfp4", 32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Encoded:
+    """The arrays of a quantized matrix as a file stores them."""
+
+    parts: Parts
+    layout: Any = field(metadata={"static": True})  # one of LAYOUTS
+
+    def weight(self) -> QTensor | Float[Array, "in out"]:
+        """The weight [in, out], decoded only if its blocks are not along `in`."""
+        found: QTensor | jax.Array = self.layout.weight(self.parts)
+        return found
+
+
+def take_quantized(
+    tensors: Tensors, scheme: HfScheme, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Callable[[], Encoded]]:
+    """Removes the tensors of quantized matrices from `tensors`, and returns for the name of each weight what reads them
+    into host memory. `shapes`: of the tensors of all weights, by name."""
+    found: dict[str, Callable[[], Encoded]] = {}
+    if scheme.method not in LAYOUTS:
+        return found
+    for name, shape in shapes.items():
+        module, weight = name.removesuffix("weight"), tensors.entries.get(name)
+        is_plain = weight is not None and weight.dtype in DTYPES
+        if len(shape) != 2 or is_plain or module + LAYOUTS[scheme.method].first not in tensors.entries:
+            continue
+        layout = LAYOUTS[scheme.method](scheme, *shape, scheme.block_size or shape[1])
+        parts = {}
+        for end, expected in layout.parts.items():
+            part = tensors.entries.pop(module + end, None)
+            if part is None and end not in layout.optional:
+                raise UserError(f"{tensors.directory}: tensor {module}{end} is missing; {REMEDY}")
+            if part is not None:
+                parts[end] = part
+                _check_part(part, *expected)
+        more = {end: part for end in REDUNDANT if (part := tensors.entries.pop(module + end, None)) is not None}
+        found[name] = _reader(tensors, layout, parts, more)
+    return found
+
+
+def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if part.shape != shape or part.dtype not in dtypes:
+        given, expected = f"{part.dtype} {list(part.shape)}", f"{' or '.join(dtypes)} {list(shape)}"
+        raise UserError(f"{part.file}: {part.name} is {given}, but config.json requires {expected}; {REMEDY}")
+
+
+def _reader(
+    tensors: Tensors, layout: Any, parts: Mapping[str, TensorEntry], more: Mapping[str, TensorEntry]
+) -> Callable[[], Encoded]:
+    def read() -> Encoded:
+        arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}
+        try:
+            layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in more.items()})
+        except ValueError as error:
+            entry = parts[layout.first]
+            raise UserError(f"{entry.file}: {entry.name}: {error}; {REMEDY}") from None
+        return Encoded(arrays, layout)
+
+    return read

@@ -6,9 +6,10 @@ transposed and cast there. A device needs memory for its weights and twice its s
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -21,8 +22,9 @@ from jax.typing import DTypeLike
 from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hf_families import text_name, text_settings
+from jaxmem.config.hf_quantized import scheme_of
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.hugging_face import decoder_fields, family_of, is_mxfp4
+from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
     ADAPTER,
@@ -33,13 +35,12 @@ from jaxmem.hf.names import (
     is_ignored,
     tensor_shapes,
 )
-from jaxmem.hf.quantized import mxfp4_weight
+from jaxmem.hf.quantized import Encoded, mxfp4_weight, take_quantized
 from jaxmem.hf.tensors import MXFP4, Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST, send_like, to_host, zeros_on_host
 
-_is_finite = jax.jit(lambda x: jnp.isfinite(x).all())
 # Shape, dtype and sharding of a weight, or of each array of a quantized weight.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
 
@@ -88,12 +89,15 @@ def read_weights(
     settings = read_json(Path(directory).expanduser() / "config.json")
     if text_settings(settings) is not settings:
         tensors.rename(text_name)
-    shapes = _file_shapes(weights, has_mxfp4=is_mxfp4(settings))
+    scheme = scheme_of(settings)
+    shapes = _file_shapes(weights, has_mxfp4=scheme is not None and scheme.method == "mxfp4")
     tensors.split(family_of(settings).fused, shapes)
     if adapter is not None:
         tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)
-    tensors.expect(shapes, partial(is_ignored, cfg))
-    return unflatten_dict(read_arrays(tensors, weights, axes, layout))
+    quantized = {} if scheme is None else take_quantized(tensors, scheme, shapes)
+    others = {name: shape for name, shape in shapes.items() if name not in quantized}
+    tensors.expect(others, partial(is_ignored, cfg))
+    return unflatten_dict(read_arrays(tensors, weights, axes, layout, quantized))
 
 
 def _file_shapes(weights: Sequence[FileWeight], *, has_mxfp4: bool) -> dict[str, tuple[int, ...]]:
@@ -110,34 +114,48 @@ def _file_shapes(weights: Sequence[FileWeight], *, has_mxfp4: bool) -> dict[str,
 
 
 def read_arrays(
-    tensors: Tensors, weights: Sequence[FileWeight], axes: Any, layout: Layout | None
+    tensors: Tensors,
+    weights: Sequence[FileWeight],
+    axes: Any,
+    layout: Layout | None,
+    quantized: Mapping[str, Callable[[], Encoded]] = MappingProxyType({}),
 ) -> dict[WeightPath, Any]:
-    """The arrays of these weights, by path."""
+    """The arrays of these weights, by path. `quantized`: what reads the quantized ones, by name."""
     flat_axes = flatten_dict(axes)
-    return {weight.path: _read(tensors, weight, flat_axes[weight.path], layout) for weight in weights}
+    return {weight.path: _read(tensors, weight, flat_axes[weight.path], layout, quantized) for weight in weights}
 
 
-def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | None) -> Any:
+def _read(
+    tensors: Tensors,
+    weight: FileWeight,
+    axes: Axes,
+    layout: Layout | None,
+    quantized: Mapping[str, Callable[[], Encoded]],
+) -> Any:
     shape, spec = weight.shape, weight.array
     axes = axes[weight.depth :]
     axes = axes[::-1] if weight.is_transposed else axes
 
-    def array(name: str, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+    def on_devices(read: Callable[[Any], np.ndarray], axes: Axes, shape: tuple[int, ...]) -> jax.Array:
         sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
-        return _on_devices(partial(tensors.read, name, shape), shape, sharding)
+        return _on_devices(read, shape, sharding)
 
-    def read(name: str) -> jax.Array | QTensor:
-        x: jax.Array | QTensor
-        if name in tensors.entries:
-            x = array(name, axes, shape)
+    def read(name: str) -> jax.Array | QTensor | Encoded:
+        x: Any
+        if name in quantized:  # each device reads all codes, which are smaller than values
+            x = jax.tree.map(lambda x: on_devices(lambda at: x[at], (None,) * x.ndim, x.shape), quantized[name]())
+        elif name in tensors.entries:
+            x = on_devices(partial(tensors.read, name, shape), axes, shape)
         else:
-            parts = {end: tensors.entries[name + end].shape for end in MXFP4}
+            parts = {name + end: tensors.entries[name + end].shape for end in MXFP4}
             x = mxfp4_weight(
-                *(array(name + end, (axes[0], *[None] * (len(own) - 1)), own) for end, own in parts.items())
+                *(
+                    on_devices(partial(tensors.read, part, own), (axes[0], *[None] * (len(own) - 1)), own)
+                    for part, own in parts.items()
+                )
             )
-        if not _is_finite(x.scales if isinstance(x, QTensor) else x):
-            file = next(entry.file for known, entry in tensors.entries.items() if known.startswith(name))
-            raise UserError(f"{file}: {name} contains NaN or infinite values; copy it again")
+        if not _are_finite(x.scales if isinstance(x, QTensor) else x):
+            raise UserError(f"{tensors.directory}: {name} contains NaN or infinite values; copy it again")
         return x
 
     if not weight.depth:
@@ -163,9 +181,15 @@ def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], shard
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(arrays))
 
 
+@jax.jit
+def _are_finite(tree: Any) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+
+
 @cache
 def _converted(is_transposed: bool, spec: Spec) -> Any:
-    def convert(x: jax.Array | QTensor) -> Any:
+    def convert(x: jax.Array | QTensor | Encoded) -> Any:
         new = _as_spec(x, is_transposed, spec)
         return jax.tree.map(lambda x, own: to_host(x) if own.sharding.memory_kind == HOST else x, new, spec)
 
@@ -174,7 +198,7 @@ def _converted(is_transposed: bool, spec: Spec) -> Any:
 
 @cache
 def _write_layer(is_transposed: bool, spec: Spec) -> Any:
-    def write(stack: Any, x: jax.Array | QTensor, index: jax.Array) -> Any:
+    def write(stack: Any, x: jax.Array | QTensor | Encoded, index: jax.Array) -> Any:
         new = send_like(_as_spec(x, is_transposed, spec), stack)
 
         def put(stack: jax.Array, one: jax.Array) -> jax.Array:
@@ -187,12 +211,15 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
 
 
-def _as_spec(x: jax.Array | QTensor, is_transposed: bool, spec: Spec) -> Any:
-    """The array, transposed if needed, and cast or quantized; unchanged if it has the format of `spec`."""
-    if isinstance(x, QTensor):
-        own = None if not isinstance(spec, QTensor) else (spec.format, spec.block_size)
-        if own == (x.format, x.block_size):
-            return dataclasses.replace(x, dtype=spec.dtype)
+def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) -> Any:
+    """The array, transposed if needed, and cast or quantized; unchanged if it is stored like `spec`."""
+    if isinstance(x, Encoded):
+        x, is_transposed = x.weight(), False
+    if isinstance(x, QTensor) and isinstance(spec, QTensor):
+        x = dataclasses.replace(x, dtype=spec.dtype)
+        structures: list[Any] = [jax.tree.structure(one) for one in (x, spec)]
+        if structures[0] == structures[1]:
+            return x
     full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
     full = full.T if is_transposed else full
     return spec.requantize(full.astype(jnp.float32)) if isinstance(spec, QTensor) else full.astype(spec.dtype)

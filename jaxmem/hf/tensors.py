@@ -132,6 +132,11 @@ class Tensors:
         missing = [(0, len(r) - size) for r, size in zip(ranges, found.shape, strict=True)]
         return np.pad(found, missing) if any(map(any, missing)) else found
 
+    def read_entry(self, entry: TensorEntry) -> np.ndarray:
+        """A complete tensor, in any dtype that numpy has."""
+        found: np.ndarray = self._open[entry.file].get_tensor(entry.name)
+        return found
+
     def replace(self, other: Tensors, rename: Callable[[str], str]) -> None:
         """Replaces every tensor that `other` has too. `rename` maps its name in `other` to its name here."""
         self._open |= other._open

@@ -90,7 +90,7 @@ class QTensor:
 
     def requantize(self, x: Float[Array, "*shape"], seeds: UInt32[Array, "*blocks"] | None = None) -> QTensor:
         """`x` quantized with the format, blocks and original dtype of this array."""
-        double_quant = isinstance(self.scale, QTensor)
+        double_quant = self.scale.block_size if isinstance(self.scale, QTensor) else False
         new = quantize(x, self.format, self.block_size, self.axis, double_quant=double_quant, seeds=seeds)
         return dataclasses.replace(new, dtype=self.dtype)
 
@@ -102,15 +102,15 @@ def quantize(
     block_size: int | None = 64,
     axis: int | None = -1,
     *,
-    double_quant: bool = False,
+    double_quant: bool | int = False,
     key: Key[Array, ""] | None = None,
     seeds: UInt32[Array, "*blocks"] | None = None,
 ) -> QTensor:
     """Quantizes `x`, with one scale per `block_size` values along `axis`. The last block may be shorter.
 
     With `block_size=None` there is one scale per slice along `axis` (per channel), with `axis=None` one scale for x.
-    `double_quant` also quantizes the scales (of mxfp4 they always have 8 bits). With a `key`, or a 32-bit seed per
-    block (`seeds`), values are rounded stochastically.
+    `double_quant` also quantizes the scales, in groups of up to 256 blocks, or up to this number (of mxfp4 they always
+    have 8 bits). With a `key`, or a 32-bit seed per block (`seeds`), values are rounded stochastically.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes
@@ -139,7 +139,7 @@ def quantize(
     scale: Any = jnp.squeeze(stored, dim)
     return QTensor(
         pack(codes, form.bits, along),
-        _quantize_scales(scale, along) if double_quant else scale,
+        _quantize_scales(scale, along, GROUP if double_quant is True else double_quant) if double_quant else scale,
         None if low is None else jnp.squeeze(low, dim),
         format,
         along,
@@ -175,12 +175,13 @@ def _draws(key: jax.Array | None, seeds: jax.Array | None, values: jax.Array, di
     return uniform(jnp.expand_dims(seeds, dim), jax.lax.broadcasted_iota(jnp.int32, values.shape, dim))
 
 
-def _quantize_scales(scale: jax.Array, axis: int) -> QTensor:
-    """Scales in 8 bits: their differences from their mean (one mean per matrix), in groups along `axis`."""
+def _quantize_scales(scale: jax.Array, axis: int, group: int) -> QTensor:
+    """Scales in 8 bits: their differences from their mean (one mean per matrix), in groups of up to `group` scales
+    along `axis`."""
     matrix = {max(0, scale.ndim - 2), scale.ndim - 1, scale.ndim + axis}
     mean = jnp.mean(scale, axis=tuple(sorted(matrix)), keepdims=True)
     size = scale.shape[axis]
-    groups = max(1, -(-size // GROUP))
+    groups = max(1, -(-size // group))
     return dataclasses.replace(quantize(scale - mean, "dynamic8", -(-size // groups), axis), offset=mean)
 
 

@@ -19,6 +19,7 @@ layer, where `apply_hooks` is called.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -169,8 +170,9 @@ class Storage:
     """How a weight is stored between steps."""
 
     precision: Precision
-    double_quant: bool = False  # whether the block scales are quantized too
+    double_quant: bool | int = False  # whether the block scales are quantized too; a number: in groups of this size
     on_host: bool = False  # whether matrices are in host memory
+    has_exact_blocks: bool = False  # whether blocks have the size of `precision` where the dimension is a multiple
 
 
 def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along: int = -2) -> jax.Array | QTensor:
@@ -199,9 +201,12 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> j
         return w
     limit = precision.block_size or FORMATS[precision.parameters].block_size
     size = w.shape[axis]
-    is_fixed = precision.parameters == "mxfp4" and size % limit == 0  # files have blocks of 32
-    block = limit if is_fixed else even_block_size(size, limit) or min(limit, size)
-    q = quantize(w, precision.parameters, block, axis, double_quant=storage.double_quant)
+    is_exact = (storage.has_exact_blocks or precision.parameters == "mxfp4") and size % min(limit, size) == 0
+    block = min(limit, size) if is_exact else even_block_size(size, limit) or min(limit, size)
+    double_quant = storage.double_quant
+    if not isinstance(double_quant, bool):
+        double_quant = math.gcd(size // block, double_quant)  # groups of a file that are parts of a column
+    q = quantize(w, precision.parameters, block, axis, double_quant=double_quant)
     return dataclasses.replace(q, dtype="bfloat16")
 
 

@@ -177,10 +177,15 @@ class ModelSpec:
             return Storage(Precision())
         if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
             return Storage(cfg.precision)
-        double_quant = cfg.adapter.double_quant and cfg.base_precision != cfg.precision
+        own, on_host = cfg.base_quantization, is_offloaded(cfg.memory.offload, "frozen")
+        if own is not None and path[-1] == "weight" and ".".join(path[:-1]) in own.layers:
+            return Storage(cfg.base_precision, own.scale_group or False, on_host, has_exact_blocks=True)
         is_expert = "expert" in reduce(operator.getitem, path, self.axes)
         precision = cfg.expert_precision if is_expert else cfg.base_precision
-        return Storage(precision, double_quant, is_offloaded(cfg.memory.offload, "frozen"))
+        if own is not None:
+            stored = own.others if cfg.adapter.base is None else cfg.adapter.base
+            precision = cfg.precision.model_copy(update={"parameters": stored})
+        return Storage(precision, cfg.adapter.double_quant and precision != cfg.precision, on_host)
 
     def new_weights(self, key: jax.Array) -> Params:
         """Initial weights, including adapters, in their stored form."""

@@ -1,0 +1,162 @@
+"""The `quantization_config` of a config.json: how another tool quantized matrices, and the stored format that these
+codes map onto."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from jaxmem.config.hf_families import text_settings
+from jaxmem.config.hf_modules import EXPERTS, MODULES, match_names
+from jaxmem.config.hf_values import Size, UnsupportedError, read
+
+GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # what is added to the zero points of a file, by `checkpoint_format`
+
+
+@dataclass(frozen=True)
+class HfScheme:
+    """How a file stores its quantized matrices [out, in]."""
+
+    method: str  # the tensors of a matrix, a key of `hf.quantized.LAYOUTS`
+    bits: int
+    listed: str | None = None  # the stored format whose values the codes are; None: evenly spaced values
+    block_size: int | None = None  # inputs that share a scale; None: all
+    is_symmetric: bool = True  # whether the zero point is the middle of the codes
+    zero_offset: int = 0  # added to the zero points of the file
+    scale_group: int | None = None  # block scales that share a scale (double quantization)
+    is_reordered: bool = False  # whether the inputs of a block are anywhere (act-order)
+    skipped: tuple[str, ...] = ()  # modules that are not quantized
+
+    @property
+    def format(self) -> str:
+        """The stored format that the codes map onto."""
+        return self.listed or f"{'' if self.is_symmetric else 'u'}int{self.bits}"
+
+
+def scheme_of(settings: Mapping[str, Any]) -> HfScheme | None:
+    """The scheme of the model that a config.json describes; None: its weights are not quantized."""
+    own = next((one for one in (settings, text_settings(settings)) if one.get("quantization_config")), None)
+    if own is None:
+        return None
+    config = read(own, "quantization_config", dict[str, Any])
+    method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
+    try:
+        if method not in _SCHEMES:
+            expected = "bitsandbytes, gptq, awq, compressed-tensors (pack-quantized, int-quantized) or mxfp4"
+            raise UnsupportedError(
+                f"quant_method {method} is not supported; expected {expected}, or use the model without quantization"
+            )
+        return _SCHEMES[method](config)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"quantization_config: {error}") from None
+
+
+def quantization_fields(scheme: HfScheme, settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `model.quantization` of a model with these settings and fields."""
+    dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    widest = max(model["embed"], model["mlp"], model["heads"] * model["head_dim"])
+    return {
+        "format": None if scheme.is_reordered else scheme.format,
+        "block_size": scheme.block_size or widest,
+        "scale_group": scheme.scale_group,
+        "others": "float32" if dtype == "float32" else "bfloat16",
+        "layers": _quantized_modules(scheme, model),
+    }
+
+
+def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
+    """The layers, by their names in jaxmem, that are quantized in at least one layer of the stack."""
+    if scheme.method == "mxfp4":  # only experts
+        return [f"blocks.mlp.{one}" for one in ("gate", "up", "down")]
+    names = {
+        path: name
+        for path, name in (EXPERTS if "experts" in model else MODULES).items()
+        if path != "embedding" and ("experts" in model or "shared" not in path)
+    }
+    names = {path: name for path, name in names.items() if "norm" not in path and not path.endswith("router")}
+    every = {path: [name.format(layer, 0) for layer in range(model["layers"])] for path, name in names.items()}
+    flat = sorted({name for own in every.values() for name in own})
+    patterns = [one.removeprefix("re:") for one in scheme.skipped if one.startswith("re:")]
+    skipped = set().union(*match_names(patterns, flat, "quantization_config.ignore")) if patterns else set()
+    plain = [one for one in scheme.skipped if not one.startswith("re:")]
+    skipped |= {name for name in flat if any(fnmatchcase(f".{name}.", f"*.{one}.*") for one in plain)}
+    if "lm_head" in scheme.skipped or model["tie_embeddings"]:
+        every.pop("head")
+    return [path for path, own in every.items() if not skipped.issuperset(own)]
+
+
+def _bitsandbytes(config: Mapping[str, Any]) -> HfScheme:
+    # Without a list, bitsandbytes does not quantize the output projection.
+    skipped = tuple(read(config, "llm_int8_skip_modules", list[str], ["lm_head"]))
+    if read(config, "load_in_8bit", bool, False):
+        return HfScheme("bitsandbytes 8", 8, skipped=skipped)
+    read(config, "bnb_4bit_quant_storage", Literal["uint8"], "uint8")
+    return HfScheme(
+        "bitsandbytes 4",
+        4,
+        listed=read(config, "bnb_4bit_quant_type", Literal["nf4", "fp4"], "fp4"),
+        block_size=64,
+        scale_group=256 if read(config, "bnb_4bit_use_double_quant", bool, False) else None,
+        skipped=skipped,
+    )
+
+
+def _gptq(config: Mapping[str, Any]) -> HfScheme:
+    if config.get("dynamic"):
+        raise UnsupportedError("dynamic is not supported; quantize all layers alike")
+    form = read(config, "checkpoint_format", Literal["gptq", "gptq_v2"], "gptq")
+    return HfScheme(
+        "gptq",
+        read(config, "bits", Literal[4, 8]),
+        block_size=_group_size(config, "group_size"),
+        is_symmetric=read(config, "sym", bool, True),
+        zero_offset=GPTQ_ZEROS[form],
+        is_reordered=read(config, "desc_act", bool, False),
+        skipped=() if read(config, "lm_head", bool, False) else ("lm_head",),
+    )
+
+
+def _awq(config: Mapping[str, Any]) -> HfScheme:
+    read(config, "version", Literal["gemm", "GEMM"], "gemm")
+    read(config, "zero_point", Literal[True], True)
+    return HfScheme(
+        "awq",
+        read({"bits": config.get("w_bit"), **config}, "bits", Literal[4]),
+        block_size=_group_size(config, "q_group_size" if "q_group_size" in config else "group_size"),
+        is_symmetric=False,
+        skipped=("lm_head", *read(config, "modules_to_not_convert", list[str], [])),
+    )
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> HfScheme:
+    groups = read(config, "config_groups", dict[str, dict[str, Any]])
+    weights = [read(group, "weights", dict[str, Any]) for group in groups.values()]
+    if not weights or any(one != weights[0] for one in weights):
+        raise UnsupportedError("config_groups: groups with different weights are not supported; expected one group")
+    form = next((group["format"] for group in groups.values() if group.get("format")), config.get("format"))
+    form = read({"format": form}, "format", Literal["pack-quantized", "int-quantized"])
+    own = weights[0]
+    read(own, "type", Literal["int"], "int")
+    strategy = read(own, "strategy", Literal["group", "channel", "tensor"], "group")
+    order = read(own, "actorder", bool | str, False)
+    return HfScheme(
+        form,
+        read(own, "num_bits", Literal[4, 8] if form == "pack-quantized" else Literal[8]),
+        block_size=_group_size(own, "group_size") if strategy == "group" else None,
+        is_symmetric=read(own, "symmetric", bool, True),
+        is_reordered=order is True or str(order).lower() in ("group", "dynamic"),
+        skipped=tuple(read(config, "ignore", list[str], [])),
+    )
+
+
+def _group_size(config: Mapping[str, Any], key: str) -> int | None:
+    return None if config.get(key) == -1 else read(config, key, Size)
+
+
+_SCHEMES: dict[str, Callable[[Mapping[str, Any]], HfScheme]] = {
+    "bitsandbytes": _bitsandbytes,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": lambda _: HfScheme("mxfp4", 4, "mxfp4", 32),
+}
