@@ -39,8 +39,8 @@ def scheme_of(settings: Mapping[str, Any]) -> HfScheme | None:
     if own is None:
         return None
     config = read(own, "quantization_config", dict[str, Any])
-    method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
     try:
+        method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
         if method not in _SCHEMES:
             expected = "bitsandbytes, gptq, awq, compressed-tensors (pack-quantized, int-quantized) or mxfp4"
             raise UnsupportedError(
@@ -68,12 +68,9 @@ def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     """The layers, by their names in jaxmem, that are quantized in at least one layer of the stack."""
     if scheme.method == "mxfp4":  # only experts
         return [f"blocks.mlp.{one}" for one in ("gate", "up", "down")]
-    names = {
-        path: name
-        for path, name in (EXPERTS if "experts" in model else MODULES).items()
-        if path != "embedding" and ("experts" in model or "shared" not in path)
-    }
-    names = {path: name for path, name in names.items() if "norm" not in path and not path.endswith("router")}
+    names = EXPERTS if "experts" in model else {path: one for path, one in MODULES.items() if "shared" not in path}
+    absent = ("embedding", "norm", "router")
+    names = {path: name for path, name in names.items() if not any(part in path for part in absent)}
     every = {path: [name.format(layer, 0) for layer in range(model["layers"])] for path, name in names.items()}
     flat = sorted({name for own in every.values() for name in own})
     patterns = [one.removeprefix("re:") for one in scheme.skipped if one.startswith("re:")]

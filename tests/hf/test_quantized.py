@@ -18,13 +18,11 @@ from jaxmem.config.hf_modules import MODULES
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
-from jaxmem.hf.quantized import mxfp4_weight
 from jaxmem.quant import QTensor
 from jaxmem.step import program
 from tests.hf import quantized_reference as reference
 
 RECORDED = dict(np.load(Path(__file__).parent / "data" / "quantized.npz"))
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 # Format, block size, and the bits of a weight of q (64 inputs, 32 outputs); None: decoded when it is read.
 STORED = {
     "nf4 double": ("nf4", 64, 4 + 8 / 64 + 32 / 64 + 32 / 2048),
@@ -183,14 +181,3 @@ def test_tensors_that_do_not_match_the_config_are_refused(name, tensor, change, 
     with pytest.raises(UserError, match=message) as refused:
         hf.load(written(tmp_path, name, tensors))
     assert "\n" not in str(refused.value)
-
-
-def test_mxfp4_blocks_of_experts_become_a_weight_of_in_by_out():
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (2, 3, 4, 16)).astype(np.uint8)  # experts, out, blocks, bytes
-    scales = rng.integers(100, 140, (2, 3, 4)).astype(np.uint8)
-    q = mxfp4_weight(jnp.asarray(blocks), jnp.asarray(scales))
-    values = E2M1[np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(2, 3, 4, 32)]
-    values = values * 2.0 ** (scales[..., None].astype(int) - 127)
-    np.testing.assert_array_equal(q.dequantize(jnp.float32), values.reshape(2, 3, 128).swapaxes(1, 2))
-    assert (q.shape, q.nbytes * 8 / np.prod(q.shape)) == ((2, 128, 3), 4.25)
