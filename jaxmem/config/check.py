@@ -184,7 +184,7 @@ def _own(cfg: Config) -> Iterator[str]:
     for field in ("kind", "dropout", "lora_bias", "matmul"):
         value = getattr(adapter, field)
         if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns", "dequantize"):
-            yield f"adapter.{field}={as_yaml(value)} requires a model of jaxmem's layers: model(rngs, execution)"
+            yield f"adapter.{field}={as_yaml(value)} requires jaxmem's layers, model(rngs, execution); remove it"
     if cfg.own.layers:
         return
     wrong = {

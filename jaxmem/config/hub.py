@@ -37,7 +37,7 @@ def local_directory(name: str, key: str) -> str:
         return name
     found = ID.fullmatch(name)
     assert found is not None
-    return _fetch(found[1], found[2], SETTINGS, f"{key}: {name}")
+    return _fetch(found[1], found[2], SETTINGS, f"{key}={name}")
 
 
 def fetch_weights(directory: Path) -> None:
@@ -64,7 +64,7 @@ def dataset_path(path: str, suffixes: Sequence[str]) -> str:
     repository, revision, inside = found[1], found[2], (found[3] or "").rstrip("/")
     is_pattern = has_magic(inside) or bool(Path(inside).suffix)
     patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
-    directory = Path(_fetch(repository, revision, patterns, f"data.path: {path}", "dataset"))
+    directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
     every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
     files = [name for name in every if any(fnmatch(name, pattern) for pattern in patterns)]
     if not files:
@@ -98,16 +98,16 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
         ) from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{what}: neither a local path nor a {kind} on the hub; check the name, or set HF_TOKEN if it is private"
+            f"{what} is neither a local path nor a {kind} on the hub; check the name, or set HF_TOKEN if it is private"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
-            f"{what}: neither a local path nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
+            f"{what} is neither a local path nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
             f" reached; copy the {kind}'s files to a directory, and use its path"
         ) from None
     except errors.HFValidationError:
         raise UserError(
-            f"{what}: neither a local path nor a valid {kind} id; use a path, or org/name of the hub"
+            f"{what} is neither a local path nor a valid {kind} id; use a path, or org/name of the hub"
         ) from None
     except (errors.HfHubHTTPError, OSError) as error:
         raise UserError(

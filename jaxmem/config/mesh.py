@@ -60,7 +60,7 @@ class Pipeline(Section):
     schedule: Literal["auto", "gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"] = setting(
         "auto", "order of forward and backward passes; auto: 1f1b, or interleaved_1f1b with several rounds"
     )
-    rounds: Count = setting(1, "groups of layers per stage, which are not adjacent; with more, stages wait less")
+    rounds: Count = setting(1, "groups of layers per stage, interleaved over the stages; more groups: less idle time")
 
     @property
     def name(self) -> str:

@@ -101,7 +101,7 @@ def _architecture(cfg: Decoder) -> str:
                 f"GGUF export does not support model.{name}={as_yaml(value)}; export to a directory instead"
             )
     if cfg.experts is not None:
-        raise UserError("GGUF export does not support model.experts; use another format")
+        raise UserError("GGUF export does not support model.experts; export to a directory instead")
     if cfg.qk_norm == "all_heads":
         raise UserError("GGUF export does not support model.qk_norm=all_heads; export to a directory instead")
     if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
@@ -145,7 +145,7 @@ def _settings(cfg: Decoder, name: str, kind: str, length: int) -> dict[str, Any]
 def _rope_scaling(rope: Rope) -> dict[str, Any]:
     if rope.share < 1 or rope.scaling == "longrope" or not rope.truncate:
         given = f"share={rope.share:g} with scaling={rope.scaling} and truncate={as_yaml(rope.truncate)}"
-        raise UserError(f"GGUF export does not support model.rope.{given}; use another format")
+        raise UserError(f"GGUF export does not support model.rope.{given}; export to a directory instead")
     if rope.scaling in ("none", "llama3"):  # llama3: the file has a tensor of factors instead
         return {}
     settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}

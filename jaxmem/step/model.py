@@ -266,7 +266,7 @@ class ModelSpec:
         memory = self.cfg.memory
         if memory.remat == "auto":
             raise UserError(
-                "only plan and train support memory.remat=auto; use memory.remat=none, full or {save: [names]}"
+                "memory.remat=auto is supported by plan and train only; use memory.remat=none, full or {save: [names]}"
             )
         named = None if memory.attention == "auto" else memory.attention
         implementation = named if self.attention is None else self.attention.implementation
