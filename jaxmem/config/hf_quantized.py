@@ -10,6 +10,7 @@ from jaxmem.config.hf_families import text_settings
 from jaxmem.config.hf_modules import EXPERTS, MODULES, match_names
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 
+MAX_COMPARISONS = 10_000_000  # of names of modules with patterns of a file, which is not trusted
 GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # what is added to the zero points of a file, by `checkpoint_format`
 
 
@@ -76,6 +77,8 @@ def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     patterns = [one.removeprefix("re:") for one in scheme.skipped if one.startswith("re:")]
     skipped = set().union(*match_names(patterns, flat, "quantization_config.ignore")) if patterns else set()
     plain = [one for one in scheme.skipped if not one.startswith("re:")]
+    if len(plain) * len(flat) > MAX_COMPARISONS:
+        raise UnsupportedError(f"quantization_config: a list of {len(plain)} modules is too long")
     skipped |= {name for name in flat if any(fnmatchcase(f".{name}.", f"*.{one}.*") for one in plain)}
     if "lm_head" in scheme.skipped or model["tie_embeddings"]:
         every.pop("head")

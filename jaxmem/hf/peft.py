@@ -165,6 +165,11 @@ def read_adapter(program: Program) -> dict[WeightPath, Any]:
     weights = list(_adapter_weights(params, stacks, model.layer_indices))
     known = {*tensor_shapes(decoder_weights(base_of(params))), "lm_head.weight"}
     method = initialization(adapter.hf)
+    if method is not None and base.quantization is not None:
+        raise UserError(
+            f"adapter.hf={adapter.hf} is initialized from the base model by {method}, which does not support the "
+            f"quantized model.hf={base.hf}; use the model without quantization"
+        )
     if method is None or base.hf is None:
         tensors = Tensors(adapter.hf, ADAPTER)
     else:

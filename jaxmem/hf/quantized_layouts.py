@@ -162,7 +162,8 @@ class Evenly:
     def combine(self, parts: Parts, codes: Array, scales: Array, zeros: Array | None) -> Any:
         """The weight [in, out] of codes [in, out], scales and zero points [groups, out]; without zero points, the zero
         is the middle of the codes."""
-        bits, form, block, scales = self.scheme.bits, self.scheme.format, self.block, scales.astype(jnp.float32)
+        bits, form, scales = self.scheme.bits, self.scheme.format, scales.astype(jnp.float32)
+        block = min(self.block, self.columns)
         if (order := parts.get("order")) is not None:
             middle = 1 << bits - 1 if zeros is None else zeros[order]
             return (codes.astype(jnp.int32) - middle).astype(jnp.float32) * scales[order]

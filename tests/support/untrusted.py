@@ -55,6 +55,16 @@ LLAMA = {
     "rope_theta": 1e4,
     "rope_scaling": {**ROPE, "original_max_position_embeddings": 8192},
 }
+QUANTIZED = (
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head", "layers.0.mlp"]},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}}},
+    },
+)
 ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 ADAPTER["base_model_name_or_path"] = "somewhere"
 CONVERSATIONS = (
@@ -96,6 +106,8 @@ def kinds() -> dict[str, Kind]:
     def text(read: Callable[[str], object], *examples: str) -> Kind:
         return Kind([one.encode() for one in examples], lambda data, _: read(data.decode(errors="replace")))
 
+    quantized = [encoded({**LLAMA, "quantization_config": one}) for one in QUANTIZED]
+
     def read_index(index: Path) -> Tensors:
         _written(index.with_name("one.safetensors"), tensors)
         return Tensors(index.parent)
@@ -110,7 +122,9 @@ def kinds() -> dict[str, Kind]:
         "target file": file("x.yaml", lambda path: parse_target(str(path)), GPU.encode()),
         "safetensors": file("x.safetensors", open_file, tensors),
         "safetensors index": file("model.safetensors.index.json", read_index, encoded(INDEX)),
-        "model config.json": file("config.json", lambda path: decoder_fields(str(path.parent)), encoded(LLAMA)),
+        "model config.json": file(
+            "config.json", lambda path: decoder_fields(str(path.parent)), encoded(LLAMA), *quantized
+        ),
         "adapter_config.json": file("adapter_config.json", _read_adapter, encoded(ADAPTER)),
         "tokenizer.json": file(
             "tokenizer.json",
