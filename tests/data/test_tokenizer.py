@@ -74,7 +74,7 @@ def test_the_end_can_be_named_beside_the_file(tokenizer_file: str, tmp_path: Pat
     content = Path(tokenizer_file).read_text().replace("<|end_of_text|>", "<stop>")
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"no token ends a document.*tokenizer_config\.json"):
+    with pytest.raises(UserError, match=r"no end-of-document token.*tokenizer_config\.json"):
         tokenizer_for(str(path))
     for eos in ("<stop>", {"content": "<stop>"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
@@ -138,5 +138,5 @@ def test_tokenizers_that_panic_or_grow_without_limit(changed: dict[str, object],
 def test_half_of_a_surrogate_pair_is_no_text(tokenizer_file: str) -> None:
     for tokenizer in (Bytes(), tokenizer_for(tokenizer_file)):
         for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
-            with pytest.raises(UserError, match="not a valid text"):
+            with pytest.raises(UserError, match="the text is not valid Unicode"):
                 encode("a\ud800")

@@ -175,7 +175,7 @@ def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> Non
     [
         ("p.jsonl", "{", "line 1: .*prompt: invalid JSON"),
         ("p.jsonl", '\n{"prompt": 1}', "line 2: prompt is missing or not a string"),
-        ("p.jsonl", '{"prompt": "\\ud800"}', "not valid text"),
+        ("p.jsonl", '{"prompt": "\\ud800"}', "not valid Unicode"),
         ("p.jsonl", "", "write one prompt per line"),
         ("p", "\n", "write one prompt per line"),
     ],
