@@ -102,25 +102,34 @@ class HfModule(NamedTuple):
         return not self.path.endswith("norm")
 
 
+def names_of(model: Decoder) -> dict[str, str]:
+    """The names of the modules of a family, with {} for the layer and, in modules of experts, for the expert."""
+    if model.experts is None:
+        return MODULES if model.norms == "pre" else WITH_POST_NORMS
+    if model.attention_sinks:
+        return GPT_OSS
+    return EXPERTS if model.qk_norm or model.experts.shared is not None else MIXTRAL
+
+
 def modules_of(model: Decoder) -> list[HfModule]:
-    """All modules with weights."""
+    """All modules with weights; one of the modules of experts for all experts of a layer."""
     biased = {name for field, names in BIASES.items() if getattr(model, field) for name in names}
     absent = {"head"} if model.tie_embeddings else set()
     absent |= set() if model.qk_norm else {"q_norm", "k_norm"}
     absent |= {"pre": {"attention_post_norm", "mlp_post_norm"}, "post": {"attention_norm", "mlp_norm"}}.get(
         model.norms, set()
     )
-    # PEFT adapts no experts and no routers, which are not linear layers in transformers.
-    absent |= {"router", "shared_gate"}
+    absent |= {"router", "shared_gate"}  # PEFT adapts no routers
+    if model.attention_sinks:  # the experts of gpt-oss are not linear layers in any version of transformers
+        absent |= {"gate", "up", "down"}
     has_shared = model.experts is not None and model.experts.shared is not None
     found = []
-    for path, name in (MODULES if model.norms == "pre" else WITH_POST_NORMS).items():
+    for path, name in names_of(model).items():
         parent, _, last = path.rpartition(".")
-        is_expert = parent == "blocks.mlp" and model.experts is not None
-        if last in absent or is_expert or (parent == "blocks.mlp.shared" and not has_shared):
+        if path not in MODULES or last in absent or (parent == "blocks.mlp.shared" and not has_shared):
             continue
         layers = range(model.layers) if "{}" in name else (None,)
-        found += [HfModule(path, name.format(layer), layer, last in biased) for layer in layers]
+        found += [HfModule(path, name.format(layer, 0), layer, last in biased) for layer in layers]
     return found
 
 

@@ -236,24 +236,28 @@ def adapter_json(
     base: str | None,
     saved: Sequence[str] = (),
     *,
+    names: Mapping[str, str],
     has_biases: bool = False,
 ) -> dict[str, Any]:
     """The adapter_config.json of adapters. `layers`: for each module with adapters, the adapters of its layers.
     `saved`: the names of modules that are saved completely; `has_biases`: whether biases of other modules are saved
-    too."""
+    too. `names`: the names of the modules of the family. PEFT converts adapters of experts for transformers 5, which
+    has one tensor for gate and up of all experts; it requires that their rank is `r`."""
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     if adapter.kind == "prompt":
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
     named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
     for path, stack in layers.items():
-        name = MODULES[path]
+        name = names[path]
+        end = name.split(".")[-2 if "shared_expert." in name else -1 :]  # not the names of the other experts
         if len(set(stack)) == 1 and stack[0] is not None:
-            named[name.rpartition(".")[2]] = stack[0]
+            named[".".join(end)] = stack[0]
         else:
             named |= {name.format(layer): own for layer, own in enumerate(stack) if own is not None}
     ranks = [one.rank for one in named.values()]
     usual = adapter.rank if adapter.rank in ranks else max(ranks)
+    usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)
     return {
         "peft_type": "LORA",
         **common,

@@ -65,14 +65,19 @@ class FileWeight:
         return len(self.tensors[0].position)
 
 
+def module_names(params: Any) -> dict[str, str]:
+    """The names of the modules of a decoder with these parameters, as `config.hf_modules.names_of`."""
+    blocks = params["blocks"]
+    if "sinks" in blocks["attention"]:
+        return GPT_OSS
+    if "router" in blocks["mlp"]:
+        return EXPERTS if "q_norm" in blocks["attention"] or "shared" in blocks["mlp"] else MIXTRAL
+    return WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
+
+
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
     """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
-    blocks = params["blocks"]
-    names = WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
-    if "router" in blocks["mlp"]:
-        names = EXPERTS if "q_norm" in blocks["attention"] or "shared" in blocks["mlp"] else MIXTRAL
-    if "sinks" in blocks["attention"]:
-        names = GPT_OSS
+    names = module_names(params)
     for path, array in flatten_dict(params).items():
         *module, kind = path
         if (name := names.get(".".join(path))) is not None:

@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
-from jaxmem.config.hf_modules import CONCATENATED, MODULES
+from jaxmem.config.hf_modules import CONCATENATED, GPT_OSS, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
@@ -37,6 +37,7 @@ from jaxmem.hf.names import (
     base_tensor_name,
     decoder_weights,
     is_ignored,
+    module_names,
     tensor_shapes,
 )
 from jaxmem.hf.reader import read_arrays, read_weights
@@ -64,16 +65,47 @@ def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | Non
     for path, array in flat.items():
         if path[-2:] == ("lora", "a"):
             name = ".".join(path[:-2])
-            if flat[(*path[:-1], "b")].ndim > 3:
-                raise UserError(f"{name}: PEFT has no format for the adapters of experts; use --merge")
             layers = array.shape[0] if indices is None else len(indices)
             found[name] = low_rank_layers(adapter, name, layers if "{}" in MODULES[name] else None)
+    if "router" in params.get("blocks", {}).get("mlp", {}):
+        _check_experts({name: found.get(f"blocks.mlp.{name}") for name in ("gate", "up", "down")}, params)
     return found
+
+
+def _check_experts(found: dict[str, tuple[LowRank | None, ...] | None], params: Any) -> None:
+    """Refuses adapters of experts that PEFT cannot load."""
+    own = [stack for stack in found.values() if stack]
+    if own and module_names(params) is GPT_OSS:
+        raise UserError("PEFT has no format for separate adapters of gate and up of gpt-oss's experts; use --merge")
+    if found["gate"] != found["up"] or len({one for stack in own for one in stack}) > 1:
+        raise UserError(
+            "PEFT requires adapters of experts of one rank and alpha, for gate and up together and for all layers; use"
+            " one pattern such as adapter.targets=[blocks.attention.*, blocks.mlp.*], or --merge"
+        )
+
+
+def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[LowRank | None]:
+    """The adapter of each tensor of a weight, from the adapters of its layers, which may have several experts."""
+    return [own for own in stack for _ in range(len(weight.tensors) // len(stack))]
+
+
+def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indices: Sequence[int] | None) -> FileWeight:
+    """A weight of an adapter. `experts`: their number, for an A that the experts of a layer share."""
+    is_matrix = path[-1] in ("a", "b")
+    if experts is None:
+        return FileWeight.of(path, array, name, is_matrix, indices)
+    each = [
+        FileWeight.of(path, array, name.replace("experts.{}", f"experts.{n}"), is_matrix, indices)
+        for n in range(experts)
+    ]
+    layers = zip(*(one.tensors for one in each), strict=True)
+    return replace(each[0], tensors=tuple(tensor for layer in layers for tensor in layer))
 
 
 def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
     """The weights of the adapters of a decoder, without the weights of the base."""
-    for path, array in flatten_dict(params).items():
+    flat, names = flatten_dict(params), module_names(params)
+    for path, array in flat.items():
         *module, parent, kind = path
         name = ".".join(module)
         if parent == "prompt":
@@ -81,12 +113,14 @@ def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] 
         elif parent == "lora" and kind == "trained":
             yield FileWeight.of(path, array, ADAPTER_PREFIX + TOKEN_ROWS, is_transposed=False)
         elif parent == "lora" and kind in LINEAR:
-            file_name = f"{ADAPTER_PREFIX}{MODULES[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
-            weight = FileWeight.of(path, array, file_name, kind in ("a", "b"), indices)
+            file_name = f"{ADAPTER_PREFIX}{names[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
+            is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3
+            experts = flat[(*path[:-1], "b")].shape[1] if is_shared else None
+            weight = _stacked(path, array, file_name, experts, indices)
             dim = RANK_DIMS.get(kind)
             tensors = [
                 one._replace(shape=tuple(own.rank if n == dim else size for n, size in enumerate(one.shape)))
-                for one, own in zip(weight.tensors, stacks[name], strict=True)
+                for one, own in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True)
                 if own is not None
             ]
             yield replace(weight, tensors=tuple(tensors))
@@ -97,7 +131,7 @@ def _base_weights(
 ) -> Iterator[FileWeight]:
     """The weights of the base model whose tensors have these names, with their names in the file of an adapter."""
     for weight in decoder_weights(base_of(params), indices):
-        adapted = stacks.get(".".join(weight.path[:-1]), (None,) * len(weight.tensors))
+        adapted = _per_tensor(weight, stacks.get(".".join(weight.path[:-1]), (None,)))
         tensors = []
         for one, own in zip(weight.tensors, adapted, strict=True):
             if one.name in names:
@@ -150,7 +184,9 @@ def save_adapter(
     metadata = {KEY: fingerprint(base)} if base else {}
     with atomic_directory(directory) as place:
         has_biases = any(kind == "bias" for _, _, kind in parts)
-        settings = adapter_json(adapter, stacks, base, sorted(modules), has_biases=has_biases)
+        settings = adapter_json(
+            adapter, stacks, base, sorted(modules), names=module_names(params), has_biases=has_biases
+        )
         (place / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
         write_tensors(place, output_tensors([*weights, *others], dtype), single=ADAPTER, metadata=metadata)
     return {one.rank for stack in stacks.values() for one in stack if one is not None}
@@ -170,6 +206,10 @@ def read_adapter(program: Program) -> dict[WeightPath, Any]:
             f"adapter.hf={adapter.hf} is initialized from the base model by {method}, which does not support the "
             f"quantized model.hf={base.hf}; use the model without quantization"
         )
+    has_experts = any(module_names(params)[name].count("{}") > 1 for name in stacks)
+    if has_experts and (method is not None or adapter.shared_a):
+        given = "adapter.shared_a=true" if method is None else f"init_lora_weights={method} for experts"
+        raise UserError(f"adapter.hf={adapter.hf} does not support {given}; use adapters without it")
     if method is None or base.hf is None:
         tensors = Tensors(adapter.hf, ADAPTER)
     else:

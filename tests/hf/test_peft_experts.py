@@ -1,0 +1,71 @@
+"""Adapters of experts in PEFT's format: a tensor for each expert, read back equal."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file
+
+from jaxmem import hf, models
+from jaxmem.config import Decoder, load_config
+from jaxmem.errors import UserError
+from jaxmem.inference.load import open_model
+from jaxmem.step import program
+
+SMALL = {"vocab": 257, "layers": 2, "embed": 32, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 16}
+ROWS = np.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(params=[True, False], ids=["qwen3_moe", "mixtral"])
+def base(request, tmp_path):
+    cfg = Decoder(**SMALL, qk_norm=request.param, experts={"count": 3, "top_k": 2})
+    hf.save(models.build(cfg, nnx.Rngs(0)), tmp_path / "base", tokenizer="bytes")
+    return tmp_path / "base"
+
+
+def opened(base, tmp_path, *overrides):
+    """A program with random adapters, its parameters, and the directory to which they were saved."""
+    common = ["adapter.kind=lora", "adapter.rank=2", "adapter.targets=['blocks.*']"]
+    built, params = open_model(base, [*common, *overrides])
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    flat = {
+        path: jax.random.normal(next(keys), x.shape, x.dtype) / 4 if path[-2] == "lora" else x
+        for path, x in flatten_dict(params).items()
+    }
+    params = unflatten_dict(flat)
+    hf.save_adapter(params, built.cfg.adapter, tmp_path / "out", base=str(base))
+    return built, params
+
+
+def logits_of(built, params):
+    return nnx.merge(built.model.graphdef, params)(jnp.asarray(ROWS, jnp.int32))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_adapters_of_experts_are_read_back(base, shared, tmp_path):
+    built, params = opened(base, tmp_path, f"adapter.shared_a={str(shared).lower()}")
+    again, found = open_model(tmp_path / "out")
+    np.testing.assert_allclose(logits_of(again, found), logits_of(built, params), atol=1e-5)
+    if not shared:
+        jax.tree.map(np.testing.assert_array_equal, found, params)
+    tensors = load_file(tmp_path / "out/adapter_model.safetensors")
+    experts = [name for name in tensors if ".experts." in name]
+    assert len(experts) == 2 * 3 * 3 * 2  # layers, experts, matrices, A and B
+    gates = [name for name in experts if name.endswith(("gate_proj.lora_A.weight", "w1.lora_A.weight"))]
+    assert {tensors[name].shape for name in gates} == {(2, 32)}
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["r"] == 2
+
+
+@pytest.mark.parametrize(
+    "targets", [{"blocks.mlp.gate": 2, "blocks.mlp.up": 4}, ["blocks.mlp.gate"], ["blocks[1:].mlp.*"]]
+)
+def test_adapters_of_experts_that_peft_cannot_load(targets, tmp_path):
+    model = {**SMALL, "experts": {"count": 3, "top_k": 2}}
+    adapter = {"kind": "lora", "rank": 2, "targets": targets}
+    built = program(load_config({"name": "x", "model": model, "adapter": adapter, "train": {"steps": 1}}))
+    with pytest.raises(UserError, match="one rank and alpha, for gate and up together and for all layers"):
+        hf.save_adapter(built.spec.state.params, built.cfg.adapter, tmp_path / "out")
