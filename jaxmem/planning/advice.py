@@ -80,7 +80,7 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
         is_gradient = one.part == "gradients" and one.kind != UPDATES and dims in known.full_gradients
         if (is_weight or is_gradient) and one.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
-            text = f"all layers of a sharded {what} are gathered on each device: {one.what}, {format_bytes(one.size)}"
+            text = f"all layers of a sharded {what} are gathered on each device at once: {one.what}, {format_bytes(one.size)}"
             cure = _remedies(plan.program.cfg, "memory.remat=full", "reporting it as a bug")
             yield PlanWarning("unsharded array", text, cure)
 
@@ -101,7 +101,7 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning(
             "nothing offloaded",
             "memory.offload is set, but the compiled step stores every byte on the device",
-            "a plan for a GPU (--target), since a CPU offloads nothing; on a GPU memory.offload=none, or report it",
+            "--target with a GPU, since a CPU offloads nothing; on a GPU, memory.offload=none",
         )
     for what, parts, kind in (
         ("optimizer state", ("optimizer", "master"), STATE_COPIES),
@@ -113,7 +113,7 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
                 "offloaded without gain",
                 f"{format_bytes(on_host)} of {what} is in host memory, but at the peak {format_bytes(copied)} of it is"
                 " on the device: offloading hardly lowers the peak",
-                "no memory.offload for it, so that no step waits for copies; shard it further with zero and mesh.fsdp",
+                "memory.offload without it, so that no step waits for copies, or more devices along mesh.fsdp",
             )
 
 
@@ -133,7 +133,7 @@ def _replicated(plan: Plan) -> Iterator[PlanWarning]:
         shape = array.partition(" = ")[2].partition("{")[0]
         yield PlanWarning(
             "replicated by the partitioner",
-            f"XLA replicates an array on every device to reshard it; each device's shard was {shape}",
+            f"to change its sharding, XLA replicates an array on every device; the shard of a device was {shape}",
             "another mesh, with only fsdp or only tensor",
         )
 
@@ -141,7 +141,7 @@ def _replicated(plan: Plan) -> Iterator[PlanWarning]:
 def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
     if size := plan.breakdown.of_kind(ALL_SCORES):
         cfg = plan.program.cfg
-        text = f"attention materializes all scores of {cfg.row_length} positions: {format_bytes(size)}"
+        text = f"attention stores the scores of all pairs of {cfg.row_length} positions: {format_bytes(size)}"
         yield PlanWarning(
             "attention scores", text, _remedies(cfg, "memory.attention=auto", "memory.attention=blockwise")
         )
@@ -178,7 +178,7 @@ def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
         )
         size = format_bytes(bytes_on_device(weights))
         count = getattr(built.cfg.model, name)
-        how = "each device computes with some of them" if name == "kv_heads" else "they are padded for computing"
+        how = "each device uses some of them" if name == "kv_heads" else "they are padded for computing"
         text = (
             f"model.{name}={count} is not divisible by mesh.tensor={tensor}: its weights, {size}, are replicated; {how}"
         )
@@ -221,7 +221,7 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
         text = f"float32 adapters need {format_bytes(size)}" + (
             ", and their gradients as much again" if gradients else ""
         )
-        cure = "precision.parameters=bfloat16 precision.rounding=stochastic for half of it"
+        cure = "precision.parameters=bfloat16 precision.rounding=stochastic, which halves this"
         yield PlanWarning("float32 adapters", text, cure)
 
 

@@ -116,7 +116,7 @@ def test_an_offload_that_moves_nothing() -> None:
     compiled, _ = compile_all(lowered, {}, here=True)
     (warned,) = found(advice._offload, compiled_step=compiled, breakdown=NOTHING_THERE)
     assert warned.kind == "nothing offloaded"
-    assert "plan for a GPU" in warned.cure
+    assert "--target with a GPU" in warned.cure
 
 
 def test_an_offload_that_moves() -> None:
@@ -177,7 +177,7 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     keep = lambda _: jax.checkpoint_policies.everything_saveable  # noqa: E731
     monkeypatch.setattr(remat, "_save_all_but_weights", keep)
     (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "unsharded array"]
-    assert "are gathered on each device: float32[4,64,256]" in warned.text
+    assert "are gathered on each device at once: float32[4,64,256]" in warned.text
     assert "memory.remat=full" in warned.cure
 
 
