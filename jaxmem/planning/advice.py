@@ -80,7 +80,7 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
         is_gradient = one.part == "gradients" and one.kind != UPDATES and dims in known.full_gradients
         if (is_weight or is_gradient) and one.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
-            text = f"all layers of a sharded {what} are gathered on each device at once: {one.what}, {format_bytes(one.size)}"
+            text = f"all layers of a sharded {what} are on each device at once: {one.what}, {format_bytes(one.size)}"
             cure = _remedies(plan.program.cfg, "memory.remat=full", "reporting it as a bug")
             yield PlanWarning("unsharded array", text, cure)
 

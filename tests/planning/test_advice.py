@@ -177,7 +177,7 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     keep = lambda _: jax.checkpoint_policies.everything_saveable  # noqa: E731
     monkeypatch.setattr(remat, "_save_all_but_weights", keep)
     (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "unsharded array"]
-    assert "are gathered on each device at once: float32[4,64,256]" in warned.text
+    assert "are on each device at once: float32[4,64,256]" in warned.text
     assert "memory.remat=full" in warned.cure
 
 
