@@ -92,8 +92,6 @@ CONFLICTS = (
     ("model.qk_norm=all_heads", "memory.head_groups!=1|auto", "memory.head_groups=1"),
     # Spilling starts when the device is full, not at a budget.
     ("memory.spill!=none", "memory.budget!=null", "memory.spill=none or memory.budget=null"),
-    # Each stage needs all of its layers at each tick of the pipeline.
-    ("memory.offload!=none", "mesh.stage!=1", "mesh.stage=1 or memory.offload=none"),
     # During the backward pass, overflow and NaN are known only after most layers have been updated.
     ("memory.update=during", "train.on_nan=skip", "train.on_nan=stop or rollback, or memory.update=after"),
     ("memory.update=during", "precision.loss_scale!=none", "precision.loss_scale=none or memory.update=after"),

@@ -236,11 +236,18 @@ class Plan:
                 }
                 for one in timeline.collectives
             ],
+            "schedule": self._schedule_as_json(),
             "flops_per_device": timeline.flops,
             "ideal_flops_per_device": self.ideal_flops_per_device,
             "estimated_step_seconds": self.estimated_step_seconds,
             "bound_by": timeline.bound if target.gpu else None,
         }
+
+    def _schedule_as_json(self) -> dict[str, Any] | None:
+        """What each pipeline stage does in each tick; None: there are no stages."""
+        if (pipeline := self.program.model.pipeline) is None:
+            return None
+        return {"name": pipeline.schedule, "idle": pipeline.bubble, "stages": pipeline.timetable.rows()}
 
     def _traffic_as_json(self, kinds: Container[str], bytes_key: str) -> dict[str, dict[str, Any]]:
         has_speed = self.target.gpu is not None

@@ -20,6 +20,10 @@ CURVES = {
     "loss": "loss", "held_out_loss": "held-out loss", "learning_rate": "learning rate",
     "tokens_per_second": "tokens per second",
 }  # fmt: skip
+# The letters of a pipeline schedule: names and colours.
+OPERATIONS = {
+    "F": ("forward", "#0072b2"), "B": ("backward", "#e69f00"), "W": ("weight gradients", "#009e73")
+}  # fmt: skip
 LEGEND = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
 
 Json = Mapping[str, Any]
@@ -47,7 +51,8 @@ def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
     html, style, script = (files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     parts, phases = _parts(plan), {phase: size for phase, size in plan["phases"].items() if size is not None}
     return environment.from_string(html).render(
-        plan={"kernels": {}, "remat_why": None, **plan},  # plans of earlier versions do not state them
+        # Plans of earlier versions do not state the first three.
+        plan={"kernels": {}, "remat_why": None, "schedule": None} | dict(plan),
         memory=memory,
         record=record,
         version=__version__,
@@ -63,7 +68,20 @@ def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
         phases=[(phase, {"compiled": size}, [format_bytes(size)]) for phase, size in phases.items()],
         most_of_phases=max(*phases.values(), 1),
         curves=_curves(record.rows) if record else [],
+        operations=_operations(plan),
     )
+
+
+def _operations(plan: Json) -> list[tuple[str, str, str]]:
+    """(operation, colour, SVG path) for each operation of the pipeline schedule; a unit of the drawing is a tick wide
+    and a stage high."""
+    stages = (plan.get("schedule") or {}).get("stages", [])
+    paths = dict.fromkeys(OPERATIONS, "")
+    for row, letters in enumerate(stages):
+        for tick, kind in enumerate(letters):
+            if kind in paths:
+                paths[kind] += f"M{tick} {row + 0.05:g}h.94v.9h-.94z"
+    return [(*OPERATIONS[kind], path) for kind, path in paths.items() if path]
 
 
 def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str, str]]:

@@ -80,6 +80,13 @@ def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
             yield {"memory.remat": name}
 
 
+def _schedules(_cfg: Config, _target: Target) -> Iterable[Change]:
+    """Pipeline schedules: 1F1B with one and with two groups of layers per stage, and zero bubble, which needs more
+    memory. GPipe and the circular schedule take as long as 1F1B, with more memory."""
+    for name, rounds in itertools.product(("auto", "zero_bubble"), (1, 2)):
+        yield {"pipeline.schedule": name, "pipeline.rounds": rounds}
+
+
 def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
     """The automatic slices of the vocabulary, or complete logits."""
     if isinstance(cfg.model, Decoder):
@@ -165,6 +172,7 @@ KERNELS = "kernels"
 KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
+    Knob("mesh", _schedules),
     Knob("rules", _sharding_rules),
     Knob("remat", _policies),
     Knob("offload", _offloads),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.sharding.host import device_leaves, fetch_layer, fill, take_layer
+from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer, zeros_on_host
 from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.cuts import StackCall
 from jaxmem.stack.reverse import LayerDerivative
@@ -123,7 +123,7 @@ class _Run:
             arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), sent)
             old = take_layer(ring, jnp.maximum(slot, 0))
             new = jax.tree.map(lambda x, old: jnp.where(slot >= 0, x, old), arrived, old)
-            return _put(ring, (jnp.maximum(slot, 0),), new)
+            return put_layer(ring, jnp.maximum(slot, 0), new)
 
         return _when(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
 
@@ -145,7 +145,7 @@ class _Run:
                 return gradients, results._replace(sums=_add(results.sums, sums))
             value, back, sums = jax.vjp(lambda at, y: network.loss(at, y, item), outside, y, has_aux=True)
             dw, dy = back(jnp.ones_like(value))
-            gradients = _put(gradients, (row["gradients"],), dy)
+            gradients = put_layer(gradients, row["gradients"], dy)
             return gradients, results._replace(outside=_add(results.outside, dw), sums=_add(results.sums, sums))
 
         gradients, results = _when(is_last, loss, (state.gradients, state.results), self._per_item)
@@ -168,13 +168,14 @@ class _Run:
 
     def _weight_gradients(self, row: Any, state: _State) -> _State:
         """W: adds the weight gradients of an item, from the values that its backward pass kept."""
-        turn, slot, split = row["turn"], row["waiting"], self._split
+        turn, slot, split, group = row["turn"], row["waiting"], self._split, self._p.group
         assert split is not None
         call = self._prepared(self._network.embed(self._network.outside, self._micro(row["micro"])))
 
         def step(place: jax.Array, sums: Tree) -> Tree:
             known = self._known(call, place, turn, self._fetch(place, turn))
-            return _add_at(sums, self._place(place, turn), split.finish(_take(state.waiting, (slot, place)), known))
+            dw = split.finish(take_layer(state.waiting, slot * group + place), known)
+            return _add_at(sums, self._place(place, turn), dw)
 
         layers = jax.lax.fori_loop(0, self._p.group, step, state.results.layers)
         return state._replace(results=state.results._replace(layers=layers))
@@ -220,7 +221,7 @@ class _Run:
         self, call: StackCall, x: Any, turn: jax.Array, slot: jax.Array, ring: Tree
     ) -> tuple[Any, Tree]:
         """The output of the layers, and the ring with what they save."""
-        plan, trains = call.plan, self._table.trains
+        plan, trains, group = call.plan, self._table.trains, self._p.group
 
         def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
             x, ring, fetched = carry
@@ -230,8 +231,8 @@ class _Run:
                 return call.run(weights, x, one, call.shared)[0], ring, following
             if plan is None:
                 x, saved = self._derivative.forward(weights, x, one, call.shared)
-                return x, _put(ring, (slot, place), call.save(saved)), following
-            ring = _put(ring, (slot, jnp.asarray(plan.first, jnp.int32)[place]), call.save(x))
+                return x, put_layer(ring, slot * group + place, call.save(saved)), following
+            ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
             return call.run(weights, x, one, call.shared)[0], ring, following
 
         begin = x, ring, self._fetch(jnp.int32(0), turn)
@@ -241,8 +242,8 @@ class _Run:
     def _backward_layers(self, call: StackCall, g: Any, row: Any, state: _State) -> tuple[Any, _State]:
         """The gradient of the input of the layers, and the state with the gradients of their weights, or with the
         values for W."""
-        plan, last, split = call.plan, self._p.group - 1, self._split
-        turn, slot = row["turn"], row["saved"]
+        plan, group, split = call.plan, self._p.group, self._split
+        turn, slot, last = row["turn"], row["saved"], group - 1
 
         def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             g, ring, waiting, sums, fetched = carry
@@ -250,15 +251,15 @@ class _Run:
             known = self._known(call, place, turn, fetched)
             following = self._fetch(place - 1, turn)
             if plan is None:
-                saved = call.load(_take(ring, (slot, place)))
+                saved = call.load(take_layer(ring, slot * group + place))
                 derivative = self._derivative.from_saved(*known, saved)
             else:
                 ring = self._recompute(call, place, turn, slot, ring)
-                x = call.load(_take(ring, (slot, jnp.asarray(plan.at, jnp.int32)[place])))
+                x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
             if split is not None:
                 g, kept = split.begin(derivative, g, known)
-                return g, ring, _put(waiting, (row["waiting"], place), kept), sums, following
+                return g, ring, put_layer(waiting, row["waiting"] * group + place, kept), sums, following
             dw, g = derivative(g)
             return g, ring, waiting, _add_at(sums, self._place(place, turn), dw), following
 
@@ -278,9 +279,9 @@ class _Run:
         def again(i: jax.Array, ring: Tree) -> Tree:
             layer, source, target = steps[i]
             weights = self._weights(layer, turn, self._fetch(layer, turn))
-            x = call.load(_take(ring, (slot, source)))
+            x = call.load(take_layer(ring, slot * plan.slots + source))
             y, _ = call.run(weights, x, self._input(call, layer, turn), call.shared)
-            return _put(ring, (slot, target), call.save(y))
+            return put_layer(ring, slot * plan.slots + target, call.save(y))
 
         with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
             return jax.lax.fori_loop(begin, end, again, ring)
@@ -301,16 +302,19 @@ class _Run:
             return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (count, *x.shape)), x)
 
         plan, group = self._call.plan, self._p.group
+        empty = zeros_on_host if self._call.on_host else jnp.zeros
         if not table.trains:
             kept: Any = ()
         elif plan is not None:
-            kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (of_items, plan.slots, *x.shape)), x)
+            slots = of_items * plan.slots
+            at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
+            kept = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
         else:
-            kept = [jnp.zeros((of_items, group, *each.shape), each.dtype) for each in jax.eval_shape(saved)]
+            kept = [empty((of_items * group, *each.shape), each.dtype) for each in jax.eval_shape(saved)]
         waiting: Any = ()
         if self._split is not None:
             each = jax.eval_shape(self._kept_by_layer)
-            waiting = [jnp.zeros((of_waiting, group, *x.shape), x.dtype) for x in each]
+            waiting = [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
         loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(zero))[1])
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
         at = self._layers.at(self._layers.weights) if table.trains else ()
@@ -340,24 +344,6 @@ def _when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, s
     runs."""
     with jax.named_scope(scope):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
-
-
-def _take(ring: Tree, at: tuple[jax.Array, jax.Array]) -> Tree:
-    """An element of arrays [slots, layers, ...]. Both indices are in one slice; a slice of the slot would be a copy."""
-
-    def one(x: jax.Array) -> jax.Array:
-        start = (*at, *[jnp.int32(0)] * (x.ndim - 2))
-        return jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])).reshape(x.shape[2:])
-
-    return jax.tree.map(one, ring)
-
-
-def _put(ring: Tree, at: tuple[jax.Array, ...], new: Tree) -> Tree:
-    def one(x: jax.Array, new: jax.Array) -> jax.Array:
-        start = (*at, *[jnp.int32(0)] * new.ndim)
-        return jax.lax.dynamic_update_slice(x, new.reshape(*[1] * len(at), *new.shape), start)
-
-    return jax.tree.map(one, ring, new)
 
 
 def _add(total: Tree, new: Tree) -> Tree:

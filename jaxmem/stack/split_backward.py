@@ -16,6 +16,9 @@ from jax.extend import core
 Tree = Any
 # Operations that only contain others, which are executed one by one.
 _CONTAINERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
+# W repeats these instead of keeping their results, which are not smaller than their operands: an all-gather over
+# `tensor`, a wider dtype, another shape.
+_REPEATED = ("sharding_constraint", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "name")
 _BARRIER = "optimization_barrier"  # has one result for each operand, which depends on this operand only
 
 
@@ -47,9 +50,11 @@ class SplitBackward:
         given = {var: places[id(x)] for var, x in values.items() if id(x) in places}
 
         _execute(_needed(jaxpr.eqns, of_input, set(values)), values)
-        self._equations = _needed(jaxpr.eqns, of_weights, set(values))
+        repeated = {y for one in jaxpr.eqns if _is_repeated(one) for y in one.outvars}
+        self._equations = _needed(jaxpr.eqns, of_weights, set(values) - repeated)
         read = {x for one in self._equations for x in one.inputs} | {*of_weights}
-        inputs = [x for x in values if x in read]
+        computed = {y for one in self._equations for y in one.outputs}
+        inputs = [x for x in values if x in read - computed]
         self._known = [(x, given[x]) for x in inputs if x in given]
         self._kept = [x for x in inputs if x not in given]
         self._outputs, self._tree = of_weights, jax.tree.structure(dw)
@@ -84,6 +89,11 @@ def _needed(eqns: Sequence[Any], outputs: Sequence[Any], known: set[Any]) -> lis
         found.append(_Equation(eqn, inputs, tuple(y for _, y in pairs) if is_barrier else tuple(eqn.outvars)))
         wanted |= {x for x in inputs if not isinstance(x, core.Literal)} - known
     return found[::-1]
+
+
+def _is_repeated(eqn: Any) -> bool:
+    sizes = [x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars) if hasattr(x.aval, "size")]
+    return eqn.primitive.name in _REPEATED and len(sizes) == 2 and sizes[0] <= sizes[1]
 
 
 def _execute(equations: Sequence[_Equation], values: dict[Any, Any]) -> None:

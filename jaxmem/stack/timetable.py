@@ -59,6 +59,14 @@ class Timetable:
     def ticks(self) -> int:
         return len(self.kind)
 
+    def rows(self) -> list[str]:
+        """What each stage does, with a letter per tick.
+
+        >>> timetable("1f1b", 2, 3).rows()
+        ['FF.FB.BB', '.FBFBFB.']
+        """
+        return ["".join(".FBW"[kind] for kind in stage) for stage in self.kind.T]
+
     def scope(self, kind: int) -> str | None:
         """The name of a scope that tells the planner how often a stage runs an operation, and in how many ticks the
         others wait for it, since it is the longest one; None: never."""
@@ -124,8 +132,8 @@ class Slots:
 def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> Timetable:
     """The table of a schedule.
 
-    >>> ["".join(".FBW"[kind] for kind in stage) for stage in timetable("1f1b", 2, 3).kind.T]
-    ['FF.FB.BB', '.FBFBFB.']
+    >>> timetable("zero_bubble", 2, 2).rows()
+    ['FF..BWBW', '.FBFBWW.']
     """
     p, m, v = stages, micro_batches, rounds
     order = [_item(number, p, v) for number in range(v * m)]

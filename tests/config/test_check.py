@@ -116,7 +116,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.offload=[optimizer]", "mesh.stage=2"],
-            "memory.offload=[optimizer] ... mesh.stage=2 ... mesh.stage=1 ... memory.offload=none",
+            "memory.offload=[optimizer] ... mesh.stage=2 ... mesh.stage=1 ... memory.offload=activations",
         ),
         (
             TEXT,

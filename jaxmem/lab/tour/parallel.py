@@ -11,7 +11,7 @@ from typing import Any
 from jaxmem.config import load_config
 from jaxmem.lab.parameter_server import busiest_link
 from jaxmem.lab.tour import SIMULATED, Findings, common
-from jaxmem.lab.tour.table import Bars, Row, Table, gib
+from jaxmem.lab.tour.table import Bars, Row, Table, Ticks, gib
 from jaxmem.machine import devices
 
 GPUS = 8
@@ -40,20 +40,27 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
             Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", list(sharded_matmuls())),
         ],
         f"Per device and update of {base['batch']['global_size']} sequences. Exposed: the share of bytes that is sent"
-        " while nothing is computed. Idle: the share of the time slots of a pipeline in which a stage waits; one"
+        " while nothing is computed. Idle: the share of the time in which a pipeline stage waits; one"
         f" micro-batch is plain model parallelism. The link of a server carries {link / ring:.1f} times as many bytes"
         " as each link in an all-reduce.",
-        [Bars(Table("Memory per device, GiB", memory), PARTS)],
+        [Bars(Table("Memory per device, GiB", memory), PARTS), *_schedules()],
     )
+
+
+def _schedules() -> list[Ticks]:
+    """Schedules of four stages and eight micro-batches."""
+    from jaxmem.report.page import OPERATIONS
+    from jaxmem.stack.timetable import Name, timetable
+
+    titles: dict[Name, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "zero bubble"}
+    return [Ticks(title, timetable(name, 4, 8).rows(), OPERATIONS) for name, title in titles.items()]
 
 
 def _row(base: dict[str, Any], name: str, plan: Mapping[str, Any]) -> Row:
     from jaxmem.stack.stages import Pipeline
 
     cfg = load_config(base, LAYOUTS[name])
-    pipeline = Pipeline(
-        layers=32, stages=cfg.mesh.stage, micro_batches=cfg.batch.accumulate, rounds=cfg.pipeline.rounds
-    )
+    pipeline = Pipeline(32, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds, cfg.pipeline.name)
     sent = plan["collectives"]
     wire, exposed = (sum(kind[field] for kind in sent.values()) for field in ("wire_bytes", "exposed_bytes"))
     return {

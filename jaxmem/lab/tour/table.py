@@ -182,7 +182,26 @@ class Lines:
             axes.set(**{f"{axis}scale": "log"})
 
 
-Panel = Bars | Lines
+@dataclass(frozen=True)
+class Ticks:
+    """A pipeline schedule: a row per stage, a column per tick, a colour per operation."""
+
+    title: str
+    stages: Sequence[str]  # a letter per tick: F forward, B backward, W weight gradients
+    colours: Mapping[str, tuple[str, str]]  # letter -> (operation, colour)
+
+    def draw(self, axes: Axes) -> None:
+        for letter, (name, colour) in self.colours.items():
+            cells = [(t, s) for s, row in enumerate(self.stages) for t, one in enumerate(row) if one == letter]
+            if cells:
+                ticks, stages = zip(*cells, strict=True)
+                axes.barh(stages, [0.94] * len(cells), 0.9, left=ticks, color=colour, label=name)
+        axes.set_yticks(range(len(self.stages)))
+        axes.invert_yaxis()
+        axes.set(title=self.title, xlabel="tick", ylabel="stage")
+
+
+Panel = Bars | Lines | Ticks
 
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
