@@ -1,7 +1,7 @@
 """LoRA for Flax's layers: Linear, LinearGeneral, Einsum and Embed.
 
-The layer keeps its class and the names of its weights: it gets the attribute `lora`, and its class is replaced by a
-subclass whose call adds s (x A) B. The kernel is regarded as a matrix of its contracted dimensions and the others.
+The names of the weights of a layer stay the same: it gets the attribute `lora`, and its class is replaced by a subclass
+whose call adds s (x A) B. The kernel is regarded as a matrix of its contracted dimensions and the others.
 """
 
 import functools

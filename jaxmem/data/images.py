@@ -52,15 +52,16 @@ class ImageFolder(ImageSource):
         return len(self.labels)
 
     def pixels(self, records: np.ndarray, form: ImageForm) -> np.ndarray:
-        images = [_read(self.paths[record], form) for record in records.ravel()]
+        images = [read_image(self.paths[record], form) for record in records.ravel()]
         return np.stack(images).reshape(*records.shape, form.size, form.size, form.channels)
 
 
-def _read(path: Path, form: ImageForm) -> np.ndarray:
+def read_image(path: Path, form: ImageForm) -> np.ndarray:
+    """An image, scaled to the shorter side and cropped at the center."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise UserError("data.source=images requires Pillow; run pip install 'jaxmem[images]'") from None
+        raise UserError("images require Pillow; run pip install 'jaxmem[images]'") from None
     try:
         with Image.open(path) as image:
             fitted = ImageOps.fit(image.convert("L" if form.channels == 1 else "RGB"), (form.size, form.size))

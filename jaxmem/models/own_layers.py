@@ -96,7 +96,7 @@ class Stack:
     def replace(self, keys: jax.Array | None) -> None:
         """Replaces the stacked block of the module by the list that the script sees."""
         block = _at(self.module, self.path)
-        # Not by the `setattr` of a module, which refuses values that are not variables or constants.
+        # Not by the `setattr` of a module, which refuses values that are neither variables nor static.
         object.__setattr__(_at(self.module, self.path[:-1]), self.path[-1], Blocks(self, block, keys))
 
     def __call__(self, block: Any, x: Any, arguments: Any, keys: jax.Array | None) -> Any:

@@ -26,7 +26,8 @@ def gradient_names(
     axes: Any, sizes: Any, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
 ) -> list[str]:
     """Names in the order of `squared_norms`. `order` is the layer that is stored at each position of a stack."""
-    lengths = {path: leaf.shape[0] for path, leaf in jax.tree_util.tree_leaves_with_path(sizes)}
+    leaves = jax.tree_util.tree_leaves_with_path(sizes)
+    lengths = {path: leaf.shape[0] for path, leaf in leaves if leaf.ndim}
     names = []
     for path, _, position in _backward_order(axes, lengths, partial):
         layer = position if order is None or position is None else order[position]

@@ -75,8 +75,11 @@ def test_sharding_changes_no_loss(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"memory": {"update": "during", "remat": "full"}}, {"adapter": {"kind": "qlora", "rank": 4}}],
-    ids=["update during", "qlora"],
+    [
+        {"memory": {"update": "during", "remat": "full"}},
+        {"memory": {"update": "during"}, "adapter": {"kind": "qlora", "rank": 4}},
+    ],
+    ids=["update during", "qlora, update during"],
 )
 def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, changes):
     raw = settings(tmp_path, data={"sequence_length": 32}, batch={"global_size": 8}, **changes)
