@@ -56,9 +56,11 @@ def take_quantized(
     for name, shape in shapes.items():
         module, weight = name.removesuffix("weight"), tensors.entries.get(name)
         is_plain = weight is not None and weight.dtype in DTYPES
-        if len(shape) != 2 or is_plain or module + LAYOUTS[scheme.method].first not in tensors.entries:
+        if len(shape) != 2 or is_plain:
             continue
         layout = LAYOUTS[scheme.method](scheme, *shape, scheme.block_size or shape[1])
+        if module + layout.first not in tensors.entries:
+            continue
         parts = {}
         for end, expected in layout.parts.items():
             part = tensors.entries.pop(module + end, None)

@@ -7,12 +7,12 @@ bitsandbytes, if a row is not a multiple of a block; inputs reordered by act-ord
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, UInt8
 
 from jaxmem.config.hf_quantized import HfScheme
 from jaxmem.hf.tensors import DTYPES
@@ -115,17 +115,50 @@ class Bitsandbytes8(Bitsandbytes4):
         return quantized_weight(parts["weight"].T, parts["SCB"][None], None, "int8", self.columns)
 
 
+class SpacedTensors(NamedTuple):
+    """The names and the form of the tensors of evenly spaced codes."""
+
+    codes: str
+    scales: str
+    zeros: str  # the zero point of each block
+    order: str | None  # the block of each input
+    packed: int | None  # the dimension of [in, out] along which int32 words have several codes; None: one code in int8
+    is_transposed: bool  # whether tensors are [out, in]
+    positions: tuple[int, ...] = tuple(range(8))  # of consecutive codes in a word
+
+
+SPACED = {
+    "gptq": SpacedTensors("qweight", "scales", "qzeros", "g_idx", 0, is_transposed=False),
+    "awq": SpacedTensors("qweight", "scales", "qzeros", None, 1, is_transposed=False, positions=AWQ_ORDER),
+    "pack-quantized": SpacedTensors(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", 0, is_transposed=True
+    ),
+    "int-quantized": SpacedTensors(
+        "weight", "weight_scale", "weight_zero_point", "weight_g_idx", None, is_transposed=True
+    ),
+}
+
+
 @dataclass(frozen=True)
-class Evenly:
-    """Evenly spaced values, (code - zero point) * scale, in 4 or 8 bits; the base of the other layouts."""
+class EvenlySpaced:
+    """GPTQ, AWQ (gemm) and compressed-tensors: (code - zero point) * scale, in 4 or 8 bits."""
 
     scheme: HfScheme
     rows: int
     columns: int
     block: int
-    first: ClassVar[str]
-    optional: ClassVar[tuple[str, ...]] = ()
-    order: ClassVar[tuple[int, ...]] = tuple(range(8))  # the position in an int32 of each of the consecutive codes
+
+    @property
+    def tensors(self) -> SpacedTensors:
+        return SPACED[self.scheme.method]
+
+    @property
+    def first(self) -> str:
+        return self.tensors.codes
+
+    @property
+    def optional(self) -> tuple[str | None, ...]:
+        return (self.tensors.order,)
 
     @property
     def words(self) -> int:
@@ -136,10 +169,31 @@ class Evenly:
     def groups(self) -> int:
         return -(-self.columns // self.block)
 
+    @property
+    def parts(self) -> Expected:
+        """The tensors of a matrix."""
+        names, dtypes = self.tensors, ("I8",) if self.tensors.packed is None else ("I32",)
+
+        def shape(inputs: int, packed: int | None) -> tuple[int, ...]:
+            found = [-(-size // self.words) if dim == packed else size for dim, size in enumerate((inputs, self.rows))]
+            return tuple(found[::-1] if names.is_transposed else found)
+
+        found: Expected = {names.codes: (shape(self.columns, names.packed), dtypes)}
+        found[names.scales] = shape(self.groups, None), FLOATS
+        if names.order is not None:
+            found[names.order] = (self.columns,), ("I32", "I64")
+        if not self.scheme.is_symmetric or self.scheme.method == "gptq":
+            found[names.zeros] = shape(self.groups, None if names.packed is None else 1), dtypes
+        return found
+
     def prepare(self, parts: Parts, more: Parts) -> None:
-        """Checks the order of the inputs, and removes it if it is the usual one."""
+        """Checks the order of the inputs and symmetric zero points, and removes them if they are the usual ones."""
         del more
-        order = parts.pop("g_idx", parts.pop("weight_g_idx", None))
+        bits, order = self.scheme.bits, parts.pop(self.tensors.order, None)
+        if self.scheme.is_symmetric and (packed := parts.pop(self.tensors.zeros, None)) is not None:
+            zeros = np.unpackbits(packed.view(np.uint8), bitorder="little").reshape(-1, bits) @ (1 << np.arange(bits))
+            if (zeros + self.scheme.zero_offset != 1 << bits - 1).any():
+                raise ValueError("zero points are not symmetric, but quantization_config has sym=true")
         if order is None and self.scheme.is_reordered:
             raise ValueError("g_idx is missing, which act-order requires")
         if order is None or np.array_equal(order, np.arange(self.columns) // self.block):
@@ -150,23 +204,29 @@ class Evenly:
             raise ValueError("g_idx is not in order, but quantization_config has no act-order")
         parts["order"] = order.astype(np.int32)
 
-    def unpack(self, words: Int32[Array, "a b"], axis: int) -> UInt8[Array, "..."]:
-        """The codes in words of 32 bits along `axis`."""
-        bits = self.scheme.bits
-        shifts = jnp.asarray(self.order[: self.words], jnp.uint32) * bits
-        wide = jnp.expand_dims(jax.lax.bitcast_convert_type(words, jnp.uint32), axis + 1)
-        codes = wide >> (shifts[:, None] if axis == 0 else shifts) & jnp.uint32(2**bits - 1)
-        shape = [size * (self.words if dim == axis else 1) for dim, size in enumerate(words.shape)]
-        return codes.astype(jnp.uint8).reshape(shape)
+    def codes(self, x: Array, size: int, packed: int | None) -> UInt8[Array, "a b"]:
+        """Codes from 0, as [in, out]. `size`: of the dimension along which they are packed."""
+        x = x.T if self.tensors.is_transposed else x
+        if packed is None:
+            return _shifted(x, jnp.uint8)
+        shifts = jnp.asarray(self.tensors.positions[: self.words], jnp.uint32) * self.scheme.bits
+        wide = jnp.expand_dims(jax.lax.bitcast_convert_type(x, jnp.uint32), packed + 1)
+        codes = wide >> (shifts[:, None] if packed == 0 else shifts) & jnp.uint32(2**self.scheme.bits - 1)
+        shape = [count * (self.words if dim == packed else 1) for dim, count in enumerate(x.shape)]
+        return jax.lax.slice_in_dim(codes.astype(jnp.uint8).reshape(shape), 0, size, axis=packed)
 
-    def combine(self, parts: Parts, codes: Array, scales: Array, zeros: Array | None) -> Any:
-        """The weight [in, out] of codes [in, out], scales and zero points [groups, out]; without zero points, the zero
-        is the middle of the codes."""
-        bits, form, scales = self.scheme.bits, self.scheme.format, scales.astype(jnp.float32)
-        block = min(self.block, self.columns)
+    def weight(self, parts: Parts) -> Any:
+        """The weight [in, out]."""
+        names, bits, form, zeros = self.tensors, self.scheme.bits, self.scheme.format, None
+        codes = self.codes(parts[names.codes], (self.columns, self.rows)[names.packed or 0], names.packed)
+        scales = (parts[names.scales].T if names.is_transposed else parts[names.scales]).astype(jnp.float32)
+        if names.zeros in parts:
+            zeros = self.codes(parts[names.zeros], self.rows, None if names.packed is None else 1)
+            zeros = zeros.astype(jnp.int32) + self.scheme.zero_offset
         if (order := parts.get("order")) is not None:
             middle = 1 << bits - 1 if zeros is None else zeros[order]
             return (codes.astype(jnp.int32) - middle).astype(jnp.float32) * scales[order]
+        block = min(self.block, self.columns)
         if zeros is not None:
             offset = -zeros.astype(jnp.float32) * scales
             return quantized_weight(pack(codes, bits, -2), scales * (2**bits - 1), offset, form, block)
@@ -174,99 +234,6 @@ class Evenly:
             return quantized_weight(_shifted(codes, jnp.int8), scales * 127, None, form, block)
         # int4 has its zero at code 7 of 15, and files at code 8: codes in descending order, with negative scales.
         return quantized_weight(pack(15 - codes, bits, -2), scales * -7, None, form, block)
-
-
-class Gptq(Evenly):
-    """GPTQ: int32 words along `in`, zero points along `out`, less one in the first version of the format."""
-
-    first = "qweight"
-    optional = ("g_idx",)
-
-    @property
-    def parts(self) -> Expected:
-        return {
-            "qweight": ((self.columns // self.words, self.rows), ("I32",)),
-            "qzeros": ((self.groups, self.rows // self.words), ("I32",)),
-            "scales": ((self.groups, self.rows), FLOATS),
-            "g_idx": ((self.columns,), ("I32",)),
-        }
-
-    def prepare(self, parts: Parts, more: Parts) -> None:
-        super().prepare(parts, more)
-        bits = self.scheme.bits
-        if self.scheme.is_symmetric:
-            zeros = np.unpackbits(parts.pop("qzeros").view(np.uint8), bitorder="little").reshape(-1, bits)
-            if (zeros @ (1 << np.arange(bits)) + self.scheme.zero_offset != 1 << bits - 1).any():
-                raise ValueError("zero points are not symmetric, but quantization_config has sym=true")
-
-    def weight(self, parts: Parts) -> Any:
-        zeros = None
-        if not self.scheme.is_symmetric:
-            zeros = self.unpack(parts["qzeros"], 1).astype(jnp.int32) + self.scheme.zero_offset
-        return self.combine(parts, self.unpack(parts["qweight"], 0), parts["scales"], zeros)
-
-
-class Awq(Evenly):
-    """AWQ (gemm): int32 words along `out`, their codes interleaved."""
-
-    first = "qweight"
-    order = AWQ_ORDER
-
-    @property
-    def parts(self) -> Expected:
-        return {
-            "qweight": ((self.columns, self.rows // self.words), ("I32",)),
-            "qzeros": ((self.groups, self.rows // self.words), ("I32",)),
-            "scales": ((self.groups, self.rows), FLOATS),
-        }
-
-    def weight(self, parts: Parts) -> Any:
-        zeros = self.unpack(parts["qzeros"], 1).astype(jnp.int32)
-        return self.combine(parts, self.unpack(parts["qweight"], 1), parts["scales"], zeros)
-
-
-class IntQuantized(Evenly):
-    """compressed-tensors, int-quantized: codes of 8 bits with a sign."""
-
-    first = "weight"
-    optional = ("weight_g_idx",)
-
-    @property
-    def parts(self) -> Expected:
-        found: Expected = {
-            self.first: ((self.rows, self.columns), ("I8",)),
-            "weight_scale": ((self.rows, self.groups), FLOATS),
-            "weight_g_idx": ((self.columns,), ("I32", "I64")),
-        }
-        return found if self.scheme.is_symmetric else found | {"weight_zero_point": ((self.rows, self.groups), ("I8",))}
-
-    def codes(self, x: Array, axis: int) -> UInt8[Array, "..."]:
-        """Codes from 0."""
-        del axis
-        return _shifted(x, jnp.uint8)
-
-    def weight(self, parts: Parts) -> Any:
-        zeros = None
-        if not self.scheme.is_symmetric:
-            zeros = self.codes(parts["weight_zero_point"], 0)[: self.rows].T.astype(jnp.int32)
-        codes = self.codes(parts[self.first], 1)[:, : self.columns].T
-        return self.combine(parts, codes, parts["weight_scale"].T, zeros)
-
-
-class PackQuantized(IntQuantized):
-    """compressed-tensors, pack-quantized: int32 words along `in`, and along `out` for zero points."""
-
-    first = "weight_packed"
-
-    @property
-    def parts(self) -> Expected:
-        found = super().parts | {self.first: ((self.rows, -(-self.columns // self.words)), ("I32",))}
-        if not self.scheme.is_symmetric:
-            found["weight_zero_point"] = ((-(-self.rows // self.words), self.groups), ("I32",))
-        return found
-
-    def codes(self, x: Array, axis: int) -> UInt8[Array, "..."]:
-        return self.unpack(x, axis)
 
 
 def _shifted(codes: Array, dtype: Any) -> Array:
@@ -277,8 +244,5 @@ def _shifted(codes: Array, dtype: Any) -> Array:
 LAYOUTS: dict[str, Any] = {
     "bitsandbytes 4": Bitsandbytes4,
     "bitsandbytes 8": Bitsandbytes8,
-    "gptq": Gptq,
-    "awq": Awq,
-    "int-quantized": IntQuantized,
-    "pack-quantized": PackQuantized,
+    **dict.fromkeys(SPACED, EvenlySpaced),
 }
