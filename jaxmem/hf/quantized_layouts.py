@@ -121,7 +121,7 @@ class SpacedTensors(NamedTuple):
     codes: str
     scales: str
     zeros: str  # the zero point of each block
-    order: str | None  # the block of each input
+    order: str  # the block of each input; empty: always in order
     packed: int | None  # the dimension of [in, out] along which int32 words have several codes; None: one code in int8
     is_transposed: bool  # whether tensors are [out, in]
     positions: tuple[int, ...] = tuple(range(8))  # of consecutive codes in a word
@@ -129,7 +129,7 @@ class SpacedTensors(NamedTuple):
 
 SPACED = {
     "gptq": SpacedTensors("qweight", "scales", "qzeros", "g_idx", 0, is_transposed=False),
-    "awq": SpacedTensors("qweight", "scales", "qzeros", None, 1, is_transposed=False, positions=AWQ_ORDER),
+    "awq": SpacedTensors("qweight", "scales", "qzeros", "", 1, is_transposed=False, positions=AWQ_ORDER),
     "pack-quantized": SpacedTensors(
         "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", 0, is_transposed=True
     ),
@@ -157,7 +157,7 @@ class EvenlySpaced:
         return self.tensors.codes
 
     @property
-    def optional(self) -> tuple[str | None, ...]:
+    def optional(self) -> tuple[str, ...]:
         return (self.tensors.order,)
 
     @property
@@ -180,7 +180,7 @@ class EvenlySpaced:
 
         found: Expected = {names.codes: (shape(self.columns, names.packed), dtypes)}
         found[names.scales] = shape(self.groups, None), FLOATS
-        if names.order is not None:
+        if names.order:
             found[names.order] = (self.columns,), ("I32", "I64")
         if not self.scheme.is_symmetric or self.scheme.method == "gptq":
             found[names.zeros] = shape(self.groups, None if names.packed is None else 1), dtypes
