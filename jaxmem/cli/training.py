@@ -29,6 +29,7 @@ def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command that each process runs.")],
     processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="Number of processes.")],
     devices: Annotated[int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.")] = None,
+    restarts: Annotated[int, typer.Option(metavar="R", min=0, help="Restarts in fewer processes if some die.")] = 0,
 ) -> None:
     """Run a command in several processes on this host.
 
@@ -36,7 +37,7 @@ def launch(
     """
     from jaxmem.distributed.launch import launch
 
-    raise typer.Exit(launch(command, processes, devices))
+    raise typer.Exit(launch(command, processes, devices, restarts))
 
 
 def tokenize(

@@ -29,7 +29,7 @@ SEQUENCE = ("context", "tensor")  # axes over which the sequence of the residual
 def for_devices(cfg: Config, n: int) -> Config:
     """The config with its mesh filled in for n devices, or an error that names possible meshes."""
     check(cfg)
-    resolved, problems = resolve(cfg, n)
+    resolved, problems = resolve(_elastic(cfg, n) if cfg.cluster.elastic else cfg, n)
     if problems:
         raise UserError("\n".join([*problems, _advice(cfg, n)]))
     return resolved
@@ -39,6 +39,27 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     """The config with its mesh filled in for n devices, and a line for each size that is not divisible by it."""
     resolved, problems = _resolve(cfg, n)
     return resolved, problems or list(_indivisible(resolved))
+
+
+def _elastic(cfg: Config, n: int) -> Config:
+    """The config on n devices instead of the number that its mesh has: `replica` or `fsdp` changes, and no device has
+    more rows per micro-batch than before. The config itself if no such mesh is possible."""
+    axes, batch = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}, cfg.batch
+    if -1 in axes.values():
+        axis = next(axis for axis, size in axes.items() if size == -1)
+        raise UserError(f"cluster.elastic=true does not support mesh.{axis}=-1; set its size on all devices")
+    if math.prod(axes.values()) == n:
+        return cfg
+    most = batch.global_size // (batch.accumulate * cfg.mesh.row_shards)
+    changes = [{"replica": 0}, {"fsdp": 0}, {"replica": 1, "fsdp": 0}]
+    for changed in changes if axes["replica"] > 1 else changes[1:]:
+        fixed = math.prod(size for size in (axes | changed).values() if size)
+        mesh = {axis: size or n // fixed for axis, size in (axes | changed).items()}
+        for count in divisors(batch.global_size) if n % fixed == 0 else ():
+            found = _with_mesh(cfg, mesh).replace(batch={"accumulate": count})
+            if batch.global_size <= most * count * found.mesh.row_shards and next(_indivisible(found), None) is None:
+                return found
+    return cfg
 
 
 def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:

@@ -181,6 +181,9 @@ class Cluster(Section):
     )
     start_timeout: Count = setting(300, "seconds to wait for all processes")
     preflight: bool = setting(True, "measure compute and communication before training")
+    elastic: bool = setting(
+        False, "on fewer devices than the mesh has: less mesh.replica or mesh.fsdp, and more batch.accumulate"
+    )
 
 
 class Config(Section):

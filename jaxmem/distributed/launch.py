@@ -2,7 +2,8 @@
 
 Each process gets JAX's variables and its share of the GPUs, or simulated devices. Their output is forwarded line by
 line with the number of the process; signals are forwarded. If a process fails, the others are stopped, and the launcher
-returns the exit code of the failed process, 128 + N if signal N killed it. No process keeps running.
+returns the exit code of the failed process, 128 + N if signal N killed it. No process keeps running. With `restarts`,
+fewer processes are started again after some were killed.
 """
 
 import asyncio
@@ -28,15 +29,26 @@ _LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
-    """Runs the processes and returns the exit code. `devices`: simulated CPU devices per process, instead of GPUs."""
+def launch(command: Sequence[str], processes: int, devices: int | None = None, restarts: int = 0) -> int:
+    """Runs the processes and returns the exit code. `devices`: simulated CPU devices per process, instead of GPUs.
+    `restarts`: how often the command is started again after processes were killed, in the largest number of processes
+    that are left and divides `processes`."""
     if not command:
         raise UserError("launch: the command is missing; use jaxmem launch -n 2 -- jaxmem train configs/demo.yaml")
-    return asyncio.run(_run(command, environments(processes, devices)))
+    variables = environments(processes, devices)
+    while True:
+        code, killed = asyncio.run(_run(command, variables))
+        left = len(variables) - killed
+        if not killed or not left or not restarts:
+            return code
+        fewer, restarts = max(n for n in range(1, left + 1) if processes % n == 0), restarts - 1
+        _write(sys.stderr, f"launch: starting again with {fewer} of {processes} processes\n")
+        variables = environments(processes, devices, fewer)
 
 
-def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
-    """The environment variables of each process, in addition to the inherited variables."""
+def environments(processes: int, devices: int | None, started: int | None = None) -> list[dict[str, str]]:
+    """The environment variables of each process, in addition to the inherited variables. `started`: the number of
+    processes, if the GPUs are divided among more of them."""
     gpus = 0 if devices else visible_gpus()
     if gpus % processes:
         raise UserError(
@@ -46,10 +58,10 @@ def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     found = []
-    for process in range(processes):
+    for process in range(started or processes):
         one = {
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_NUM_PROCESSES": str(started or processes),
             "JAX_PROCESS_ID": str(process),
             "PYTHONUNBUFFERED": "1",
         }
@@ -62,18 +74,26 @@ def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
     return found
 
 
-async def _run(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> int:
+async def _run(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> tuple[int, int]:
+    """The exit code, and how many processes were killed, unless the launcher received a signal too."""
     children: list[Process] = []
     copies = []
+    received: list[signal.Signals] = []
+
+    def forward(number: signal.Signals) -> None:
+        received.append(number)
+        _send(children, number)
+
     for number in FORWARDED:
-        asyncio.get_running_loop().add_signal_handler(number, _send, children, number)
+        asyncio.get_running_loop().add_signal_handler(number, forward, number)
     try:
         for index, own in enumerate(variables):
             child = await _start(command, os.environ | own)
             children.append(child)
             for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
                 copies.append(asyncio.create_task(_copy(source, target, f"[{index}] ")))
-        return await _wait(children)
+        code, killed = await _wait(children)
+        return code, 0 if received else killed
     finally:
         _send(children, signal.SIGKILL)
         for child in children:
@@ -98,9 +118,10 @@ async def _start(command: Sequence[str], environment: Mapping[str, str]) -> Proc
         raise UserError(f"launch: cannot start {command[0]}: {error.strerror}") from error
 
 
-async def _wait(children: Sequence[Process]) -> int:
-    """Waits for all processes; returns 0, or the exit code of the first process that failed."""
-    code, stops = 0, [(GRACE, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
+async def _wait(children: Sequence[Process]) -> tuple[int, int]:
+    """Waits for all processes; returns 0, or the exit code of the first process that failed, and how many were killed
+    before the others were stopped."""
+    code, killed, stops = 0, 0, [(GRACE, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
     ends = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     running = set(ends)
     while running:
@@ -109,12 +130,13 @@ async def _wait(children: Sequence[Process]) -> int:
         if not done:
             _send(children, stops.pop(0)[1])
         for end in done:
+            killed += end.result() < 0 and len(stops) == 2
             if (status := end.result()) and not code:
                 code = status if status > 0 else 128 - status
                 how = f"exited with {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
                 others = "; stopping the others" if running else ""
                 _write(sys.stderr, f"launch: process {ends[end]} of {len(children)} {how}{others}\n")
-    return code
+    return code, killed
 
 
 def _send(children: Sequence[Process], number: signal.Signals) -> None:

@@ -46,6 +46,14 @@ def unit_of(cfg: Config) -> str:
     return "tokens" if cfg.reads_text else "rows" if cfg.own.data else "images"
 
 
+def elastic_line(cfg: Config, used: Config) -> str | None:
+    """What `cluster.elastic` changed for the devices of this run."""
+    changes = changed(cfg.model_dump(), used.model_dump(), ("mesh.*", "batch.accumulate"))
+    if not cfg.cluster.elastic or not changes:
+        return None
+    return f"cluster.elastic: {', '.join(changes)}; an update still has {cfg.batch.global_size:,} rows"
+
+
 def plan_line(plan: Plan, step: int) -> str:
     """Memory and work of a run that starts, or resumes after a step, with warnings on lines of their own."""
     from jaxmem.planning import format_bytes

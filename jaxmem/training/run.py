@@ -113,7 +113,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     _check_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
     built = program(resolved, devices)
-    cfg, directory = built.cfg, Path(cfg.output, cfg.name)
+    cfg, elastic, directory = built.cfg, lines.elastic_line(cfg, built.cfg), Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(cfg, directory)
     fingerprint = data_fingerprint(cfg)
     if finished := _finished(built, directory, checkpoint_path, fingerprint):
@@ -143,6 +143,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
+        progress.say(elastic)
         progress.say(lines.plan_line(plan, step))
         progress.say(lines.data_line(cfg, loader.corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from jaxmem.config import load_config
+from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.config.mesh import MESH_AXES
 from jaxmem.errors import UserError
 
 TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
@@ -197,4 +198,44 @@ def test_advice_for_many_devices():
     assert lines(base, 16_384, "mesh.fsdp=3")[-1] == (
         "for 16384 devices, use mesh.fsdp=2048 mesh.tensor=8, or mesh.fsdp=4096 mesh.tensor=4,"
         " or mesh.replica=2 mesh.fsdp=1024 mesh.tensor=8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n", "found", "accumulate"),
+    [
+        ({"fsdp": 8}, 8, {"fsdp": 8}, 2),
+        ({"fsdp": 8}, 4, {"fsdp": 4}, 4),
+        ({"fsdp": 6}, 4, {"fsdp": 4}, 3),  # 24 rows: never more than 2 on a device at once
+        ({"fsdp": 4, "tensor": 2}, 2, {"tensor": 2}, 8),
+        ({"replica": 2, "fsdp": 4}, 4, {"fsdp": 4}, 4),
+        ({"replica": 2, "fsdp": 4}, 2, {"fsdp": 2}, 8),
+        ({"fsdp": 4}, 8, {"fsdp": 8}, 1),
+    ],
+)
+def test_elastic_keeps_the_global_batch(mesh: dict[str, int], n: int, found: dict[str, int], accumulate: int) -> None:
+    rows = 24 if mesh == {"fsdp": 6} else 32
+    used = for_devices(elastic(mesh, rows), n)
+    assert {axis: size for axis in MESH_AXES if (size := getattr(used.mesh, axis)) > 1} == found
+    assert (used.batch.global_size, used.batch.accumulate) == (rows, accumulate)
+
+
+def test_elastic_is_refused_where_the_batch_cannot_be_kept() -> None:
+    with pytest.raises(UserError, match=r"mesh.fsdp=8 .*needs 8 devices, but there are 3"):
+        for_devices(elastic({"fsdp": 8}, 32), 3)
+    with pytest.raises(UserError, match=r"cluster.elastic=true does not support mesh.fsdp=-1"):
+        for_devices(elastic({"fsdp": -1}, 32), 4)
+
+
+def elastic(mesh: dict[str, int], rows: int) -> Config:
+    return load_config(
+        {
+            "name": "x",
+            "model": {"preset": "tiny"},
+            "data": {"source": "tokens", "path": "x"},
+            "batch": {"global_size": rows, "accumulate": 2},
+            "mesh": mesh,
+            "train": {"steps": 1},
+            "cluster": {"elastic": True},
+        }
     )

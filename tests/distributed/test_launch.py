@@ -15,12 +15,12 @@ from jaxmem.errors import UserError
 WAIT = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
-def launched(text: str, processes: int, **patience: float) -> subprocess.CompletedProcess[str]:
+def launched(text: str, processes: int, restarts: int = 0, **patience: float) -> subprocess.CompletedProcess[str]:
     """The launcher forks, so it is given a process of its own. All processes run the text."""
     code = (
         "import sys; from jaxmem.distributed import launch as launching;"
         f"vars(launching).update({patience}); command = [sys.executable, '-c', sys.argv[1]];"
-        f"sys.exit(launching.launch(command, {processes}, devices=2))"
+        f"sys.exit(launching.launch(command, {processes}, devices=2, restarts={restarts}))"
     )
     return subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, timeout=50, check=False)
 
@@ -50,6 +50,14 @@ def test_the_first_to_fail_stops_the_others(how: str, code: int, said: str) -> N
     done = launched(text, 2, GRACE=0.2)
     assert done.returncode == code
     assert done.stderr == f"launch: process 1 of 2 {'was ' * (code > 128)}{said}; stopping the others\n"
+
+
+def test_those_that_are_left_start_again_in_a_number_that_divides_the_first() -> None:
+    text = "import os\nif os.environ['JAX_PROCESS_ID'] == '2': os.kill(os.getpid(), 9)\n"
+    done = launched(text + "print(os.environ['JAX_NUM_PROCESSES'])", 4, restarts=1)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-2:] in (["[0] 2", "[1] 2"], ["[1] 2", "[0] 2"])
+    assert "launch: starting again with 2 of 4 processes\n" in done.stderr
 
 
 def test_one_that_will_not_stop_is_killed() -> None:

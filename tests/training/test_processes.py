@@ -1,4 +1,6 @@
-"""A run by 4 processes, then 2, then 1, one of them killed, one asked to stop: the losses of a run that never moved."""
+"""A run by 4 processes, then 2, then 1, some of them killed, one asked to stop: the losses of a run that never moved.
+
+`cluster.elastic` keeps the batches on a fourth of the devices."""
 
 import json
 import os
@@ -38,7 +40,7 @@ def config(place: Path, name: str, steps: int) -> Config:
             "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "epsilon": 1e-3},
             "train": {"steps": steps, "log_every": 1, "evaluate_every": 5, "evaluate_batches": 2},
             "checkpoint": {"every": 2},
-            "cluster": {"heartbeat_timeout": 4, "start_timeout": 120},
+            "cluster": {"heartbeat_timeout": 4, "start_timeout": 120, "elastic": True},
         }
     )
 
@@ -88,21 +90,36 @@ def test_processes_come_and_go(place: Path) -> None:
     assert "step 1/" in logs[0].read_text()
     assert not any("step 1/" in log.read_text() for log in logs[1:])  # process 0 speaks for all
 
-    # Two processes of four devices go on, until one is told that its time is nearly over.
+    # Two processes of two devices go on. One is killed; the other is started again, until its time is nearly over.
     reached = max(row["step"] for row in rows(place, "moved"))
     log = place / "launch.log"
     with log.open("wb") as target:
-        command = [sys.executable, "-m", "jaxmem", "launch", "-n", "2", "--devices", "4", "--", *command]
+        restarting = ["launch", "-n", "2", "--devices", "2", "--restarts", "1"]
+        command = [sys.executable, "-m", "jaxmem", *restarting, "--", *command]
         launcher = subprocess.Popen(command, env=os.environ | quick, stdout=target, stderr=target)
     try:
+        until_step(place, "moved", reached + 1, [launcher], log)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        end = time.monotonic() + 60
+        while "launch: starting again with 1 of 2 processes" not in log.read_text():
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.05)
+        reached = max(row["step"] for row in rows(place, "moved"))
         until_step(place, "moved", reached + 1, [launcher], log)
         launcher.send_signal(signal.SIGUSR1)
         assert launcher.wait(timeout=300) == 75
     finally:
         launcher.terminate()
         launcher.wait()
-    assert "[0] resuming after step" in log.read_text()
-    assert "run the same command again" in log.read_text()
+    said = log.read_text()
+    assert "[0] resuming after step" in said
+    assert "run the same command again" in said
+    changes = [line.partition("cluster.elastic: ")[2] for line in said.splitlines() if "cluster.elastic: " in line]
+    assert [line.partition(";")[0] for line in changes] == [
+        "batch.accumulate was 2, is 4, mesh.fsdp was 4, is 2",
+        "batch.accumulate was 2, is 8, mesh.fsdp was 4, is 1",
+    ]
     stopped = max(row["step"] for row in rows(place, "moved"))
     with Checkpoints(place / "moved" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest() == stopped
