@@ -51,8 +51,7 @@ def _elastic(cfg: Config, n: int) -> Config:
     if math.prod(axes.values()) == n:
         return cfg
     most = batch.global_size // (batch.accumulate * cfg.mesh.row_shards)
-    changes = [{"replica": 0}, {"fsdp": 0}, {"replica": 1, "fsdp": 0}]
-    for changed in changes if axes["replica"] > 1 else changes[1:]:
+    for changed in [{"replica": 0}] * (axes["replica"] > 1) + [{"replica": 1, "fsdp": 0}]:
         fixed = math.prod(size for size in (axes | changed).values() if size)
         mesh = {axis: size or n // fixed for axis, size in (axes | changed).items()}
         for count in divisors(batch.global_size) if n % fixed == 0 else ():
