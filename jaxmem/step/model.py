@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models
 from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
-from jaxmem.config.networks import OwnModel
+from jaxmem.config.networks import OwnModel, Quantization
 from jaxmem.errors import UserError
 from jaxmem.models import own, own_layers
 from jaxmem.models.chunking import Chunking
@@ -177,7 +177,8 @@ class ModelSpec:
             return Storage(Precision())
         if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
             return Storage(cfg.precision)
-        own, on_host = cfg.base_quantization, is_offloaded(cfg.memory.offload, "frozen")
+        on_host = is_offloaded(cfg.memory.offload, "frozen")
+        own: Quantization | None = cfg.base_quantization
         if own is not None and path[-1] == "weight" and ".".join(path[:-1]) in own.layers:
             return Storage(cfg.base_precision, own.scale_group or False, on_host, has_exact_blocks=True)
         is_expert = "expert" in reduce(operator.getitem, path, self.axes)

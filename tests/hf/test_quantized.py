@@ -29,7 +29,6 @@ STORED = {
     "llm.int8": ("int8", 64, 8.5),
     "gptq": ("int4", 32, 5),
     "gptq act-order": None,
-    "awq": ("uint4", 32, 6),
     "packed": ("uint4", 32, 6),
 }
 
