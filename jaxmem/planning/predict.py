@@ -49,7 +49,7 @@ def predict(built: Program) -> dict[str, int | None]:
     """Bytes of one device by part; None for parts without a formula."""
     parts = estimate(built.resolved, built.platform).parts
     known: dict[str, int | None] = {**parts, "total": sum(parts.values())}
-    if not isinstance(built.cfg.model, Decoder):
+    if not isinstance(built.cfg.model, Decoder) or built.cfg.pipeline.schedule == "zero_bubble":
         known |= {"activations": None, "total": None}
     return known
 

@@ -16,9 +16,9 @@ from jax.extend import core
 Tree = Any
 # Operations that only contain others, which are executed one by one.
 _CONTAINERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
-# W repeats these instead of keeping their results, which are not smaller than their operands: an all-gather over
-# `tensor`, a wider dtype, another shape.
-_REPEATED = ("sharding_constraint", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "name")
+# W repeats these instead of keeping their results, which are not smaller than their operands: a wider dtype, another
+# shape.
+_REPEATED = ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "name")
 _BARRIER = "optimization_barrier"  # has one result for each operand, which depends on this operand only
 
 

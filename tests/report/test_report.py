@@ -13,8 +13,9 @@ from jaxmem.config import save_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, format_bytes
 from jaxmem.planning.history import BANDS
-from jaxmem.report import page, report_run, write_figure, write_page
+from jaxmem.report import report_run, write_figure, write_page
 from jaxmem.report.charts import COLOURS, HEIGHT, WIDTH, thinned
+from jaxmem.report.page import _operations
 from tests.planning.conftest import plan_here
 
 ALONE = {"br", "input", "link", "meta"}  # tags that have no end
@@ -170,9 +171,9 @@ def test_the_figure(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_schedule_is_drawn_with_a_cell_for_each_operation() -> None:
-    operations = page._operations({"schedule": {"stages": ["FF.FB.BB", ".FBFBFB."]}})
+    operations = _operations({"schedule": {"stages": ["FF.FB.BB", ".FBFBFB."]}})
     assert [(name, path.count("M")) for name, _, path in operations] == [("forward", 6), ("backward", 6)]
-    assert page._operations({"schedule": None}) == []
+    assert _operations({"schedule": None}) == []
 
 
 def test_thinning_keeps_what_stands_out() -> None:
