@@ -428,7 +428,7 @@ def test_refuses(tmp_path, changes, parts, named):
 
 def test_refuses_a_batch_of_another_shape(tmp_path):
     data = [DATA[0], {name: x[:8] for name, x in DATA[1].items()}]
-    with pytest.raises(UserError, match=r"batch 2 .*\[8, 4, 4, 1\].*\[16, 4, 4, 1\]"):
+    with pytest.raises(UserError, match=r"batch 2: .*\[8, 4, 4, 1\].*\[16, 4, 4, 1\]"):
         jaxmem.train(settings(tmp_path), **PARTS | {"data": data})
 
 

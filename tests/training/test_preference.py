@@ -108,7 +108,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
         run(config(name="y", seed=1), jax.devices()[:1])
     assert not (tmp_path / "y/config.yaml").exists()
     file_for(cfg).write_bytes(b"x")
-    with pytest.raises(UserError, match="is not a file of reference log-probabilities"):
+    with pytest.raises(UserError, match="not a file of reference log-probabilities"):
         run(config(name="z"), jax.devices()[:1])
 
 

@@ -90,7 +90,7 @@ def test_names_choose_contestants_and_their_passes(monkeypatch):
     assert {name for name, _ in found} == {"reference", "jax.nn xla", "jax.nn cudnn", "this device"}
     left = bench(["long"], seconds=0.0, without=["jax.nn", "wrong", "reference backward"])
     assert set(by_pass(left)) == {("reference", "forward"), ("this device", "matmul"), ("this device", "copy")}
-    with pytest.raises(UserError, match=r"unknown contestant 'reference bakward'"):
+    with pytest.raises(UserError, match=r"unknown contestant reference bakward"):
         next(bench([], without=["reference bakward"]))
     with pytest.raises(UserError, match=r"unknown contestant 'mosaik'.*reference"):
         next(bench([], only=["mosaik"]))
