@@ -39,7 +39,7 @@ class ImageText(nnx.Module):
         tokens: Int[Array, "batch time"],
         lengths: Int[Array, "batch"],
         keys: RowKeys | None = None,
-    ) -> tuple[Float[Array, "batch width"], Float[Array, "batch width"]]:
+    ) -> tuple[Float[Array, "batch features"], Float[Array, "batch features"]]:
         """The images and the texts in the common space. `keys` enables dropout."""
         first, second = (None, None) if keys is None else split_keys(keys, 2)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
