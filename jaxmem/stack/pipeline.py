@@ -97,7 +97,7 @@ class _Run:
         table = self._table
         columns = {"kind": table.kind, "micro": table.micro, "turn": table.turn, **vars(table.slots)}
         del columns["counts"]
-        # Whether any stage receives something: all devices take the same branch of the exchange.
+        # Whether any stage receives something: all devices take the same branch.
         sends = {name: np.any(columns[name] >= 0, axis=1) for name in ("received", "returned")}
         own = {name: jnp.asarray(x)[:, self._stage] for name, x in columns.items()}
         state, _ = jax.lax.scan(self._tick, self._begin(), (own, sends))
@@ -109,11 +109,11 @@ class _Run:
         for kind, operation in operations.items():
             if scope := self._table.scope(kind):
                 state = _when(own["kind"] == kind, partial(operation, own), state, scope)
-        inputs = self._exchange("received", 1, row, state.forward, state.inputs)
-        gradients = self._exchange("returned", -1, row, state.backward, state.gradients)
+        inputs = self._receive("received", 1, row, state.forward, state.inputs)
+        gradients = self._receive("returned", -1, row, state.backward, state.gradients)
         return state._replace(inputs=inputs, gradients=gradients), None
 
-    def _exchange(self, name: str, by: int, row: Any, sent: Tree, ring: Tree) -> Tree:
+    def _receive(self, name: str, by: int, row: Any, sent: Tree, ring: Tree) -> Tree:
         """Stores what the neighbour sent, in ticks in which any stage receives something."""
         p, slot, sends = self._p.stages, row[0][name], row[1][name]
         ticks = int(np.sum(np.any(getattr(self._table.slots, name) >= 0, axis=1)))
@@ -167,7 +167,7 @@ class _Run:
         return state._replace(results=state.results._replace(outside=of_outside), backward=g)
 
     def _weight_gradients(self, row: Any, state: _State) -> _State:
-        """W: adds the weight gradients of an item, from the values that its backward pass kept."""
+        """W: adds the weight gradients of an item, from the values that its backward pass stored."""
         turn, slot, split, group = row["turn"], row["waiting"], self._split, self._p.group
         assert split is not None
         call = self._prepared(self._network.embed(self._network.outside, self._micro(row["micro"])))
@@ -258,8 +258,8 @@ class _Run:
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
             if split is not None:
-                g, kept = split.begin(derivative, g, known)
-                return g, ring, put_layer(waiting, row["waiting"] * group + place, kept), sums, following
+                g, stored = split.begin(derivative, g, known)
+                return g, ring, put_layer(waiting, row["waiting"] * group + place, stored), sums, following
             dw, g = derivative(g)
             return g, ring, waiting, _add_at(sums, self._place(place, turn), dw), following
 
@@ -304,26 +304,26 @@ class _Run:
         plan, group = self._call.plan, self._p.group
         empty = zeros_on_host if self._call.on_host else jnp.zeros
         if not table.trains:
-            kept: Any = ()
+            stored: Any = ()
         elif plan is not None:
             slots = of_items * plan.slots
             at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
-            kept = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
+            stored = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
         else:
-            kept = [empty((of_items * group, *each.shape), each.dtype) for each in jax.eval_shape(saved)]
+            stored = [empty((of_items * group, *each.shape), each.dtype) for each in jax.eval_shape(saved)]
         waiting: Any = ()
         if self._split is not None:
-            each = jax.eval_shape(self._kept_by_layer)
+            each = jax.eval_shape(self._saved_for_weights)
             waiting = [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
         loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(zero))[1])
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
         at = self._layers.at(self._layers.weights) if table.trains else ()
         results = Results(wide(at), wide(network.outside) if table.trains else (), wide(loss))
         returned = ring(of_gradients) if table.trains else ()
-        return _State(kept, waiting, ring(of_inputs), returned, results, x, x if table.trains else ())
+        return _State(stored, waiting, ring(of_inputs), returned, results, x, x if table.trains else ())
 
-    def _kept_by_layer(self) -> list[jax.Array]:
-        """What the backward pass of a layer keeps for W."""
+    def _saved_for_weights(self) -> list[jax.Array]:
+        """The values that the backward pass of a layer saves for W."""
         zero, split = jnp.int32(0), self._split
         assert split is not None
         known = self._known(self._call, zero, zero, self._fetch(zero, zero))

@@ -2,7 +2,7 @@
 of Qi et al., arXiv:2401.10241).
 
 The derivative is traced into a list of operations. B executes those that the gradient of the input depends on; W
-executes the others. Between them, the values that B computes and W reads are kept: for a matmul, its input and the
+executes the others. Between them, the values that B computes and W reads are saved: for a matmul, its input and the
 gradient of its output.
 """
 
@@ -29,7 +29,7 @@ class SplitBackward:
     _equations: Sequence[Any] = ()
     _outputs: Sequence[Any] = ()
     _tree: Any = None
-    _kept: Sequence[Any] = ()  # variables
+    _saved: Sequence[Any] = ()  # variables
     _known: Sequence[tuple[Any, int]] = ()  # variables, and their indices among the known leaves
 
     def begin(self, derivative: Callable[[Tree], tuple[Tree, Tree]], g: Tree, known: Tree) -> tuple[Tree, list[Any]]:
@@ -56,14 +56,14 @@ class SplitBackward:
         computed = {y for one in self._equations for y in one.outputs}
         inputs = [x for x in values if x in read - computed]
         self._known = [(x, given[x]) for x in inputs if x in given]
-        self._kept = [x for x in inputs if x not in given]
+        self._saved = [x for x in inputs if x not in given]
         self._outputs, self._tree = of_weights, jax.tree.structure(dw)
-        return jax.tree.unflatten(jax.tree.structure(dx), _read(of_input, values)), _read(self._kept, values)
+        return jax.tree.unflatten(jax.tree.structure(dx), _read(of_input, values)), _read(self._saved, values)
 
-    def finish(self, kept: Sequence[Any], known: Tree) -> Tree:
+    def finish(self, saved: Sequence[Any], known: Tree) -> Tree:
         """The gradients of the weights."""
         leaves = jax.tree.leaves(known)
-        values = dict(zip(self._kept, kept, strict=True)) | {x: leaves[place] for x, place in self._known}
+        values = dict(zip(self._saved, saved, strict=True)) | {x: leaves[place] for x, place in self._known}
         _execute(self._equations, values)
         return jax.tree.unflatten(self._tree, _read(self._outputs, values))
 

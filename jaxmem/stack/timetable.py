@@ -6,9 +6,9 @@ With p stages, m micro-batches and v rounds (groups of layers per stage), a stag
     B  its backward pass; with `zero_bubble` only the gradients of activations
     W  with `zero_bubble`, the gradients of weights
 
-A tick ends when all stages have finished it, since neighbours then exchange results. So the operations of a tick should
-take the same time: a schedule alternates ticks of F and ticks of B, and a W may fill an idle place of either kind. F of
-item k runs on stage s in the (k + s)-th tick of F, for every schedule; they differ in when B starts:
+A tick ends when all stages have finished it, since neighbours then send each other results. So the operations of a tick
+should take the same time: a schedule alternates ticks of F and ticks of B, and a W may fill an idle place of either
+kind. F of item k runs on stage s in the (k + s)-th tick of F, for every schedule; they differ in when B starts:
 
     gpipe, circular            after the last F (Huang et al., arXiv:1811.06965); all items are in memory
     1f1b, interleaved_1f1b     as early as possible (Narayanan et al., arXiv:2104.04473): v p + p - 1 items in memory
@@ -272,7 +272,7 @@ def check(table: Timetable, slots: Slots) -> None:
     """Runs a table and raises ValueError if an operation is missing or repeated, if it reads a result that has not been
     sent by a neighbour in an earlier tick or is not in its slot, or if a result is overwritten before it is used. A
     table that passes cannot deadlock: in each tick every stage executes its operation without waiting, and then all
-    neighbours exchange results."""
+    neighbours send each other their results."""
     _Check(table, slots)()
 
 
