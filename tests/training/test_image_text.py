@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import jaxmem
+from jaxmem.config.networks import Decoder, Vit
 from jaxmem.data import ImageTexts
 from jaxmem.errors import UserError
+from jaxmem.models.image_text import ImageText, image_text_loss
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "gray": (128, 128, 128)}
+IMAGE = Vit(image_size=8, channels=3, patch=4, layers=1, embed=16, mlp=32, heads=2, outputs=16)
+TEXT = Decoder(vocab=264, layers=1, embed=16, mlp=32, heads=2, kv_heads=2, head_dim=8, tie_embeddings=True)
 
 
 def write(path, copies, seed=0):
@@ -34,6 +39,29 @@ def write(path, copies, seed=0):
 
 def pairs(path, **options):
     return ImageTexts(path, **{"rows": 8, "image_size": 8, "text_length": 16} | options)
+
+
+def test_learns_which_text_belongs_to_an_image(tmp_path):
+    write(tmp_path / "pairs", 8)
+    write(tmp_path / "others", 1, seed=1)
+    config = {
+        "name": "matching",
+        "output": str(tmp_path),
+        "batch": {"global_size": 8},
+        "mesh": {"fsdp": 8},
+        "memory": {"update": "during", "remat": "full"},
+        "optimizer": {"learning_rate": 5e-3},
+        "train": {"steps": 150, "evaluate_every": 150, "log_every": 150},
+    }
+    run = jaxmem.train(
+        config,
+        model=lambda rngs, execution: ImageText(rngs, execution, IMAGE, TEXT),
+        loss=image_text_loss,
+        data=pairs(tmp_path / "pairs"),
+        held_out=[pairs(tmp_path / "others").batch(0)],
+    )
+    assert run.held_out["found"] >= 0.75  # by chance 0.125
+    assert run.state.params["image"]["blocks"]["mlp"]["up"]["weight"].ndim == 3
 
 
 def test_batches_of_processes_and_of_a_position(tmp_path):
