@@ -89,10 +89,10 @@ def nearest_numbers(value: int, known: Iterable[int]) -> str:
     return one_of([*below[-1:], *above[:1]] or ["none"])
 
 
-def few(items: Sequence[str], most: int = 4, separator: str = ", ") -> str:
+def abridge(items: Sequence[str], most: int = 4, separator: str = ", ") -> str:
     """The first items of a list.
 
-    >>> few(["q", "k", "v"], most=2)
+    >>> abridge(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
     rest = f" and {len(items) - most} more" if len(items) > most else ""

@@ -25,7 +25,7 @@ from jaxmem.checkpoint.record import (
 from jaxmem.checkpoint.retention import Retention
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
-from jaxmem.errors import TemporaryError, UserError, few, one_of
+from jaxmem.errors import TemporaryError, UserError, abridge, one_of
 
 CHUNK = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
@@ -271,7 +271,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         found = {name: arrays[name] for name in leaves if isinstance(arrays.get(name), jax.Array)}
         wrong = [name for name in leaves if name not in found or checksum(found[name]) != saved[name][2]]
         if wrong:
-            raise damaged(path, f"the contents of {few(wrong)} differ from their checksums")
+            raise damaged(path, f"the contents of {abridge(wrong)} differ from their checksums")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
 
     def _path(self, step: int) -> epath.Path:

@@ -17,7 +17,7 @@ from etils import epath
 from jaxtyping import Array, Shaped, UInt32
 
 from jaxmem.checkpoint.orbax_errors import FAILURES, root_cause
-from jaxmem.errors import UserError, few
+from jaxmem.errors import UserError, abridge
 
 
 class DamagedError(UserError):
@@ -60,7 +60,7 @@ def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], expected: Map
     """Refuses a checkpoint whose arrays have other names, shapes or dtypes than those of the run."""
     if unplaced := [name for name, leaf in expected.items() if leaf.sharding is None]:
         # Orbax would use the sharding that the array was saved with.
-        raise ValueError(f"no sharding to restore to: {few(unplaced)}")
+        raise ValueError(f"no sharding to restore to: {abridge(unplaced)}")
     wrong = []
     for name in {**saved, **expected}:
         there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
@@ -69,7 +69,7 @@ def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], expected: Map
             wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:
         other = f"checkpoint {checkpoint} is from another model or optimizer"
-        raise UserError(f"{other}: {few(wrong, 3, '; ')}; use the config with which it was saved")
+        raise UserError(f"{other}: {abridge(wrong, 3, '; ')}; use the config with which it was saved")
 
 
 Sums = tuple[UInt32[Array, ""], UInt32[Array, ""]]

@@ -28,7 +28,7 @@ def is_columns(paths: Sequence[Path]) -> bool:
     return paths[0].suffix.lower() in COLUMNS
 
 
-class Rows:
+class ColumnRecords:
     """The rows of files, with random access. `field`: the column of strings to read; None: all columns."""
 
     def __init__(self, paths: Sequence[Path], field: str | None = None) -> None:
@@ -143,7 +143,7 @@ class ColumnTexts(TokenizedText):
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
         super().__init__(paths, source, data, tokenizer)
-        self.rows = Rows(paths, source.field)
+        self.rows = ColumnRecords(paths, source.field)
         self.blocks = self.rows.blocks
 
     def __len__(self) -> int:

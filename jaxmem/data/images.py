@@ -10,7 +10,7 @@ import numpy as np
 from jaxmem.config.sections import Config
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.records import RecordSource
-from jaxmem.errors import UserError, few
+from jaxmem.errors import UserError, abridge
 from jaxmem.step.batches import batch_spec
 
 
@@ -80,7 +80,7 @@ def check_classes(cfg: Config, source: RecordSource) -> None:
     if wanted is not None and found != wanted:
         use = "two directories" if cfg.objective.name == "binary" else f"model.outputs={found}"
         raise UserError(
-            f"data.path={cfg.data.path}: {found} classes ({few(source.classes)}), but {cfg.objective.name} with "
+            f"data.path={cfg.data.path}: {found} classes ({abridge(source.classes)}), but {cfg.objective.name} with "
             f"model.outputs={getattr(cfg.model, 'outputs', 1)} requires {wanted}; use {use}"
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.columns import Rows, is_columns
+from jaxmem.data.columns import ColumnRecords, is_columns
 from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, InvalidRecordError, RecordSource, TokenizedText, no_documents
 from jaxmem.data.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class JsonLines(RecordSource):
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
         super().__init__(paths, source, data, tokenizer)
-        self._lines: Lines | Rows = Rows(paths) if is_columns(paths) else Lines(paths)
+        self._lines: Lines | ColumnRecords = ColumnRecords(paths) if is_columns(paths) else Lines(paths)
         self.blocks = self._lines.blocks
 
     def __len__(self) -> int:

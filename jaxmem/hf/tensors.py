@@ -23,7 +23,7 @@ import numpy as np
 from jaxmem.config.hf_modules import Fused
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import fetch_weights
-from jaxmem.errors import UserError, few
+from jaxmem.errors import UserError, abridge
 
 SHARD = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -82,7 +82,7 @@ class Tensors:
         missing, extra = [name for name in expected if name not in found], sorted(found - expected.keys())
         if missing or extra:
             lists = ("missing", missing), ("unexpected", extra)
-            problems = ", ".join(f"{what} tensors: {few(names)}" for what, names in lists if names)
+            problems = ", ".join(f"{what} tensors: {abridge(names)}" for what, names in lists if names)
             raise UserError(f"{self.directory}: {problems}; use the weights and {config} of the same model")
         for name, shape in expected.items():
             entry = self.entries[name]
@@ -176,13 +176,13 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
         files = sorted({str(name) for name in named.values()})
         if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
             raise UserError(
-                f"{directory / INDEX}: {few(outside)} is not the name of a file in this directory; copy the index again"
+                f"{directory / INDEX}: {abridge(outside)} is not the name of a file in this directory; copy it again"
             )
         if not is_fetched and not all((directory / name).is_file() for name in files):
             fetch_weights(directory)
         if absent := [name for name in files if not (directory / name).is_file()]:
             raise UserError(
-                f"{directory / INDEX}: points to missing files: {few(absent)}; copy them into the directory"
+                f"{directory / INDEX}: points to missing files: {abridge(absent)}; copy them into the directory"
             )
         return [directory / name for name in files]
     if (directory / (single or SINGLE)).is_file():
@@ -193,12 +193,12 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
     names = sorted(file.name for file in directory.iterdir())
     if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
         raise UserError(
-            f"{directory}: has {few(several)}, but neither {INDEX} nor {SINGLE}; copy the index, "
+            f"{directory}: has {abridge(several)}, but neither {INDEX} nor {SINGLE}; copy the index, "
             f"or rename a file with the complete model to {SINGLE}"
         )
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(
-            f"{directory}: contains only pickled weights ({few(pickled)}), which can run code when read; if you trust "
+            f"{directory}: contains only pickled weights ({abridge(pickled)}), which can run code; if you trust "
             f"them, convert them with: {CONVERT_ADAPTER if single else CONVERT}"
         )
     raise UserError(f"{directory}: contains no {single or '*.safetensors'}; copy the weights into the directory")

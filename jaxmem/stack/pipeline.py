@@ -33,7 +33,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Network:
+class PipelineNetwork:
     """A network around its stack of layers. `outside` are the trainable weights that are not in the stack."""
 
     embed: Callable[[Tree, Any], StackCall]  # (outside, micro-batch) -> the stack, with its input
@@ -73,14 +73,14 @@ class _State(NamedTuple):
     backward: Tree
 
 
-def run(table: Timetable, network: Network, layers: Layers) -> Results:
+def run(table: Timetable, network: PipelineNetwork, layers: Layers) -> Results:
     """Executes the table, inside of a `jax.shard_map` over the stages. Without backward passes, the gradients are
     zeros."""
     return _Run(table, network, layers)()
 
 
 class _Run:
-    def __init__(self, table: Timetable, network: Network, layers: Layers) -> None:
+    def __init__(self, table: Timetable, network: PipelineNetwork, layers: Layers) -> None:
         self._table, self._network, self._layers = table, network, layers
         self._p = layers.pipeline
         self._stage = jax.lax.axis_index(AXIS)

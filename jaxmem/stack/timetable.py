@@ -35,7 +35,7 @@ Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"]
 COSTS = {False: (0.0, 1.0, 2.0, 0.0), True: (0.0, 1.0, 1.0, 1.0)}
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """An operation of a stage."""
 
     kind: int
@@ -80,11 +80,11 @@ class Timetable:
         """Whether weight gradients are operations of their own."""
         return bool(np.any(self.kind == WEIGHTS))
 
-    def work(self) -> Iterator[tuple[int, int, Work]]:
+    def work(self) -> Iterator[tuple[int, int, WorkItem]]:
         """(tick, stage, operation), in the order of ticks."""
         for tick, stage in np.argwhere(self.kind != IDLE).tolist():
             places = (self.kind, self.micro, self.turn)
-            yield tick, stage, Work(*(int(each[tick, stage]) for each in places))
+            yield tick, stage, WorkItem(*(int(each[tick, stage]) for each in places))
 
     def idle(self, recompute: float = 0.0) -> float:
         """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
@@ -141,7 +141,7 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
     # The first tick of B on the last stage, counted in ticks of F: when the last layers have processed the first item.
     begin = v * m + p - 1 if name in ("gpipe", "circular") else order.index((0, v - 1)) + p - 1
     count = max(begin, 0) + v * m + p - 1
-    rows: list[list[Work | None]] = []
+    rows: list[list[WorkItem | None]] = []
     for pair in range(max(count, v * m + p - 1)):
         rows.append([_at(order, pair - s, FORWARD) for s in range(p)])
         rows.append([_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
@@ -173,17 +173,17 @@ def _item(number: int, p: int, v: int) -> tuple[int, int]:
     return group * p + place, turn
 
 
-def _at(items: list[tuple[int, int]], number: int, kind: int) -> Work | None:
-    return Work(kind, *items[number]) if 0 <= number < len(items) else None
+def _at(items: list[tuple[int, int]], number: int, kind: int) -> WorkItem | None:
+    return WorkItem(kind, *items[number]) if 0 <= number < len(items) else None
 
 
-def _with_weight_gradients(rows: list[list[Work | None]], p: int, most: int) -> list[list[Work | None]]:
+def _with_weight_gradients(rows: list[list[WorkItem | None]], p: int, most: int) -> list[list[WorkItem | None]]:
     """Adds W for each B: in idle places, and in ticks of their own after a tick of B in which every stage has more than
     `most` of them waiting."""
-    waiting: list[list[Work]] = [[] for _ in range(p)]
+    waiting: list[list[WorkItem]] = [[] for _ in range(p)]
     result = []
 
-    def fill(row: list[Work | None]) -> None:
+    def fill(row: list[WorkItem | None]) -> None:
         row = [waiting[s].pop(0) if one is None and waiting[s] else one for s, one in enumerate(row)]
         for s, one in enumerate(row):
             if one is not None and one.kind == BACKWARD:
@@ -199,8 +199,8 @@ def _with_weight_gradients(rows: list[list[Work | None]], p: int, most: int) -> 
     return result
 
 
-def _table(p: int, m: int, v: int, rows: list[list[Work | None]], trains: bool = True) -> Timetable:
-    values = np.asarray([[one or Work(IDLE, 0, 0) for one in row] for row in rows], np.int32)
+def _table(p: int, m: int, v: int, rows: list[list[WorkItem | None]], trains: bool = True) -> Timetable:
+    values = np.asarray([[one or WorkItem(IDLE, 0, 0) for one in row] for row in rows], np.int32)
     return Timetable(p, m, v, values[..., 0], values[..., 1], values[..., 2], trains)
 
 
@@ -289,7 +289,7 @@ class _Check:
         self._tick = 0
 
     def __call__(self) -> None:
-        table, done = self._table, set[tuple[int, Work]]()
+        table, done = self._table, set[tuple[int, WorkItem]]()
         run = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
         for tick, stage, one in table.work():
             if tick != self._tick:
@@ -302,14 +302,14 @@ class _Check:
         self._deliver()
         kinds = [FORWARD, *([BACKWARD] * table.trains), *([WEIGHTS] * table.splits_backward)]
         expected = {
-            (stage, Work(kind, micro, turn))
+            (stage, WorkItem(kind, micro, turn))
             for stage in range(table.stages) for kind in kinds
             for micro in range(table.micro_batches) for turn in range(table.rounds)
         }  # fmt: skip
         if missing := sorted(expected - done):
             self._fail(missing[0][0], f"{KINDS[missing[0][1].kind]} of micro-batch {missing[0][1].micro} is missing")
 
-    def _forward(self, stage: int, one: Work) -> None:
+    def _forward(self, stage: int, one: WorkItem) -> None:
         table, slots = self._table, self._slots
         if table.previous_stage(stage, one.turn) is not None:
             self._read(_INPUTS, stage, slots.inputs, one)
@@ -320,7 +320,7 @@ class _Check:
         elif table.trains:
             self._write(_GRADIENTS, stage, slots.gradients, (one.micro, one.turn))
 
-    def _backward(self, stage: int, one: Work) -> None:
+    def _backward(self, stage: int, one: WorkItem) -> None:
         table, slots = self._table, self._slots
         self._read(_GRADIENTS, stage, slots.gradients, one)
         self._read(_SAVED, stage, slots.saved, one)
@@ -329,7 +329,7 @@ class _Check:
         if (before := table.previous_stage(stage, one.turn)) is not None:
             self._sent.append((_GRADIENTS, before[0], slots.returned, (one.micro, before[1])))
 
-    def _weights(self, stage: int, one: Work) -> None:
+    def _weights(self, stage: int, one: WorkItem) -> None:
         self._read(_WAITING, stage, self._slots.waiting, one)
 
     def _deliver(self) -> None:
@@ -345,7 +345,7 @@ class _Check:
             self._fail(stage, f"overwrites the {_RINGS[ring]} of micro-batch {held[slot][0]} before they are read")
         held[slot] = key
 
-    def _read(self, ring: int, stage: int, slots: np.ndarray, one: Work) -> None:
+    def _read(self, ring: int, stage: int, slots: np.ndarray, one: WorkItem) -> None:
         slot, held = int(slots[self._tick, stage]), self._rings[ring][stage]
         if held.get(slot) != (one.micro, one.turn):
             self._fail(stage, f"reads {_RINGS[ring]} of micro-batch {one.micro}, which are not in slot {slot}")

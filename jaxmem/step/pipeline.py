@@ -22,7 +22,7 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, current, is_axes, map_stages
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by
-from jaxmem.stack.pipeline import AXIS, Layers, Network, Results, run
+from jaxmem.stack.pipeline import AXIS, Layers, PipelineNetwork, Results, run
 from jaxmem.stack.reverse import differentiable_weights
 from jaxmem.stack.timetable import Timetable, evaluation
 from jaxmem.step.gradients import Reduce
@@ -93,7 +93,7 @@ def _execute(
             return model.network({**with_gradients(outside, at), name: layers})
 
         at_layers = differentiable_weights(learns[name], gradient_dtype)
-        return run(table, Network(embed, loss, at, batch), Layers(pipeline, layers, at_layers, options))
+        return run(table, PipelineNetwork(embed, loss, at, batch), Layers(pipeline, layers, at_layers, options))
 
     def sum_over(found: Results) -> Results:
         sums = jax.lax.psum(found.sums, (AXIS, *local))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
-from jaxmem.errors import few
+from jaxmem.errors import abridge
 from jaxmem.step import Program
 from jaxmem.training.progress import Work
 
@@ -104,7 +104,7 @@ def finished_line(cfg: Config, before: Mapping[str, Any], step: int, directory: 
     changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))
     if not changes:
         return f"{line}; to continue, increase train.steps"
-    line += f"; changes without effect on a finished run: {few(changes)}"
+    line += f"; changes without effect on a finished run: {abridge(changes)}"
     return f"{line}; set another name for a new run, or train.steps above {step} to continue this one"
 
 

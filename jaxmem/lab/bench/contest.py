@@ -125,10 +125,10 @@ LIMIT = 100.0  # limit of a turn in seconds, most of which are for compilation
 # process, which takes about ten seconds to start on a GPU.
 
 # work(job, done=known rows, without=names left out, say=function that reports whose turn begins) yields rows.
-Work = Callable[..., Iterator[Row]]
+RowSource = Callable[..., Iterator[Row]]
 
 
-def isolated_rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> Iterator[Row]:
+def isolated_rows(work: RowSource, job: Any, *, without: list[str], limit: float | None) -> Iterator[Row]:
     """All rows of a work. A contestant whose turn exceeds the limit or ends the process is added to `without`, and a
     row states the reason. `limit=None`: measures in this process."""
     if limit is None:
@@ -170,7 +170,7 @@ def isolated_rows(work: Work, job: Any, *, without: list[str], limit: float | No
 
 
 @contextlib.contextmanager
-def _started(work: Work, job: Any, done: Sequence[Row], without: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+def _started(work: RowSource, job: Any, done: Sequence[Row], without: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     """A child process, and the pipe from it; it is killed at the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -184,7 +184,7 @@ def _started(work: Work, job: Any, done: Sequence[Row], without: Sequence[str]) 
         child.join()
 
 
-def _run(parent: Any, work: Work, job: Any, done: list[Row], without: tuple[str, ...]) -> None:
+def _run(parent: Any, work: RowSource, job: Any, done: list[Row], without: tuple[str, ...]) -> None:
     with contextlib.suppress(BrokenPipeError):  # the parent has stopped reading
         why = None
         try:

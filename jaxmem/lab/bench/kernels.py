@@ -109,7 +109,7 @@ def device_row() -> Row:
     return here
 
 
-def run_jobs(work: contest.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
+def run_jobs(work: contest.RowSource, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
     """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
     previous job has ended."""
     limit = None if here["dry_run"] else contest.LIMIT

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmem.kernels import attention
 from jaxmem.lab.tour import Findings, common
-from jaxmem.lab.tour.table import Lines, Row, Table
+from jaxmem.lab.tour.table import LinePlot, Row, Table
 from jaxmem.planning.targets import parse_target, target_devices
 
 FUSED = "triton"  # the fused kernel among the implementations
@@ -51,7 +51,10 @@ def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] =
         f" From {lengths[0]:,} to {lengths[-1]:,} tokens the buffers of the reference grow {growth['reference']:.0f}"
         f" times, with the square of the length; those of the fused kernel {growth[FUSED]:.0f} times, with the length."
         f" A textbook softmax fails in {broken} of {len(CASES)} cases, by overflow and by 0 / 0.",
-        [Lines.of(compiled, "tokens", "MiB", IMPLEMENTATIONS, "xy"), Lines.of(timed, "tokens", "ms", names, "xy")],
+        [
+            LinePlot.of(compiled, "tokens", "MiB", IMPLEMENTATIONS, "xy"),
+            LinePlot.of(timed, "tokens", "ms", names, "xy"),
+        ],
     )
 
 

@@ -19,7 +19,7 @@ from jaxmem import models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.names import BOUNDARY
 from jaxmem.lab.tour import Findings, common
-from jaxmem.lab.tour.table import Lines, Row, Table, gib
+from jaxmem.lab.tour.table import LinePlot, Row, Table, gib
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import CPU
 from jaxmem.models.attention import Tokens
@@ -82,8 +82,8 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
         f" {root[arithmetic] - 1:.0%} more arithmetic; `constant` needs {constant[arithmetic]:.1f} times the"
         " arithmetic. Hidden: transfers overlapped with computation.",
         [
-            Lines("Memory of the backward pass", "layers", "MiB", sizes, "xy"),
-            Lines(f"{depths[-1]} layers: memory and CPU time", "MiB", "ms", cost, "xy"),
+            LinePlot("Memory of the backward pass", "layers", "MiB", sizes, "xy"),
+            LinePlot(f"{depths[-1]} layers: memory and CPU time", "MiB", "ms", cost, "xy"),
         ],
     )
 

@@ -24,7 +24,7 @@ from jaxmem.inference.load import open_model
 from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS
 from jaxmem.lab.tour.docstrings import kinds, source_files, write_conversations, write_tokenizer
-from jaxmem.lab.tour.table import Lines, Table
+from jaxmem.lab.tour.table import LinePlot, Table
 from jaxmem.training.run import run
 
 PLACE = "runs/tour-finetune"
@@ -48,7 +48,7 @@ def measure() -> Findings:
         " model: the answer follows from the form of the name, which pretraining has seen in source text. The held-out"
         f" questions are not in the fine-tuning data. Chat with it: jaxmem chat {place}/merged",
         [
-            Lines(f"{name}: training loss", "updates", "nats per token", {name: _losses(place / name)})
+            LinePlot(f"{name}: training loss", "updates", "nats per token", {name: _losses(place / name)})
             for name in ("pretrained", "tuned")
         ],
     )

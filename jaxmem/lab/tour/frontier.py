@@ -16,7 +16,7 @@ from jaxmem.config import Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.presets import PRESETS, parameter_count
 from jaxmem.lab.tour import Findings, common
-from jaxmem.lab.tour.table import Lines, Row, Table, gib
+from jaxmem.lab.tour.table import LinePlot, Row, Table, gib
 from jaxmem.planning import Target
 from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.search.candidates import estimated
@@ -82,7 +82,7 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
         f" activations are not. An empty cell: the smallest model, {_billions(*SHAPES[0]):.1f} B, does not fit. The"
         f" search ends at {_billions(*SHAPES[-1]):,.0f} B, since no published dense model is larger than 540 B. The"
         f" estimate of the two compiled models is at most {error:.1%} off.",
-        [Lines(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
+        [LinePlot(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxmem.config import load_config
 from jaxmem.lab.sliding_max import HOST, requested_bytes, sliding_max
 from jaxmem.lab.tour import Findings, common
-from jaxmem.lab.tour.table import Bars, Lines, Row, Table, gib
+from jaxmem.lab.tour.table import Bars, LinePlot, Row, Table, gib
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning import Target
 from jaxmem.planning.compile import compile_all
@@ -78,7 +78,7 @@ def measure(target: str) -> Findings:
         " operations per byte, which are limited by memory.",
         [
             Bars(Table("Sliding maximum, here", timed), ("here, ms",)),
-            Lines(f"Roofline of {gpu.name}", "operations per byte", "TFLOP/s", {**roof, **points}, "xy"),
+            LinePlot(f"Roofline of {gpu.name}", "operations per byte", "TFLOP/s", {**roof, **points}, "xy"),
         ],
     )
 

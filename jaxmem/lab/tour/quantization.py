@@ -19,7 +19,7 @@ from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS
-from jaxmem.lab.tour.table import Lines, Row, Table
+from jaxmem.lab.tour.table import LinePlot, Row, Table
 from jaxmem.quant import quantize
 from jaxmem.training.run import run
 
@@ -68,8 +68,8 @@ def measure() -> Findings:
         f" from {rows['int4, one scale']['mean error']:.3f} to {rows['int4, blocks of 64']['mean error']:.3f}; each bit"
         f" less doubles it. The network loses at most 1 % of its accuracy of {trained:.1%} down to {fewest} bits.",
         [
-            Lines("Mean error of normal numbers", "bits per weight, with scales", "error", points, "y"),
-            Lines("Accuracy on held-out digits", "bits per weight, without scales", "accuracy", curves),
+            LinePlot("Mean error of normal numbers", "bits per weight, with scales", "error", points, "y"),
+            LinePlot("Accuracy on held-out digits", "bits per weight, without scales", "accuracy", curves),
         ],
     )
 

@@ -25,7 +25,7 @@ from jaxmem.data import Loader
 from jaxmem.data.digits import BRIGHTEST, Digits
 from jaxmem.lab.tour import SIMULATED, Findings
 from jaxmem.lab.tour.common import CONFIGS
-from jaxmem.lab.tour.table import Lines, Table
+from jaxmem.lab.tour.table import LinePlot, Table
 from jaxmem.planning import plan_program
 from jaxmem.step import program
 from jaxmem.training.run import run
@@ -117,5 +117,5 @@ def measure() -> Findings:
         [Table("One run, written in three ways", rows)],
         f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest difference from the"
         f' losses of the run "config"; 0 is bitwise equal. The directory of that run contains {", ".join(files)}.',
-        [Lines("Training loss", "updates", "loss", series, "y")],
+        [LinePlot("Training loss", "updates", "loss", series, "y")],
     )

@@ -155,7 +155,7 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Lines:
+class LinePlot:
     """Series of points. A series with one point is a marker."""
 
     title: str
@@ -165,7 +165,7 @@ class Lines:
     log: str = ""  # the axes with a logarithmic scale: "x", "y" or "xy"
 
     @classmethod
-    def of(cls, table: Table, x: str, y: str, columns: Sequence[str], log: str = "") -> Lines:
+    def of(cls, table: Table, x: str, y: str, columns: Sequence[str], log: str = "") -> LinePlot:
         """A line per column."""
         series = {name: list(zip(table.column(x), table.column(name), strict=True)) for name in columns}
         return cls(table.title, x, y, series, log)
@@ -201,7 +201,7 @@ class Ticks:
         axes.set(title=self.title, xlabel="tick", ylabel="stage")
 
 
-Panel = Bars | Lines | Ticks
+Panel = Bars | LinePlot | Ticks
 
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
@@ -213,7 +213,7 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
         for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel.draw(axes)
             axes.tick_params(labelsize=8)
-            axes.grid(alpha=0.3, axis="both" if isinstance(panel, Lines) else "x")
+            axes.grid(alpha=0.3, axis="both" if isinstance(panel, LinePlot) else "x")
             axes.title.set_fontsize(10)
             if len(axes.get_legend_handles_labels()[0]) > 1:
                 axes.legend(fontsize=7)

@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import STOPS, Findings, Visit, precision
-from jaxmem.lab.tour.table import Bars, Lines, Table
+from jaxmem.lab.tour.table import Bars, LinePlot, Table
 from tests.test_cli import jaxmem
 
 ROOT = Path(__file__).parents[3]
@@ -89,7 +89,7 @@ def test_hidden_and_empty_columns_are_left_out() -> None:
 
 def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
     rows = [{"what": "1", "twice": "[x]", "size": 1.0}, {"what": "2", "twice": "[x]", "size": 2.0}]
-    line = Lines("curve", "steps", "loss", {"long": [(x, 1.0) for x in range(30)], "point": [(1.0, 2.0)]}, "y")
+    line = LinePlot("curve", "steps", "loss", {"long": [(x, 1.0) for x in range(30)], "point": [(1.0, 2.0)]}, "y")
     table = Table("Two rows", rows, ("size",))
     found = Findings([table], "They grow.", [line, Bars(table, ("size",)), Bars(table, ("size",) * 2, grouped=True)])
     visit = Visit(STOPS["memory"], "An idea, in\ntwo lines.\n\nAnd more.\n", found, 1.0)
