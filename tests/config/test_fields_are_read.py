@@ -33,6 +33,7 @@ READ_HERE = {
     "rounding": "Precision.stochastic_rounding",
     **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
+    "Adapter.experts": "Config.expert_precision",
     **dict.fromkeys(("Quantization.format", "Quantization.block_size"), "Config.base_precision"),
     "Decoder.layer_types": "Decoder.windows",
     "Decoder.sliding_rope": "Decoder.ropes",

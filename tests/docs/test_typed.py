@@ -73,8 +73,9 @@ def cut_down(config: dict[str, Any]) -> str:
     preset = str(config["model"].get("preset"))
     if preset.startswith(("llama", "qwen", "gpt-oss")):
         config["model"] = EXPERTS if preset.startswith(("qwen3-30b", "gpt-oss")) else MODEL
-    if config["data"]["source"] != "digits":
-        config["data"] = {**config["data"], "sequence_length": 64}
+    data = config.get("data", {"source": "chat", "path": CHATS[0]})
+    if data["source"] != "digits":
+        config["data"] = {**data, "sequence_length": 64}
     config.get("optimizer", {}).pop("warmup", None)
     if (batch := config.get("batch", {})).get("accumulate", 1) > 2:
         batch |= {"accumulate": 2, "global_size": 2 * batch["global_size"] // batch["accumulate"]}

@@ -66,6 +66,7 @@ def test_adapters_of_experts_are_read_back(base, shared, tmp_path):
 def test_adapters_of_experts_that_peft_cannot_load(targets, tmp_path):
     model = {**SMALL, "experts": {"count": 3, "top_k": 2}}
     adapter = {"kind": "lora", "rank": 2, "targets": targets}
-    built = program(load_config({"name": "x", "model": model, "adapter": adapter, "train": {"steps": 1}}))
+    cfg = load_config({"name": "x", "model": model, "adapter": adapter, "train": {"steps": 1}})
+    built = program(cfg, jax.devices()[:1])
     with pytest.raises(UserError, match="one rank and alpha, for gate and up together and for all layers"):
         hf.save_adapter(built.spec.state.params, built.cfg.adapter, tmp_path / "out")

@@ -87,7 +87,7 @@ def test_where_not_even_one_fits() -> None:
     ("key", "allow", "said"),
     [
         ("model.layer", [], r"model.layer is unknown; did you mean model.layers"),
-        ("batch.global_size", ["batch"], "no limit"),
+        ("batch.global_size", ["batch"], "does not support --allow batch"),
         ("model.layers", ["zzz"], "unknown"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_weight_without_axes_is_named():
 
     from jaxmem.step.model import axes_of
 
-    with pytest.raises(UserError, match=r"weight blocks\.up\.weight of shape \(3, 4\) names axes None"):
+    with pytest.raises(UserError, match=r"weight blocks\.up\.weight of shape \(3, 4\) has the axes None"):
         axes_of(("blocks", "up", "weight"), nnx.Param(np.zeros((3, 4), np.float32)))
 
 

@@ -214,10 +214,6 @@ def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
         ),
         ({"mesh": {"stage": 2}}, "mesh.stage"),
         ({"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision.loss_scale"),
-        (
-            {"model": {"family": "mlp"}, "data": {"source": "digits"}, "objective": {"name": "contrastive"}},
-            "objective.name",
-        ),
     ],
 )
 def test_incompatible_settings(sections, key):

@@ -186,6 +186,7 @@ UNTRIED = {
     "memory.budget": "planning replaces it by a policy of memory.remat",
     "memory.spill": "CUDA only",
     "adapter.hf": "reads a directory",
+    "adapter.experts": "a mixture of experts: tests/step/test_experts.py",
     "adapter.shared_a": "a mixture of experts: tests/step/test_experts.py",
     "memory.experts": "a mixture of experts: tests/step/test_experts.py",
     "mesh.expert": "a mixture of experts: tests/step/test_experts.py",

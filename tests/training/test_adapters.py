@@ -64,7 +64,7 @@ def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):
         lambda: run(load_config({"name": "x", **sections, "train": {"steps": 2}}), ONE),
         lambda: open_model(tmp_path / "runs" / "x"),
     ):
-        with pytest.raises(UserError, match=r"weights in model\.hf=.*given differ from the base weights of .*x"):
+        with pytest.raises(UserError, match=r"weights of model\.hf=.*given differ from the base weights of .*x"):
             again()
 
 
