@@ -19,7 +19,7 @@ demo: $(VENV)/installed
 	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .

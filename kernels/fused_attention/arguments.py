@@ -1,5 +1,6 @@
 """The arguments of attention, and their checks for all implementations."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,6 +144,7 @@ class AttentionShape(NamedTuple):
         return 4 * self.batch * self.heads * visible * self.dim
 
 
+@functools.cache  # a search asks thousands of times
 def pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
     """The number of (query, key) pairs that are not masked."""
     if not causal and window is None:

@@ -80,30 +80,38 @@ GPT_OSS = {
 SHARED = {"attention_bias": True, "experts": {**EXPERTS, "shared": 16}}
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "memory"),
-    [
-        (GPT_OSS, {"expert": 2, "fsdp": 2, "tensor": 2}, {}),
-        (GPT_OSS, {"context": 2}, {"head_groups": 2, "remat": "sqrt", "update": "during"}),
-        (SHARED, {"expert": 2, "tensor": 2}, {}),
-    ],
-    ids=["gpt-oss", "gpt-oss in groups of heads", "shared expert"],
-)
-def test_sinks_biases_and_shared_experts_train_as_on_one_device(model, mesh, memory):
+def adapters_of(model, mesh=None, memory=None, begin=None):
     """Frozen experts in MXFP4, other frozen weights in nf4."""
+    sections = {"adapter": {**ADAPTER, "experts": "mxfp4"}, "mesh": mesh or {}, "memory": memory or {}}
+    sections["optimizer"] = {"learning_rate": 1e-2, "clip_by": "previous"}
+    cfg = config(model={**MODEL, "experts": EXPERTS, **model}, batch={"global_size": 8}, **sections)
+    return Trained(cfg, int(np.prod(list((mesh or {}).values()))), updates=2, begin=begin)
 
-    def cfg(mesh, memory):
-        sections = {"adapter": {**ADAPTER, "experts": "mxfp4"}, "mesh": mesh, "memory": memory}
-        sections["optimizer"] = {"learning_rate": 1e-2, "clip_by": "previous"}
-        return config(model={**MODEL, "experts": EXPERTS, **model}, batch={"global_size": 8}, **sections)
 
-    one = Trained(cfg({}, {}), updates=2)
-    devices = int(np.prod(list(mesh.values())))
-    many = Trained(cfg(mesh, memory), devices, updates=2, begin=one)
-    many.agrees_with(one)
+@pytest.fixture(scope="module")
+def gpt_oss():
+    return adapters_of(GPT_OSS)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "memory"),
+    [
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"context": 2}, {"head_groups": 2, "remat": "sqrt", "update": "during"}),
+    ],
+    ids=["mesh", "groups of heads"],
+)
+def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
+    many = adapters_of(GPT_OSS, mesh, memory, begin=gpt_oss)
+    many.agrees_with(gpt_oss)
     attention, experts = (many.params["blocks"][name] for name in ("attention", "mlp"))
     assert (attention["q"]["weight"].format, experts["up"]["weight"].format) == ("nf4", "mxfp4")
-    assert not is_quantized(experts["up"].get("bias", jnp.zeros(1)))
+    assert not is_quantized(experts["up"]["bias"])
+
+
+def test_a_shared_expert_trains_as_on_one_device():
+    one = adapters_of(SHARED)
+    adapters_of(SHARED, {"expert": 2, "tensor": 2}, begin=one).agrees_with(one)
 
 
 def test_a_low_rank_optimizer_of_sharded_experts():
