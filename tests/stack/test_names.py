@@ -42,9 +42,8 @@ def test_the_table_is_what_networks_say(family):
     more = {} if family == "decoder" else {**PICTURES, "model": {"family": family}}
     base = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}}
     loss, arguments = loss_of(load_config({**base, **more}), "none")
-    said = {
-        one.params["name"] for one in equations(jax.make_jaxpr(jax.grad(loss))(*arguments).jaxpr) if one.primitive.name == "name"
-    }
+    traced = jax.make_jaxpr(jax.grad(loss))(*arguments)
+    said = {one.params["name"] for one in equations(traced.jaxpr) if one.primitive.name == "name"}
     assert said - {"product", "gathered_weight"} == set(FAMILIES[family].activations)
 
 
