@@ -70,7 +70,8 @@ class SavedState:
         """Refuses a checkpoint that was trained on frozen weights other than those of `model.hf`."""
         if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
-                f"the weights of model.hf={self._hf} differ from the base weights of {where}; use the original ones"
+                f"the weights of model.hf={self._hf} differ from the base weights of {where}; set model.hf to the"
+                " base model that it was trained with"
             )
 
     @property

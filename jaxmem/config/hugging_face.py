@@ -250,7 +250,10 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
             return {**written, **token_ids}
     options = {name: info.default for name, info in Decoder.model_fields.items() if name in _OPTIONS}
     used = ", ".join(f"model.{name}" for name, usual in options.items() if getattr(model, name) != usual)
-    raise UserError(f"{used}: no supported architecture has these settings together; use those of {one_of(FAMILIES)}")
+    raise UserError(
+        f"{used}: no Hugging Face architecture that export supports has this combination; train with the settings of "
+        f"{one_of(FAMILIES)}"
+    )
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:

@@ -139,7 +139,9 @@ def own_of(parts: Parts) -> Own:
     layers = parts.get("layers") or ()
     model = parts.get("model")
     if layers and (model is None or _passes_execution(model)):
-        raise UserError("the argument layers requires a model of Flax's layers, model(rngs); remove layers")
+        raise UserError(
+            "the argument layers requires a Flax model that is called as model(rngs); remove the argument layers"
+        )
     if parts.get("held_out") is not None and parts.get("data") is None:
         raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}

@@ -30,7 +30,8 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
         batches = cfg.own.data if split == "train" else cfg.own.held_out
         if batches is None:
             raise UserError(
-                "train.evaluate_every requires the argument held_out, an iterable of batches; or set it to null"
+                "train.evaluate_every requires the argument held_out; pass an iterable of batches, or set"
+                " train.evaluate_every=null"
             )
         self._cfg, self._rows, self._batches, self.corpus = cfg, rows, batches, self
         self._spec = batch_spec(cfg)

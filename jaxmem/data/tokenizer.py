@@ -62,7 +62,9 @@ def _valid(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the text is not valid Unicode: {error}") from error
+        raise UserError(
+            f"the text is not valid UTF-8 ({error}); use a UTF-8 terminal, or save the file as UTF-8"
+        ) from error
     return text
 
 

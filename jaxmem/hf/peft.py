@@ -79,8 +79,8 @@ def _check_experts(found: dict[str, tuple[LowRank | None, ...] | None], params: 
         raise UserError("PEFT has no format for separate adapters of gate and up of gpt-oss's experts; use --merge")
     if found["gate"] != found["up"] or len({one for stack in own for one in stack}) > 1:
         raise UserError(
-            "PEFT requires adapters of experts of one rank and alpha, for gate and up together and for all layers; use"
-            " one pattern such as adapter.targets=[blocks.attention.*, blocks.mlp.*], or --merge"
+            "PEFT can store adapters of experts only if gate and up have adapters and all layers have the same rank and"
+            " alpha; train with adapter.targets=[blocks.attention.*, blocks.mlp.*], or export with --merge"
         )
 
 
@@ -208,8 +208,9 @@ def read_adapter(program: Program) -> dict[WeightPath, Any]:
         )
     has_experts = any(module_names(params)[name].count("{}") > 1 for name in stacks)
     if has_experts and (method is not None or adapter.shared_a):
-        given = "adapter.shared_a=true" if method is None else f"init_lora_weights={method} for experts"
-        raise UserError(f"adapter.hf={adapter.hf} does not support {given}; use adapters without it")
+        given = "adapter.shared_a=true" if method is None else f"experts with init_lora_weights={method}"
+        use = "remove adapter.shared_a" if method is None else "use an adapter with another initialization"
+        raise UserError(f"adapter.hf={adapter.hf} does not support {given}; {use}")
     if method is None or base.hf is None:
         tensors = Tensors(adapter.hf, ADAPTER)
     else:

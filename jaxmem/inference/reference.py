@@ -50,7 +50,8 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
         return found
     if weights is not None:
         raise UserError(
-            f"{file}: is missing, and training has changed the weights from which it was computed; restore the file"
+            f"{file} is missing; it was computed from the weights before training, which are no longer available; copy "
+            "it from a backup, or start a new run"
         )
     computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
     if jax.process_index() == 0:

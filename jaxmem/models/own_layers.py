@@ -160,12 +160,12 @@ class Blocks(Sequence[Any]):
         elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
             raise UserError(
                 f"layers={self.stack.name}: block {index} does not receive the output of block {index - 1}; use a "
-                f"loop `for block in self.{self.stack.name}: x = block(x)`, or remove layers"
+                f"loop `for block in self.{self.stack.name}: x = block(x)`, or remove the argument layers"
             )
         elif not _is_same(arguments, self._arguments):
             raise UserError(
-                f"layers={self.stack.name}: block {index} has other arguments than block 0; pass the same to each "
-                "block, or remove layers"
+                f"layers={self.stack.name}: block {index} is called with other arguments than block 0; use the same "
+                "arguments for all blocks, or remove the argument layers"
             )
         return self._output if index == len(self) - 1 else _Output(self, index)
 
@@ -182,7 +182,7 @@ class _Block:
         if isinstance(value, nnx.Variable | nnx.Pytree):
             raise UserError(
                 f"layers={self._blocks.stack.name}: the model uses {name} of a block, but all blocks are computed "
-                "together; call the blocks, or remove layers"
+                "together; call the blocks, or remove the argument layers"
             )
         return value
 
@@ -197,7 +197,7 @@ class _Output:
         name = self.blocks.stack.name
         raise UserError(
             f"layers={name}: the model uses the output of block {self.index} outside of the next block; use a loop "
-            f"`for block in self.{name}: x = block(x)`, or remove layers"
+            f"`for block in self.{name}: x = block(x)`, or remove the argument layers"
         )
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __jax_array__ = _refuse

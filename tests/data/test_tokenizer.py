@@ -138,5 +138,5 @@ def test_tokenizers_that_panic_or_grow_without_limit(changed: dict[str, object],
 def test_half_of_a_surrogate_pair_is_no_text(tokenizer_file: str) -> None:
     for tokenizer in (Bytes(), tokenizer_for(tokenizer_file)):
         for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
-            with pytest.raises(UserError, match="the text is not valid Unicode"):
+            with pytest.raises(UserError, match="the text is not valid UTF-8"):
                 encode("a\ud800")

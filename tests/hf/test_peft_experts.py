@@ -68,5 +68,5 @@ def test_adapters_of_experts_that_peft_cannot_load(targets, tmp_path):
     adapter = {"kind": "lora", "rank": 2, "targets": targets}
     cfg = load_config({"name": "x", "model": model, "adapter": adapter, "train": {"steps": 1}})
     built = program(cfg, jax.devices()[:1])
-    with pytest.raises(UserError, match="one rank and alpha, for gate and up together and for all layers"):
+    with pytest.raises(UserError, match="gate and up have adapters and all layers have the same rank"):
         hf.save_adapter(built.spec.state.params, built.cfg.adapter, tmp_path / "out")
