@@ -25,7 +25,7 @@ from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_run
 from jaxmem.lab.tour.common import seconds
 from jaxmem.lab.tour.quantization import BLOCK, is_matrix, rounded
-from jaxmem.lab.tour.table import Lines, Row, Table, draw
+from jaxmem.lab.tour.table import LinePlot, Row, Table, draw
 from jaxmem.quant import FORMATS, quantize
 
 SHAPE = (4096, 4096)
@@ -111,7 +111,10 @@ def main() -> None:
         points = {row["format"]: (row["bits per weight"], max(row["above float32"], SMALLEST)) for row in rows}
         series = {name: [points[form] for form in own] for name, own in SERIES.items()}
         title = "Loss of a model with quantized weights"
-        draw(args.png, [Lines(title, "bits per weight, with scales", "loss above float32, nats per byte", series, "y")])
+        draw(
+            args.png,
+            [LinePlot(title, "bits per weight, with scales", "loss above float32, nats per byte", series, "y")],
+        )
 
 
 if __name__ == "__main__":

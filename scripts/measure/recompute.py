@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from jaxmem.lab.tour.checkpointing import FORMULAS, POLICIES, backward
-from jaxmem.lab.tour.table import Lines, draw
+from jaxmem.lab.tour.table import LinePlot, draw
 from jaxmem.machine import devices
 
 
@@ -47,8 +47,8 @@ def main() -> None:
         draw(
             args.png,
             [
-                Lines("Memory of the backward pass", "layers", "GiB", memory, "xy"),
-                Lines("Arithmetic, relative to no recompute", "layers", "", arithmetic, "xy"),
+                LinePlot("Memory of the backward pass", "layers", "GiB", memory, "xy"),
+                LinePlot("Arithmetic, relative to no recompute", "layers", "", arithmetic, "xy"),
             ],
         )
 
