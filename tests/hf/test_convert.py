@@ -72,7 +72,7 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         fields = fields_of({**compare.config(name), "quantization_config": None})
         made = config_json(Decoder(**fields))
         assert fields_of(made) == fields, name
-    with pytest.raises(UserError, match=r"model.qk_norm, model.mlp_bias: no supported architecture"):
+    with pytest.raises(UserError, match=r"model.qk_norm, model.mlp_bias: no Hugging Face architecture"):
         load_config(
             {"name": "x", "model": fields_of(compare.config("qwen3")) | {"mlp_bias": True}, "train": {"steps": 1}}
         )

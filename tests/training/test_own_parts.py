@@ -406,7 +406,7 @@ class Wrong(Transformer):
         ({}, LM | {"layers": "block"}, "layers=block .*blocks"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "sum")}, "block 1 does not receive"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "residual")}, "output of block 0 outside"),
-        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "mask")}, "block 1 has other arguments"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "mask")}, "block 1 is called with other"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "weights")}, "uses down of a block"),
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
         ({"mesh": {"context": 2, "fsdp": 4}, "model": DECODER}, {"model": None}, "objective.name=own.*mesh.context"),
