@@ -80,7 +80,7 @@ def plan(
     else:
         show(planned.table())
     if write:
-        _progress(f"wrote {write}" + (f"; next: jaxmem train {write}" if planned.fits else ""))
+        _progress(f"wrote {write}" + (f"; next: {_train_command(write, cfg)}" if planned.fits else ""))
     if check:
         from jaxmem.search.comparison import command_line
 
@@ -146,8 +146,15 @@ def fit(
     show(found.as_json() if as_json else found.table())
     if found.best and write:
         of_method = f", method {found.best.name}" if isinstance(found, comparison.Comparison) else ""
-        _progress(f"wrote {write}{of_method}; next: jaxmem train {write}")
+        best = found.best.candidate if isinstance(found, comparison.Comparison) else found.best
+        _progress(f"wrote {write}{of_method}; next: {_train_command(write, best.cfg)}")
     raise typer.Exit(0 if found.best else 3)
+
+
+def _train_command(file: Path, cfg: Config) -> str:
+    """The command that trains a written config. An adapter needs the weights and data that a preset does not have."""
+    has_weights = cfg.adapter.kind == "none" or cfg.adapter.base_run or getattr(cfg.model, "hf", None)
+    return f"jaxmem train {file}" + ("" if has_weights else " model='{hf: DIR}' data.source=chat data.path=FILE")
 
 
 def _check_files(files: dict[str, Path | None]) -> None:
