@@ -118,7 +118,8 @@ def fit(
     """
     sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
     _check_files({"--write": write, "--png": png})
-    cfg = _config(source, overrides, target, None, **sizes)
+    first, *others = (name.strip() for name in method.split(",")) if method else [None]
+    cfg = _config(source, overrides, target, None, **sizes | {"method": first})
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no local device is used
     from jaxmem.config.methods import is_model
@@ -128,9 +129,9 @@ def fit(
     if allow is not None:
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None
-    compares = "," in method if method else is_model(source)
-    if (png or allow) and not maximize and compares:
-        option = f"--png {png}" if png else f"--allow {allow}"
+    compares = others or (method is None and is_model(source) and not maximize)
+    if compares and (maximize or png or allow):
+        option = f"--maximize {maximize}" if maximize else f"--png {png}" if png else f"--allow {allow}"
         raise UserError(f"{option} supports a single method only; use --method NAME")
     found: Any
     with only_json(as_json):

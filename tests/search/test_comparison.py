@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jaxmem.cli import main
 from jaxmem.config import Config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import METHODS, run_config
@@ -56,6 +57,19 @@ def test_a_list_of_methods_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.name for one in found.results] == ["qlora", "full"]
     with pytest.raises(UserError, match="--method lor is unknown"):
         fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora,lor")
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 3), (("--maximize", "model.layers"), 2), (("--allow", "batch"), 2)])
+def test_the_command_compares_a_list_of_methods(
+    options: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(fit, "compile_target", lambda _: with_memory("h100-80gb:2", 1 << 20))
+    monkeypatch.setattr(fit, "CompilerPool", lambda aim, *_: FakeCompilers(aim))
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "tiny", "--target", "h100-80gb:2", "--method", "lora, qlora", "--json", *options])
+    assert ended.value.code == code
+    if not options:
+        assert [one["name"] for one in json.loads(capsys.readouterr().out)["methods"]] == ["lora", "qlora"]
 
 
 def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
