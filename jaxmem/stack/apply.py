@@ -25,7 +25,7 @@ from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks
 from jaxmem.stack.cuts import StackCall, cut, is_cut
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
-from jaxmem.stack.stages import Pipeline
+from jaxmem.stack.stages import Pipeline, apply_in_order
 
 # (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -75,8 +75,6 @@ def apply_layers(
     if options.pipeline is not None:
         if (result := cut(call)) is not None:
             return result
-        from jaxmem.stack.pipeline import apply_in_order
-
         return apply_in_order(options.pipeline, call)
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
     ranges = layer_ranges(weights)

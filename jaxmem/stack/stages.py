@@ -1,12 +1,14 @@
-"""How a stack of layers is divided into pipeline stages. `timetable.py` has the schedules."""
+"""How a stack of layers is divided into pipeline stages. `pipeline_schedules.py` has the schedules."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxmem.stack.cuts import StackCall
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Pipeline:
     @property
     def timetable(self) -> Any:
         """The `Timetable` of the schedule."""
-        from jaxmem.stack.timetable import timetable
+        from jaxmem.stack.pipeline_schedules import timetable
 
         return timetable(self.schedule, self.stages, self.micro_batches, self.rounds)
 
@@ -64,3 +66,23 @@ class Pipeline:
     def split(self, stacked: jax.Array) -> jax.Array:
         """[stored, ...] -> [stages, group, rounds, ...], without moving data."""
         return stacked.reshape(self.stages, self.group, self.rounds, *stacked.shape[1:])
+
+
+def apply_in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
+    """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer at
+    a time are sent from their stage to all devices."""
+    staged = jax.tree.map(pipeline.split, call.weights)
+
+    def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
+        group, place = layer // pipeline.group, layer % pipeline.group
+        turn, stage = group // pipeline.stages, group % pipeline.stages
+        one = jax.lax.dynamic_index_in_dim(stacked, place, axis=1, keepdims=False)
+        one = jax.lax.dynamic_index_in_dim(one, turn, axis=1, keepdims=False)
+        mine = (jnp.arange(pipeline.stages) == stage).reshape(-1, *[1] * (one.ndim - 1))
+        return jnp.sum(jnp.where(mine, one, jnp.zeros_like(one)), axis=0, dtype=one.dtype)
+
+    def step(x: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+        layer, one = xs
+        return call.run(jax.tree.map(partial(fetch, layer=layer), staged), x, one, call.shared)
+
+    return jax.lax.scan(step, call.x, (jnp.arange(pipeline.layers, dtype=jnp.int32), call.inputs))

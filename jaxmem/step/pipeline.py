@@ -22,9 +22,11 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, current, is_axes, map_stages
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by
-from jaxmem.stack.pipeline import AXIS, Layers, PipelineNetwork, Results, run
+from jaxmem.stack.pipeline import AXIS, PipelineNetwork, Results, run
+from jaxmem.stack.pipeline_schedules import evaluation
 from jaxmem.stack.reverse import differentiable_weights
-from jaxmem.stack.timetable import Timetable, evaluation
+from jaxmem.stack.stage_layers import Layers
+from jaxmem.stack.timetable import Timetable
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, trained_sum

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.stack import Pipeline, StackOptions, apply_stack, stacked
-from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
+from jaxmem.stack.pipeline_schedules import evaluation, timetable
+from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check
 
 SHAPES = [  # layers, stages, micro-batches, rounds
     (4, 2, 4, 1),

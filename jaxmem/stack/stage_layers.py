@@ -1,0 +1,216 @@
+"""The layers of one pipeline stage: the forward pass, the backward pass and the weight gradients of a work item.
+
+The forward pass writes what `memory.remat` saves into a ring of slots, one item per slot; the backward pass reads it
+and adds the gradients of each layer in place to float32 sums, or stores what W needs (`split_backward.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer, zeros_on_host
+from jaxmem.stack.apply import StackOptions, checkpointed
+from jaxmem.stack.cuts import StackCall
+from jaxmem.stack.reverse import LayerDerivative
+from jaxmem.stack.split_backward import SplitBackward
+from jaxmem.stack.stages import Pipeline
+from jaxmem.stack.timetable import Timetable
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one stage, [group x rounds, ...]. `at` returns the arrays to differentiate a layer with respect to,
+    from its weights."""
+
+    pipeline: Pipeline
+    weights: Tree
+    at: Callable[[Tree], Tree]
+    options: StackOptions
+
+
+class StageLayers:
+    """`call` is the stack, with the input of any micro-batch. A `row` has the entries of the timetable for a tick."""
+
+    def __init__(self, table: Timetable, layers: Layers, stage: jax.Array, call: StackCall) -> None:
+        self._table, self._layers, self._stage, self._x = table, layers, stage, jax.tree.map(jnp.zeros_like, call.x)
+        self._p = layers.pipeline
+        self._call = self.prepared(call)
+        self._derivative = LayerDerivative(self._call.run, layers.at)
+        self._split = SplitBackward() if table.splits_backward else None
+
+    def prepared(self, call: StackCall) -> StackCall:
+        """The stack as one with this stage's number of layers, whose inputs begin with the number of the layer."""
+        pipeline, run = self._p, call.run
+
+        def layer(weights: Tree, x: Any, one: Any, shared: Any) -> tuple[Any, None]:
+            number, one = one
+            y, _ = run(weights, x, one, shared)
+            if pipeline.stored > pipeline.layers:  # identity layers
+                y = jax.tree.map(lambda y, x: jnp.where(number < pipeline.layers, y, x), y, x)
+            return y, None
+
+        return checkpointed(
+            replace(call, run=layer, weights=self._layers.weights), self._layers.options, pipeline.group
+        )
+
+    def forward(self, call: StackCall, x: Any, row: Any, ring: Tree) -> tuple[Any, Tree]:
+        """The output of the layers, and the ring with what they save."""
+        plan, trains, group = call.plan, self._table.trains, self._p.group
+        turn, slot = row["turn"], row["saved"]
+
+        def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
+            x, ring, fetched = carry
+            weights, one = self._weights(place, turn, fetched), self._input(call, place, turn)
+            following = self._fetch(place + 1, turn)
+            if not trains:
+                return call.run(weights, x, one, call.shared)[0], ring, following
+            if plan is None:
+                x, saved = self._derivative.forward(weights, x, one, call.shared)
+                return x, put_layer(ring, slot * group + place, call.save(saved)), following
+            ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
+            return call.run(weights, x, one, call.shared)[0], ring, following
+
+        begin = x, ring, self._fetch(jnp.int32(0), turn)
+        x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
+        return x, ring
+
+    def backward(self, call: StackCall, g: Any, row: Any, rings: tuple[Tree, Tree], sums: Tree) -> Any:
+        """The gradient of the input of the layers; the rings of what F saved and of the values for W; and the sums with
+        the gradients of the weights, where there is no W."""
+        plan, group, split = call.plan, self._p.group, self._split
+        turn, slot, last = row["turn"], row["saved"], group - 1
+
+        def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            g, (ring, waiting), sums, fetched = carry
+            place = last - i
+            known = self._known(call, place, turn, fetched)
+            following = self._fetch(place - 1, turn)
+            if plan is None:
+                saved = call.load(take_layer(ring, slot * group + place))
+                derivative = self._derivative.from_saved(*known, saved)
+            else:
+                ring = self._recompute(call, place, turn, slot, ring)
+                x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
+                derivative = self._derivative.recomputed(*known, x)
+            if split is not None:
+                g, stored = split.begin(derivative, g, known)
+                return g, (ring, put_layer(waiting, row["waiting"] * group + place, stored)), sums, following
+            dw, g = derivative(g)
+            return g, (ring, waiting), _add_at(sums, self._place(place, turn), dw), following
+
+        begin = g, rings, sums, self._fetch(jnp.int32(last), turn)
+        g, rings, sums, _ = jax.lax.fori_loop(0, group, step, begin)
+        return g, rings, sums
+
+    def weight_gradients(self, call: StackCall, row: Any, waiting: Tree, sums: Tree) -> Tree:
+        """W: adds the weight gradients of an item, from the values that its backward pass stored."""
+        turn, slot, split, group = row["turn"], row["waiting"], self._split, self._p.group
+        assert split is not None
+
+        def step(place: jax.Array, sums: Tree) -> Tree:
+            known = self._known(call, place, turn, self._fetch(place, turn))
+            dw = split.finish(take_layer(waiting, slot * group + place), known)
+            return _add_at(sums, self._place(place, turn), dw)
+
+        return jax.lax.fori_loop(0, group, step, sums)
+
+    # ------------------------------------------------------------------ the first carry
+
+    def empty_rings(self) -> tuple[Tree, Tree]:
+        """Rings of what F saves for B, and of what B stores for W."""
+        of_items, *_, of_waiting = self._table.slots.counts
+        plan, group, x = self._call.plan, self._p.group, self._x
+        empty = zeros_on_host if self._call.on_host else jnp.zeros
+        if not self._table.trains:
+            return (), ()
+        if plan is not None:
+            slots = of_items * plan.slots
+            at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
+            stored = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
+        else:
+            saved = jax.eval_shape(lambda: self._derivative.forward(*self._example())[1])
+            stored = [empty((of_items * group, *each.shape), each.dtype) for each in saved]
+        if self._split is None:
+            return stored, ()
+        each = jax.eval_shape(self._saved_for_weights)
+        return stored, [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
+
+    def empty_sums(self) -> Tree:
+        """Float32 zeros for the gradients of the weights."""
+        if not self._table.trains:
+            return ()
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.at(self._layers.weights))
+
+    def _example(self) -> tuple[Tree, Any, Any, Any]:
+        """Arguments of a layer: weights, x, its input, shared inputs."""
+        zero = jnp.int32(0)
+        weights, one = self._weights(zero, zero, self._fetch(zero, zero)), self._input(self._call, zero, zero)
+        return weights, self._x, one, self._call.shared
+
+    def _saved_for_weights(self) -> list[jax.Array]:
+        """The values that the backward pass of a layer saves for W."""
+        weights, x, one, shared = self._example()
+        known = self._layers.at(weights), weights, one, shared
+        assert self._split is not None
+        if self._call.plan is None:
+            derivative = self._derivative.from_saved(*known, self._derivative.forward(weights, x, one, shared)[1])
+        else:
+            derivative = self._derivative.recomputed(*known, x)
+        return self._split.begin(derivative, x, known)[1]
+
+    # ------------------------------------------------------------------ one layer
+
+    def _place(self, place: jax.Array, turn: jax.Array) -> jax.Array:
+        """The index of a layer among the weights of the stage."""
+        return place * self._p.rounds + turn
+
+    def _input(self, call: StackCall, place: jax.Array, turn: jax.Array) -> Any:
+        number = (turn * self._p.stages + self._stage) * self._p.group + place
+        return number, take_layer(call.inputs, jnp.minimum(number, self._p.layers - 1))
+
+    def _weights(self, place: jax.Array, turn: jax.Array, fetched: Tree) -> Tree:
+        return fill(take_layer(device_leaves(self._layers.weights), self._place(place, turn)), fetched)
+
+    def _fetch(self, place: jax.Array, turn: jax.Array) -> Tree:
+        """The weights of a layer that are in host memory."""
+        return fetch_layer(self._layers.weights, self._place(place, turn))
+
+    def _known(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> tuple[Tree, Tree, Any, Any]:
+        """The arrays of a layer that are not saved: to differentiate with respect to, weights, inputs."""
+        weights = self._weights(place, turn, fetched)
+        return self._layers.at(weights), weights, self._input(call, place, turn), call.shared
+
+    def _recompute(self, call: StackCall, place: jax.Array, turn: jax.Array, slot: jax.Array, ring: Tree) -> Tree:
+        """The ring, after the recomputation that the plan has before the backward pass of a layer."""
+        plan = call.plan
+        assert plan is not None
+        if not plan.again:
+            return ring
+        steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
+        begin, end = (jnp.asarray(x, jnp.int32)[place] for x in (plan.begin, plan.end))
+
+        def again(i: jax.Array, ring: Tree) -> Tree:
+            layer, source, target = steps[i]
+            weights = self._weights(layer, turn, self._fetch(layer, turn))
+            x = call.load(take_layer(ring, slot * plan.slots + source))
+            y, _ = call.run(weights, x, self._input(call, layer, turn), call.shared)
+            return put_layer(ring, slot * plan.slots + target, call.save(y))
+
+        with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
+            return jax.lax.fori_loop(begin, end, again, ring)
+
+
+def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
+    """Adds the gradients of a layer, in place."""
+    return jax.tree.map(
+        lambda total, x: jax.lax.dynamic_update_index_in_dim(
+            total, jax.lax.dynamic_index_in_dim(total, layer, keepdims=False) + x.astype(total.dtype), layer, 0
+        ),
+        total,
+        new,
+    )
