@@ -65,7 +65,9 @@ def plan(
         values = named_values(cfg, target)
         show({"names": [dataclasses.asdict(one) for one in values]} if as_json else named_values_table(values))
         return
-    with only_json(as_json):
+    from rich.console import Console
+
+    with only_json(as_json), Console(stderr=True).status("compiling the step ...", spinner="line"):
         planned = planning.plan(cfg, target, reserve_gib=reserve)
         if html:
             report.write_page(planned, html)

@@ -30,7 +30,7 @@ LABELS = {
     "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
 }  # fmt: skip
 # Kinds of activations.
-SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
+SAVED, LOGITS, ALL_SCORES = "saved for backward", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"  # the outputs of the optimizer; its inputs are summed or scaled gradients
 STATE_COPIES = "working copies"  # copies of optimizer state
@@ -59,7 +59,7 @@ _ATTENTION = "kernels/fused_attention"
 @dataclass(frozen=True)
 class NamedBuffer:
     part: str  # one of PARTS
-    kind: str  # the kind within a part: "logits", "saved for the backward pass", ...
+    kind: str  # the kind within a part: "logits", "saved for backward", ...
     size: int
     what: str  # the path of an argument, or the shape of a temporary
     made_by: str  # jax's name of the operation; "" if it has none

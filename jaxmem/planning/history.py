@@ -32,14 +32,14 @@ from jaxmem.planning.timeline import Timeline, timeline
 PASSES = ("forward", "loss", "backward", "update")
 # The bands of the chart, from the bottom up: permanent bands, then bands that vary.
 BANDS = (
-    "weights", "optimizer", "other", "gradients", "saved for the backward pass", "weights, gathered or cast", "logits",
+    "weights", "optimizer", "other", "gradients", "saved for backward", "weights, gathered or cast", "logits",
     "other activations",
 )  # fmt: skip
 COLUMNS = 480
 LARGEST = 10
 # The band of a buffer: for activations by kind, for other buffers by part.
 _BANDS = {
-    SAVED: "saved for the backward pass", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",
+    SAVED: "saved for backward", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",
     LOGITS: "logits", "parameters": "weights", "quantization": "weights", "master": "optimizer",
     "optimizer": "optimizer", "gradients": "gradients", "activations": "other activations", "batch": "other",
     "other": "other",

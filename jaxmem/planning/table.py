@@ -16,7 +16,7 @@ from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 NARROW = 66  # characters per line; below, tables have fewer columns
 SAVINGS, ROOMY = ("logits", "float32 adapters"), 0.2  # advice that saves memory; not shown if more of it is free
-NOTABLE = 0.02  # a kind with at least this share of the total has its own row
+NOTABLE, ALMOST_ALL = 0.02, 0.99  # a kind has its own row between these shares of the total and of its part
 
 
 class TargetList:
@@ -91,7 +91,7 @@ class PlanTable:
                 row(LABELS.get(part, part), size, plan.predicted.get(part))
             kinds = plan.breakdown.kinds.get(part, {})
             for kind, bytes_of_kind in kinds.items():
-                if bytes_of_kind > NOTABLE * total and len(kinds) > 1:
+                if NOTABLE * total < bytes_of_kind < ALMOST_ALL * size:
                     row(f"  {kind}", bytes_of_kind)
         table.add_section()
         row("total", total, plan.predicted["total"])

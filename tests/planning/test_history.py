@@ -30,7 +30,7 @@ def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
     assert held["gradients"] == parts["gradients"]
     assert held["other"] == parts["batch"] + parts["other"]
     kinds = cpu_plan.breakdown.kinds["activations"]
-    assert held["saved for the backward pass"] == kinds["saved for the backward pass"]
+    assert held["saved for backward"] == kinds["saved for backward"]
     assert held["logits"] == kinds.get("logits", 0)
     assert sum(held.values()) == parts["total"]
 

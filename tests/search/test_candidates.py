@@ -94,7 +94,7 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     by_offload = {one.cfg.memory.offload: one.estimate for one in found}
     here, away, state = by_offload["none"], by_offload["activations"], by_offload["optimizer"]
     both = by_offload["activations", "optimizer"]
-    saved = here.kinds["saved for the backward pass"]
+    saved = here.kinds["saved for backward"]
     assert away.total <= here.total - saved
     assert away.host == here.host + saved
     moved = here.parts["optimizer"] - state.parts["optimizer"]
