@@ -13,7 +13,7 @@ from jaxmem.config.check_sections import check_adapter, check_data, check_memory
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import MESH_AXES, Rules, divisors
-from jaxmem.config.names import is_offloaded, offloaded_activations
+from jaxmem.config.names import offloaded_activations
 from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Rope, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, one_of, unsupported
@@ -228,10 +228,6 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield unsupported(f"pipeline.schedule={schedule}", f"pipeline.rounds={rounds}", f"pipeline.schedule={other}")
     if schedule in ("circular", "interleaved_1f1b") and rounds == 1:
         yield f"pipeline.schedule={schedule} requires pipeline.rounds of at least 2, not 1; use pipeline.rounds=2"
-    for kind in ("optimizer", "frozen"):  # a layer is copied from the host at a time, which lies on one stage
-        if cfg.mesh.stage != 1 and is_offloaded(cfg.memory.offload, kind):
-            given = f"memory.offload={as_yaml(cfg.memory.model_dump()['offload'])}"
-            yield unsupported(given, f"mesh.stage={cfg.mesh.stage}", "mesh.stage=1 or memory.offload=activations")
     if cfg.mesh.stage == 1 and rounds > 1:
         yield f"pipeline.rounds={rounds} requires mesh.stage of at least 2, not 1; use pipeline.rounds=1"
     if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder):

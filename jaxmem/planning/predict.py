@@ -122,7 +122,7 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activat
     before the update."""
     one_pass = size_of("gradients", state.trainable)
     if cfg.mesh.stage > 1:  # the gradients of layers are added to their sums one by one
-        one_pass = max(size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked)
+        one_pass = max((size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked), default=0)
     sums = size_of("gradients", state.trainable, FLOAT32) if cfg.batch.accumulate > 1 else 0
     # If the optimizer state is sharded over more devices than the weights, new weights exist before old ones are freed.
     width = math.ceil(state.stored_bytes)

@@ -16,7 +16,7 @@ __getattr__, __all__ = lazy_names(
     apply="StackOptions apply_layers apply_stack stacked",
     cuts="StackCall cut_by",
     remat="recompute_from_inputs",
-    reverse="ForwardPass forward merge_micro_batches",
+    reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",
     stages="Pipeline",
 )

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxmem.sharding.host import put_layer, take_layer
 from jaxmem.stack.cuts import StackCall
-from jaxmem.stack.stage_layers import Layers, StageLayers
+from jaxmem.stack.stage_layers import Gradients, Layers, StageLayers, when
 from jaxmem.stack.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 
 AXIS = "stage"
@@ -39,9 +39,9 @@ class PipelineNetwork:
 
 
 class Results(NamedTuple):
-    """What the loop returns for one stage; the first two are sums over its micro-batches."""
+    """What the loop returns for one stage, of all its micro-batches."""
 
-    layers: Tree  # the float32 gradients of its layers, like its weights
+    layers: Gradients  # of its layers
     outside: Tree  # the float32 gradients of the weights outside of the stack
     sums: Tree
 
@@ -89,7 +89,7 @@ class _Run:
         operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind):
-                state = _when(own["kind"] == kind, partial(operation, own), state, scope)
+                state = when(own["kind"] == kind, partial(operation, own), state, scope)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
         gradients = self._receive("returned", -1, row, state.backward, state.gradients)
         return state._replace(inputs=inputs, gradients=gradients), None
@@ -106,7 +106,7 @@ class _Run:
             new = jax.tree.map(lambda x, old: jnp.where(slot >= 0, x, old), arrived, old)
             return put_layer(ring, jnp.maximum(slot, 0), new)
 
-        return _when(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
+        return when(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
 
     def _forward(self, row: Any, state: _State) -> _State:
         item, turn = self._micro(row["micro"]), row["turn"]
@@ -116,8 +116,8 @@ class _Run:
         call = self._layers.prepared(network.embed(outside, item))
         slot = jnp.maximum(row["inputs"], 0)
         embed = lambda _: network.embed(outside, item).x  # noqa: E731
-        x = _when(is_first, embed, take_layer(state.inputs, slot), self._per_item)
-        y, saved = self._layers.forward(call, x, row, state.rings[0])
+        x = when(is_first, embed, take_layer(state.inputs, slot), self._per_item)
+        y, saved = self._layers.forward(call, x, row, state.rings[0], state.results.layers)
 
         def loss(carry: tuple[Tree, Results]) -> tuple[Tree, Results]:
             gradients, results = carry
@@ -129,7 +129,7 @@ class _Run:
             gradients = put_layer(gradients, row["gradients"], dy)
             return gradients, results._replace(outside=_add(results.outside, dw), sums=_add(results.sums, sums))
 
-        gradients, results = _when(is_last, loss, (state.gradients, state.results), self._per_item)
+        gradients, results = when(is_last, loss, (state.gradients, state.results), self._per_item)
         return state._replace(rings=(saved, state.rings[1]), gradients=gradients, results=results, forward=y)
 
     def _backward(self, row: Any, state: _State) -> _State:
@@ -144,7 +144,7 @@ class _Run:
             return _add(sums, dw)
 
         is_first = (self._stage == 0) & (turn == 0)
-        of_outside = _when(is_first, embed, state.results.outside, self._per_item)
+        of_outside = when(is_first, embed, state.results.outside, self._per_item)
         results = state.results._replace(layers=of_layers, outside=of_outside)
         return state._replace(rings=rings, results=results, backward=g)
 
@@ -164,20 +164,12 @@ class _Run:
 
         loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(jnp.int32(0)))[1])
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
-        results = Results(self._layers.empty_sums(), wide(network.outside) if table.trains else (), wide(loss))
+        results = Results(self._layers.no_gradients(), wide(network.outside) if table.trains else (), wide(loss))
         returned = ring(of_gradients) if table.trains else ()
         return _State(self._layers.empty_rings(), ring(of_inputs), returned, results, x, x if table.trains else ())
 
     def _micro(self, micro: jax.Array) -> Any:
         return take_layer(self._network.batch, micro)
-
-
-def _when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
-    """`function(state)` where the condition is true, otherwise `state`. A loop of at most one iteration updates the
-    state in place; XLA copies what the branches of a conditional pass on. `scope` tells the planner how often it
-    runs."""
-    with jax.named_scope(scope):
-        return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
 
 
 def _add(total: Tree, new: Tree) -> Tree:

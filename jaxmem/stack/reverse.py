@@ -28,7 +28,18 @@ from jaxmem.stack.scheduled import first_pass, layer_with, recompute, scan_layer
 Visit = Callable[[Any, jax.Array, Any, Any], Any]
 # gradient of the output of a layer -> gradients of its weights and of its input
 Derivative = Callable[[Any], tuple[Any, Any]]
-Fetch = Callable[[Any, jax.Array], Any]  # (carry, layer)
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Receives the gradient of each layer in a backward pass."""
+
+    begin: Any  # the first carry
+    weights: Callable[[Any], Any]  # carry -> the stacked weights
+    visit: Visit
+    # (carry, layer) -> what `visit` receives. It is called before the gradient of the layer is computed, so that the
+    # copies it starts overlap with that computation.
+    fetch: Callable[[Any, jax.Array], Any] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -49,29 +60,25 @@ class ForwardPass:
     def layers(self) -> int:
         return self.applied.layers
 
-    def backward(
-        self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, fetch: Fetch = lambda *_: None
-    ) -> tuple[Any, Any]:
-        """Returns the last carry and the gradient of the stack's input x. `weights` returns the stacked weights in a
-        carry. `fetch` is called before the gradient of a layer is computed, so that the copies it starts overlap with
-        that computation."""
+    def backward(self, g: Any, visitor: Visitor) -> tuple[Any, Any]:
+        """Returns the last carry of the visitor and the gradient of the stack's input x."""
         shared = split_micro_batches(self.applied.shared, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
             carried, g, ahead, fetched = state
             layer = self.layers - 1 - turn
-            stacked = weights(carried)
+            stacked = visitor.weights(carried)
             own, one = layer_with(stacked, layer, fetched), take_layer(self.applied.inputs, layer)
             fetched = fetch_layer(stacked, layer - 1)
             saved, ahead = self.residuals(layer, stacked, ahead)
-            result = fetch(carried, layer)
+            result = visitor.fetch(carried, layer)
             dw, dx = self._gradients(own, split_micro_batches(one, self.micro), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
             layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
-            return visit(carried, layer, dw, result), dx, ahead, fetched
+            return visitor.visit(carried, layer, dw, result), dx, ahead, fetched
 
-        last = fetch_layer(weights(carried), jnp.int32(self.layers - 1))
-        begin = carried, split_micro_batches(g, self.micro), self.begin(), last
+        last = fetch_layer(visitor.weights(visitor.begin), jnp.int32(self.layers - 1))
+        begin = visitor.begin, split_micro_batches(g, self.micro), self.begin(), last
         carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 

@@ -1,12 +1,13 @@
 """The layers of one pipeline stage: the forward pass, the backward pass and the weight gradients of a work item.
 
 The forward pass writes what `memory.remat` saves into a ring of slots, one item per slot; the backward pass reads it
-and adds the gradients of each layer in place to float32 sums, or stores what W needs (`split_backward.py`).
+and adds the gradients of each layer in place to float32 sums, or stores what W needs (`split_backward.py`). After the
+last micro-batch a `Visitor` may update the weights of the layer: no later operation reads them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer, zeros_on_host
 from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.cuts import StackCall
-from jaxmem.stack.reverse import LayerDerivative
+from jaxmem.stack.reverse import LayerDerivative, Visitor
 from jaxmem.stack.split_backward import SplitBackward
 from jaxmem.stack.stages import Pipeline
 from jaxmem.stack.timetable import Timetable
@@ -25,12 +26,20 @@ Tree = Any
 @dataclass(frozen=True)
 class Layers:
     """The layers of one stage, [group x rounds, ...]. `at` returns the arrays to differentiate a layer with respect to,
-    from its weights."""
+    from its weights. With a visitor, the gradients of a layer are passed to it instead of returned."""
 
     pipeline: Pipeline
     weights: Tree
     at: Callable[[Tree], Tree]
     options: StackOptions
+    visitor: Visitor | None = None
+
+
+class Gradients(NamedTuple):
+    """What the loop carries for the gradients of the layers of a stage."""
+
+    sums: Tree  # the float32 sums of all layers; with a visitor and one micro-batch ()
+    visited: Any  # the carry of the visitor
 
 
 class StageLayers:
@@ -38,7 +47,7 @@ class StageLayers:
 
     def __init__(self, table: Timetable, layers: Layers, stage: jax.Array, call: StackCall) -> None:
         self._table, self._layers, self._stage, self._x = table, layers, stage, jax.tree.map(jnp.zeros_like, call.x)
-        self._p = layers.pipeline
+        self._p, self._visitor = layers.pipeline, layers.visitor
         self._call = self.prepared(call)
         self._derivative = LayerDerivative(self._call.run, layers.at)
         self._split = SplitBackward() if table.splits_backward else None
@@ -58,15 +67,16 @@ class StageLayers:
             replace(call, run=layer, weights=self._layers.weights), self._layers.options, pipeline.group
         )
 
-    def forward(self, call: StackCall, x: Any, row: Any, ring: Tree) -> tuple[Any, Tree]:
+    def forward(self, call: StackCall, x: Any, row: Any, ring: Tree, gradients: Gradients) -> tuple[Any, Tree]:
         """The output of the layers, and the ring with what they save."""
+        call = self._with_weights(call, gradients)
         plan, trains, group = call.plan, self._table.trains, self._p.group
         turn, slot = row["turn"], row["saved"]
 
         def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
             x, ring, fetched = carry
-            weights, one = self._weights(place, turn, fetched), self._input(call, place, turn)
-            following = self._fetch(place + 1, turn)
+            weights, one = self._weights(call, place, turn, fetched), self._input(call, place, turn)
+            following = self._fetch(call, place + 1, turn)
             if not trains:
                 return call.run(weights, x, one, call.shared)[0], ring, following
             if plan is None:
@@ -75,49 +85,77 @@ class StageLayers:
             ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
             return call.run(weights, x, one, call.shared)[0], ring, following
 
-        begin = x, ring, self._fetch(jnp.int32(0), turn)
+        begin = x, ring, self._fetch(call, jnp.int32(0), turn)
         x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
         return x, ring
 
-    def backward(self, call: StackCall, g: Any, row: Any, rings: tuple[Tree, Tree], sums: Tree) -> Any:
-        """The gradient of the input of the layers; the rings of what F saved and of the values for W; and the sums with
-        the gradients of the weights, where there is no W."""
+    def backward(self, call: StackCall, g: Any, row: Any, rings: tuple[Tree, Tree], gradients: Gradients) -> Any:
+        """The gradient of the input of the layers; the rings of what F saved and of the values for W; and the gradients
+        with those of this item, where there is no W."""
         plan, group, split = call.plan, self._p.group, self._split
         turn, slot, last = row["turn"], row["saved"], group - 1
 
         def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            g, (ring, waiting), sums, fetched = carry
-            place = last - i
-            known = self._known(call, place, turn, fetched)
-            following = self._fetch(place - 1, turn)
+            g, (ring, waiting), gradients, fetched = carry
+            place, own = last - i, self._with_weights(call, gradients)
+            known = self._known(own, place, turn, fetched)
+            following = self._fetch(own, place - 1, turn)
             if plan is None:
                 saved = call.load(take_layer(ring, slot * group + place))
                 derivative = self._derivative.from_saved(*known, saved)
             else:
-                ring = self._recompute(call, place, turn, slot, ring)
+                ring = self._recompute(own, place, turn, slot, ring)
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
             if split is not None:
                 g, stored = split.begin(derivative, g, known)
-                return g, (ring, put_layer(waiting, row["waiting"] * group + place, stored)), sums, following
+                return g, (ring, put_layer(waiting, row["waiting"] * group + place, stored)), gradients, following
             dw, g = derivative(g)
-            return g, (ring, waiting), _add_at(sums, self._place(place, turn), dw), following
+            gradients, g = self._add(gradients, place, row, dw, g)
+            return g, (ring, waiting), gradients, following
 
-        begin = g, rings, sums, self._fetch(jnp.int32(last), turn)
-        g, rings, sums, _ = jax.lax.fori_loop(0, group, step, begin)
-        return g, rings, sums
+        begin = g, rings, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(last), turn)
+        g, rings, gradients, _ = jax.lax.fori_loop(0, group, step, begin)
+        return g, rings, gradients
 
-    def weight_gradients(self, call: StackCall, row: Any, waiting: Tree, sums: Tree) -> Tree:
+    def weight_gradients(self, call: StackCall, row: Any, waiting: Tree, gradients: Gradients) -> Gradients:
         """W: adds the weight gradients of an item, from the values that its backward pass stored."""
         turn, slot, split, group = row["turn"], row["waiting"], self._split, self._p.group
         assert split is not None
 
-        def step(place: jax.Array, sums: Tree) -> Tree:
-            known = self._known(call, place, turn, self._fetch(place, turn))
+        def step(place: jax.Array, gradients: Gradients) -> Gradients:
+            own = self._with_weights(call, gradients)
+            known = self._known(own, place, turn, self._fetch(own, place, turn))
             dw = split.finish(take_layer(waiting, slot * group + place), known)
-            return _add_at(sums, self._place(place, turn), dw)
+            return self._add(gradients, place, row, dw)[0]
 
-        return jax.lax.fori_loop(0, group, step, sums)
+        return jax.lax.fori_loop(0, group, step, gradients)
+
+    def _with_weights(self, call: StackCall, gradients: Gradients) -> StackCall:
+        """The call with the weights of this moment."""
+        visitor = self._visitor
+        return call if visitor is None else replace(call, weights=visitor.weights(gradients.visited))
+
+    def _add(self, gradients: Gradients, place: jax.Array, row: Any, dw: Tree, g: Any = None) -> tuple[Gradients, Any]:
+        """Adds the gradients of a layer. With a visitor also returns `g`, the gradient of its input, computed before
+        the visitor writes: otherwise XLA would copy the old weights."""
+        visitor, (sums, visited), count = self._visitor, gradients, self._p.micro_batches
+        layer = self._place(place, row["turn"])
+        if visitor is None or count > 1:
+            sums = _add_at(sums, layer, dw)
+        if visitor is None:
+            return Gradients(sums, visited), g
+        layer, sums, dw, g = jax.lax.optimization_barrier((layer, sums, dw, g))
+
+        def visit(visited: Any) -> Any:
+            total = take_layer(sums, layer) if count > 1 else jax.tree.map(lambda x: x.astype(jnp.float32), dw)
+            return visitor.visit(visited, layer, total, visitor.fetch(visited, layer))
+
+        if count > 1:
+            visited = when(row["micro"] == count - 1, visit, visited, f"runs_1_in_{count}")
+        else:
+            visited = visit(visited)
+        return Gradients(sums, visited), g
 
     # ------------------------------------------------------------------ the first carry
 
@@ -140,17 +178,20 @@ class StageLayers:
         each = jax.eval_shape(self._saved_for_weights)
         return stored, [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
 
-    def empty_sums(self) -> Tree:
-        """Float32 zeros for the gradients of the weights."""
-        if not self._table.trains:
-            return ()
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.at(self._layers.weights))
+    def no_gradients(self) -> Gradients:
+        """The gradients before the first backward pass."""
+        visited = () if self._visitor is None else self._visitor.begin
+        if not self._table.trains or (self._visitor is not None and self._p.micro_batches == 1):
+            return Gradients((), visited)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.at(self._layers.weights))
+        return Gradients(zeros, visited)
 
     def _example(self) -> tuple[Tree, Any, Any, Any]:
         """Arguments of a layer: weights, x, its input, shared inputs."""
         zero = jnp.int32(0)
-        weights, one = self._weights(zero, zero, self._fetch(zero, zero)), self._input(self._call, zero, zero)
-        return weights, self._x, one, self._call.shared
+        call = self._call
+        weights = self._weights(call, zero, zero, self._fetch(call, zero, zero))
+        return weights, self._x, self._input(call, zero, zero), call.shared
 
     def _saved_for_weights(self) -> list[jax.Array]:
         """The values that the backward pass of a layer saves for W."""
@@ -173,16 +214,16 @@ class StageLayers:
         number = (turn * self._p.stages + self._stage) * self._p.group + place
         return number, take_layer(call.inputs, jnp.minimum(number, self._p.layers - 1))
 
-    def _weights(self, place: jax.Array, turn: jax.Array, fetched: Tree) -> Tree:
-        return fill(take_layer(device_leaves(self._layers.weights), self._place(place, turn)), fetched)
+    def _weights(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> Tree:
+        return fill(take_layer(device_leaves(call.weights), self._place(place, turn)), fetched)
 
-    def _fetch(self, place: jax.Array, turn: jax.Array) -> Tree:
+    def _fetch(self, call: StackCall, place: jax.Array, turn: jax.Array) -> Tree:
         """The weights of a layer that are in host memory."""
-        return fetch_layer(self._layers.weights, self._place(place, turn))
+        return fetch_layer(call.weights, self._place(place, turn))
 
     def _known(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> tuple[Tree, Tree, Any, Any]:
         """The arrays of a layer that are not saved: to differentiate with respect to, weights, inputs."""
-        weights = self._weights(place, turn, fetched)
+        weights = self._weights(call, place, turn, fetched)
         return self._layers.at(weights), weights, self._input(call, place, turn), call.shared
 
     def _recompute(self, call: StackCall, place: jax.Array, turn: jax.Array, slot: jax.Array, ring: Tree) -> Tree:
@@ -196,7 +237,7 @@ class StageLayers:
 
         def again(i: jax.Array, ring: Tree) -> Tree:
             layer, source, target = steps[i]
-            weights = self._weights(layer, turn, self._fetch(layer, turn))
+            weights = self._weights(call, layer, turn, self._fetch(call, layer, turn))
             x = call.load(take_layer(ring, slot * plan.slots + source))
             y, _ = call.run(weights, x, self._input(call, layer, turn), call.shared)
             return put_layer(ring, slot * plan.slots + target, call.save(y))
@@ -214,3 +255,11 @@ def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
         total,
         new,
     )
+
+
+def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
+    """`function(state)` where the condition is true, otherwise `state`. A loop of at most one iteration updates the
+    state in place; XLA copies what the branches of a conditional pass on. `scope` tells the planner how often it
+    runs."""
+    with jax.named_scope(scope):
+        return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.sharding.host import fetch_layer, is_on_host, to_host
 from jaxmem.stack.cuts import StackCall
 
 
@@ -60,6 +61,13 @@ class Pipeline:
 
     def arrange(self, stacked: jax.Array) -> jax.Array:
         """The layers of a model, [layers, ...], in the order in which they are stored; identity layers are zeros."""
+        if is_on_host(stacked):  # one layer at a time is on the device
+
+            def move(_: None, number: jax.Array) -> tuple[None, jax.Array]:
+                layer = fetch_layer(stacked, number)
+                return None, to_host(jnp.where(number < self.layers, layer, jnp.zeros_like(layer)))
+
+            return jax.lax.scan(move, None, jnp.asarray(self.order, jnp.int32))[1]
         padded = jnp.pad(stacked, [(0, self.stored - self.layers), *[(0, 0)] * (stacked.ndim - 1)])
         return padded if self.rounds == 1 else padded[self.order]
 

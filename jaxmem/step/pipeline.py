@@ -44,7 +44,7 @@ def pipeline_gradients(
     found = _execute(pipeline.timetable, model, objective, params, (batch, keys), scale, gradient_dtype)
     axes = model.select(model.axes)
     stack = _stack_of(model)
-    grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers})
+    grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers.sums})
     if not local:
         return constrain_tree(grads, axes, "gradients"), found.sums
 

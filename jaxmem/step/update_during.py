@@ -23,22 +23,19 @@ from jaxmem.optim.groups import (
     Write,
     constrain_tree,
     merge,
-    put_stacked_layer,
     select,
     single_weights,
-    take_stacked_layer,
     without,
 )
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import is_axes, stored_axes
-from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
-from jaxmem.sharding.weights import is_quantized
-from jaxmem.stack import merge_micro_batches
+from jaxmem.sharding import is_axes
+from jaxmem.sharding.host import fetch_from_host, send_like
+from jaxmem.stack import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.segments import Path, Segments
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_in_parts import VocabUpdate
+from jaxmem.step.update_in_parts import LayerUpdate, VocabUpdate, add_squares
 
 Tree = Any
 
@@ -85,39 +82,18 @@ class _BackwardUpdate:
     def _update_stack(self, number: int, g: Any) -> Any:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         network, groups, stack = self._network, self._groups[number], self._network.stacks[number]
-        before = [group.state(self._state.opt_state) for group in groups]  # update counts from before this step
-        on_host = self._spec.offloads("optimizer")
+        update = LayerUpdate(groups, self._state.opt_state, self._write, self._norm, stack.layers)
 
         def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
             """Copies state from host memory while the gradient is computed."""
-            each = zip(groups, carry[1], before, strict=True)
-            return [take_stacked_layer(x, own.state_axes, layer, old) for own, x, old in each] if on_host else None
+            return update.fetch(carry, layer) if self._spec.offloads("optimizer") else None
 
         def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
-            """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
-            weights, states, squares = carry
-            grads, new_states = network.nest(number, dw), list[Tree]()
-            for i, (group, state, old) in enumerate(zip(groups, states, before, strict=True)):
-                own = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
-                own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
-                stacked = select(weights, group.axes, is_leaf=is_axes)
-                of_layer = fetched[i] if fetched else take_stacked_layer(state, group.state_axes, layer, old)
-                # Read once: a second read could come after the layer is written, and XLA would copy the stack.
-                weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
-                extra = {"layer": layer, "layers": stack.layers, "norm": self._norm}
-                new, new_state = group.update(own, of_layer, weight, self._write, **extra)
-                stacked_axes = stored_axes(group.axes, stacked)
-                weights = merge(weights, put_stacked_layer(stacked, stacked_axes, "weights", layer, new))
-                new_state = put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state)
-                new_states = [*new_states, new_state]
-                sums = jax.tree.map(lambda each, g: each.at[layer].set(sum_of_squares(g)), select(squares, own), own)
-                squares = merge(squares, sums)
-            return weights, new_states, squares
+            return update(carry, layer, network.nest(number, dw), fetched)
 
-        weights = network.trainable(number)
-        squares = jax.tree.map(lambda _: jnp.zeros(stack.layers, jnp.float32), weights, is_leaf=is_quantized)
-        carry = weights, before, squares
-        done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch)
+        weights = lambda carry: network.weights(number, carry[0])  # noqa: E731
+        visitor = Visitor(update.begin(network.trainable(number), stack.layers), weights, visit, fetch)
+        done, g = stack.backward(g, visitor)
         self._add(*done)
         return g
 
@@ -139,14 +115,13 @@ class _BackwardUpdate:
         sums = []
 
         def through(number: int, g: Any) -> Any:
-            stack, axes = network.stacks[number], [group.axes for group in self._groups[number]]
+            stack, groups = network.stacks[number], self._groups[number]
 
             def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-                grads = network.nest(number, dw)
-                each = (constrain_tree(select(grads, own, is_leaf=is_axes), own, "gradients") for own in axes)
-                return sum(map(sum_of_squares, each), squares)
+                return add_squares(squares, groups, network.nest(number, dw))
 
-            squares, g = stack.backward(g, lambda _: stack.applied.weights, visit, jnp.zeros((), jnp.float32))
+            zero = jnp.zeros((), jnp.float32)
+            squares, g = stack.backward(g, Visitor(zero, lambda _: stack.applied.weights, visit))
             sums.append(squares)
             return g
 

@@ -14,6 +14,7 @@ tokens, very few FLOPs for an embedding. State in host memory is copied in the s
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -44,6 +45,59 @@ from jaxmem.step.segments import SliceGradient
 from jaxmem.step.state import StateSpec
 
 Tree = Any
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """Updates a stack in place from the gradients of one layer at a time. The carry of the loop over the layers is
+    (weights, state of each group, squared norms)."""
+
+    groups: Sequence[ParameterGroup]  # one per weight
+    opt_state: Tree  # before the update: arrays that are not stacked are read from it
+    write: Write
+    norm: jax.Array | None
+    layers: int  # of the complete stack
+    first: int | jax.Array = 0  # the index of the first layer of the stack's part that is updated here
+
+    @cached_property
+    def _before(self) -> list[Tree]:
+        return [group.state(self.opt_state) for group in self.groups]
+
+    def begin(self, weights: Tree, layers: int) -> tuple[Tree, list[Tree], Tree]:
+        """The first carry, for a part of `layers` layers."""
+        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+        return weights, self._before, zeros
+
+    def fetch(self, carry: Any, layer: jax.Array) -> list[Tree]:
+        """The state of one layer, copied from host memory."""
+        each = zip(self.groups, carry[1], self._before, strict=True)
+        return [take_stacked_layer(state, group.state_axes, layer, old) for group, state, old in each]
+
+    def __call__(self, carry: Any, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Any:
+        """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
+        (weights, states, squares), new_states = carry, list[Tree]()
+        for i, (group, state, old) in enumerate(zip(self.groups, states, self._before, strict=True)):
+            own = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
+            own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
+            stacked = select(weights, group.axes, is_leaf=is_axes)
+            of_layer = fetched[i] if fetched else take_stacked_layer(state, group.state_axes, layer, old)
+            # Read once: a second read could come after the layer is written, and XLA would copy the stack.
+            weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
+            extra = {"layer": self.first + layer, "layers": self.layers, "norm": self.norm}
+            new, new_state = group.update(own, of_layer, weight, self.write, **extra)
+            stacked_axes = stored_axes(group.axes, stacked)
+            weights = merge(weights, put_stacked_layer(stacked, stacked_axes, "weights", layer, new))
+            new_state = put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state)
+            new_states = [*new_states, new_state]
+            sums = jax.tree.map(lambda each, g: each.at[layer].set(sum_of_squares(g)), select(squares, own), own)
+            squares = merge(squares, sums)
+        return weights, new_states, squares
+
+
+def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tree) -> jax.Array:
+    """`squares` plus the sum of squares of the gradients of one layer."""
+    each = (constrain_tree(select(grads, own.axes, is_leaf=is_axes), own.axes, "gradients") for own in groups)
+    return sum(map(sum_of_squares, each), squares)
 
 
 @dataclass(frozen=True)

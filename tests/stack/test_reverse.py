@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, apply_stack, cut_by, forward, stacked
+from jaxmem.stack import StackOptions, Visitor, apply_stack, cut_by, forward, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -37,7 +37,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
 
         begin = weights, jax.tree.map(jnp.zeros_like, weights)
         ready = lambda carried, number: carried[1]["b"][number, 0]  # noqa: E731
-        (_, grads), g = passed[0].backward(2 * y, lambda carried: carried[0], visit, begin, ready)
+        (_, grads), g = passed[0].backward(2 * y, Visitor(begin, lambda carried: carried[0], visit, ready))
         return grads, g
 
     expected = jax.jit(jax.grad(lambda *at: jnp.sum(applied(*at, StackOptions("none")) ** 2), (0, 1)))(weights, x)
