@@ -12,7 +12,7 @@ from jaxmem.config.adapter import Adapter
 from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
-from jaxmem.config.mesh import MESH_AXES, Rules, divisors
+from jaxmem.config.mesh import MESH_AXES, Rules, divisors, weight_kinds
 from jaxmem.config.names import offloaded_activations
 from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Rope, Vit
 from jaxmem.config.sections import Config
@@ -250,14 +250,26 @@ def _rules(cfg: Config) -> Iterator[str]:
     usual, known = Rules().table, cfg.model.dims()
     if isinstance(cfg.model, OwnModel):  # its weights may name any of these dimensions
         known = {dim: {} for dim in usual}
-    for dim, over in cfg.rules.table.items():
+    for key, over in cfg.rules:
         if len(set(over)) < len(over):
-            yield f"rules.{dim}={as_yaml(over)} repeats an axis; use rules.{dim}={as_yaml(tuple(dict.fromkeys(over)))}"
+            yield f"rules.{key}={as_yaml(over)} repeats a name; use rules.{key}={as_yaml(tuple(dict.fromkeys(over)))}"
+    for dim, over in cfg.rules.table.items():
         if over != usual[dim] and dim not in known:
             yield unsupported(f"model.family={cfg.model.family}", f"rules.{dim}", f"rules.{one_of(known)}")
     if "tensor" in cfg.rules.kv_heads and "tensor" not in cfg.rules.heads:
         heads, kv_heads = as_yaml(cfg.rules.heads), as_yaml(cfg.rules.kv_heads)
         yield f"rules.kv_heads={kv_heads} requires tensor in rules.heads={heads}; use tensor in both or neither"
+    for key, least in (("logits", 2), ("replicated", 3), ("optimizer", 1)):
+        if (over := getattr(cfg.rules, key)) and cfg.zero < least:
+            yield f"rules.{key}={as_yaml(over)} requires zero of at least {least}, not {cfg.zero}; use rules.{key}=[]"
+    if cfg.rules.logits and cfg.mesh.stage != 1:
+        yield unsupported(
+            f"mesh.stage={cfg.mesh.stage}", f"rules.logits={as_yaml(cfg.rules.logits)}", "rules.logits=[]"
+        )
+    kinds = weight_kinds(cfg.model)
+    for kind in cfg.rules.replicated:
+        if kind not in kinds:
+            yield unsupported(f"rules.replicated={kind}", f"this {cfg.model.family}", one_of(kinds) if kinds else "[]")
 
 
 def _optimizer(cfg: Config) -> Iterator[str]:

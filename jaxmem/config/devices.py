@@ -96,7 +96,9 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         yield f"{given} has {rows} rows per micro-batch, not a multiple of {over}; use batch.global_size={near}"
     for axis, counts in divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
         # Arrays that are sharded over `fsdp` are sharded over `expert` and `context` too.
-        along = [name for name in ("expert", "context") if axis == "fsdp" and getattr(mesh, name) > 1]
+        along = [
+            name for name in ("expert", "context", *cfg.rules.optimizer) if axis == "fsdp" and getattr(mesh, name) > 1
+        ]
         own, others = getattr(mesh, axis), math.prod(getattr(mesh, name) for name in along)
         wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (own * others)]
         if wrong:

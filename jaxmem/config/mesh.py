@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 from jaxmem.config.base import Count, ListOf, Section, setting
-from jaxmem.config.networks import Decoder, Model
+from jaxmem.config.networks import SHARDED, Decoder, Model
 
 
 class Mesh(Section):
@@ -34,12 +34,15 @@ MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method"
 BATCH_AXES = ("replica", "fsdp", "expert")  # axes over which the rows of a batch are sharded
 
 _Over = ListOf[Literal["fsdp", "context", "tensor"]]
+WeightKind = Literal["attention", "gate_up", "down", "experts", "head"]
 
 
 class Rules(Section):
     """The mesh axes that each dimension of weights is sharded over: the table of `sharding/table.py`. `fsdp` and
     `context` shard the stored weights as far as `zero` says, and `expert` wherever `fsdp` does; `tensor` also shards
-    the computation. If two dimensions of a weight name one axis, only the first is sharded over it."""
+    the computation. If two dimensions of a weight name one axis, only the first is sharded over it.
+
+    `logits`, `replicated` and `optimizer` change this for single kinds of weights and for the optimizer state."""
 
     embed: ListOf[Literal["fsdp", "context"]] = setting(
         ("fsdp", "context"), "mesh axes of the width of the residual stream"
@@ -49,9 +52,18 @@ class Rules(Section):
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
+    logits: ListOf[Literal["fsdp", "context"]] = setting(
+        (),
+        "mesh axes that shard the vocabulary of logits instead of their tokens: features are gathered, not weights",
+    )
+    replicated: ListOf[WeightKind] = setting(
+        (), "kinds of weights that zero: 3 stores like zero: 2, replicated; head: the output matrix"
+    )
+    optimizer: ListOf[Literal["replica"]] = setting((), "mesh axes that shard the optimizer state in addition to embed")
+
     @property
     def table(self) -> dict[str, tuple[str, ...]]:
-        return {dim: getattr(self, dim) for dim in Rules.model_fields}
+        return {dim: getattr(self, dim) for dim in SHARDED}
 
 
 class Pipeline(Section):
@@ -80,6 +92,14 @@ def divisible_dims(model: Model, rules: Rules, zero: int) -> dict[str, dict[str,
         "fsdp": found.get("embed", {}) if zero > 0 and rules.embed == Rules().embed else {},
         "tensor": {key: size for name in wide for key, size in found[name].items()},
     }
+
+
+def weight_kinds(model: Model) -> tuple[WeightKind, ...]:
+    """The kinds of weights of a model, for `rules.replicated`. All matrices of a mixture are the kind `experts`."""
+    found, has_experts = model.dims(), getattr(model, "experts", None) is not None
+    mlp: tuple[WeightKind, ...] = ("experts",) if has_experts else ("gate_up", "down") if "mlp" in found else ()
+    attention: tuple[WeightKind, ...] = ("attention",) if "heads" in found else ()
+    return (*attention, *mlp, *(("head",) if "vocab" in found else ()))
 
 
 def replicated_dims(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:

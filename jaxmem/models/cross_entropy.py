@@ -92,7 +92,7 @@ def vocab_cross_entropy(
         return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss)
     terms = Terms(label_smoothing, z_loss, getattr(network.cfg, "logit_soft_cap", None))
     loss = SlicedLoss(weight.get_metadata()["axes"], slices, terms)
-    return loss(constrain(x, "batch", "vocab_time", "embed"), weight.get_value(), labels)
+    return loss(constrain(x, "vocab_batch", "vocab_time", "embed"), weight.get_value(), labels)
 
 
 def slice_width(
@@ -123,7 +123,8 @@ def slices_for(
     chunk: int | Literal["auto"], x: Features, vocab: int, max_entries: int | None = None
 ) -> VocabSlices | None:
     """Slices for these features in the current layout; None: all logits at once."""
-    tokens = x.shape[0] * x.shape[1] // shard_count("activations", "batch") // shard_count("activations", "vocab_time")
+    tokens = x.shape[0] * x.shape[1] // shard_count("activations", "vocab_batch")
+    tokens //= shard_count("activations", "vocab_time")
     stored, parts = shard_count("weights", "vocab"), shard_count("compute", "vocab")
     prefetch = any(set(shard_axes("weights", dim)) - set(shard_axes("compute", dim)) for dim in ("embed", "vocab"))
     width = slice_width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, max_entries)
@@ -200,7 +201,7 @@ class SlicedLoss:
         """The first pass. Each device along `tensor` sums over its part of the vocabulary, followed by one
         all-reduce."""
         slices = self.slices
-        zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
+        zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "vocab_batch", "vocab_time", "vocab")
 
         def depend(j: jax.Array) -> jax.Array:
             """Returns j, made to depend on the labels. Otherwise jax would hoist whatever is equal for all
@@ -249,7 +250,7 @@ class SlicedLoss:
 
     def logits(self, x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
         logits = jnp.einsum("bte,epv->btpv", x, weight)
-        logits = constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
+        logits = constrain(logits, "vocab_batch", "vocab_time", "vocab", None).astype(jnp.float32)
         return logits if (cap := self.terms.soft_cap) is None else soft_cap(logits, cap)
 
 
@@ -281,12 +282,12 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
             # Slices run from the last to the first: the slice that contains a masked column overwrites it.
             of_weight = slices.write(of_weight, axes.index("vocab"), j, slices.as_weight(slice_of_weight, axes))
             of_weight = constrain(of_weight, *axes, role="gradients")
-        return of_weight, constrain(of_x + slice_of_x, "vocab", "batch", "vocab_time", None)
+        return of_weight, constrain(of_x + slice_of_x, "vocab", "vocab_batch", "vocab_time", None)
 
     zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients") if trainable else None
-    empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "vocab_time", None)
+    empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "vocab_batch", "vocab_time", None)
     of_weight, of_x = loss.fold(partial(loss.fetch, weight, x.dtype), add, (zeros, empty), reverse=True)
-    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None
+    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "vocab_batch", "vocab_time", "embed"), of_weight, None, None
 
 
 _sliced.defvjp(_forward, _backward)

@@ -130,12 +130,12 @@ class Decoder(Network):
         return prepend(self.prompt.tokens, tokens), positions, segment_ids
 
     def logits(self, x: Features) -> Float[Array, "batch time vocab"]:
-        x = constrain(x, "batch", "vocab_time", "embed")
+        x = constrain(x, "vocab_batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
         if (cap := self.cfg.logit_soft_cap) is not None:
             y = soft_cap(y, cap)
         # Removes the padding of a vocabulary whose size is not divisible by the number of devices.
-        return constrain(y, "batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
+        return constrain(y, "vocab_batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
 
     @property
     def projection(self) -> nnx.Param | None:

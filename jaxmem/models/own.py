@@ -17,11 +17,11 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
+from jaxmem.config.networks import SHARDED
 from jaxmem.config.own import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.own_layers import Path, Stack, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights
-from jaxmem.sharding.table import DEFAULT_TABLE
 from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks
 from jaxmem.stack import StackOptions
 
@@ -187,8 +187,8 @@ def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axe
             f"axes: {pattern} has {len(axes)} axes, but {name} has shape {list(shape)}; use one axis per dimension"
         )
     for axis in axes:
-        if axis is not None and axis not in DEFAULT_TABLE:
-            raise UserError(f"axes: {pattern} has the unknown axis {axis}{nearest(str(axis), DEFAULT_TABLE)}")
+        if axis is not None and axis not in SHARDED:
+            raise UserError(f"axes: {pattern} has the unknown axis {axis}{nearest(str(axis), SHARDED)}")
     return axes
 
 

@@ -173,7 +173,8 @@ class _Activations:
             # Whether the gradients of each layer are communicated in order (`sharding.gather_with_input`).
             self.in_order = scattered and tensor == 1 and tokens >= MIN_TOKENS_PER_ROW * model.embed
             self.head_waits = self._head_waits(model, scattered)
-            self.logits = tokens / (tensor // vocab) * self.chunk * width
+            self.logits = tokens * vocab / tensor * self.chunk * width
+            self.features = self.residual * vocab / tensor  # the input of the output projection
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
             units = model.mlp / mlp  # hidden units whose weights a device multiplies with
@@ -221,7 +222,7 @@ class _Activations:
         logits, head = self.logits, self.head
         # The logits and the weight of a slice, their gradients, and the gradient of the features in float32.
         if not self.has_all_logits:
-            logits += 2 * head + FLOAT32 / self.width * self.residual
+            logits += 2 * head + FLOAT32 / self.width * self.features + (self.features - self.residual)
             return kinds | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
         if mesh.stage > 1:  # in a pipeline logits are recomputed for their gradient, with a float32 copy
             logits += FLOAT32 / self.width * logits

@@ -28,8 +28,8 @@ def shards(cfg: Config, axis: str) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _computing(table: config.Rules) -> Table:
-    return make_rules(zero=0, dims=table.table).compute
+def _computing(rules: config.Rules) -> Table:
+    return make_rules(zero=0, section=rules).compute
 
 
 def rows_of(cfg: Config) -> float:

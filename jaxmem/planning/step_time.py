@@ -4,6 +4,7 @@ communication, and the update.
 The estimates compare configs before any is compiled; `timeline.py` estimates the time from a compiled program.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class StepTime:
     def seconds(self) -> float:
         gpu, parts, micro = self.gpu, self.parts, self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
-        communication = self._weights() + self._tensor() + self._context()
+        communication = self._weights() + self._tensor() + self._context() + self._features()
         exposed = max(_EXPOSED * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
@@ -91,6 +92,8 @@ class StepTime:
         within = self._ring(sides * weights["reduced"], mesh.fsdp, mesh.tensor * mesh.context)
         between = weights["scattered"] / self._split + weights["reduced"] / (mesh.fsdp if self.cfg.zero else 1)
         replicas = 2 * self._ring(between, mesh.replica, mesh.tensor * self._split)
+        if self.cfg.rules.optimizer and self.cfg.zero == 3:  # new shards of weights are gathered over `replica`
+            return within + replicas + self._ring(weights["renewed"], mesh.replica, mesh.tensor * self._split)
         return within + replicas + self._ring(weights["renewed"], self._split, mesh.tensor)
 
     def _tensor(self) -> float:
@@ -103,6 +106,16 @@ class StepTime:
         halves = (1 if shards(self.cfg, "heads") > 1 else 0.5) + (shards(self.cfg, "mlp") > 1)
         passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
         return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, tensor, 1)
+
+    def _features(self) -> float:
+        """Seconds in which features are gathered for logits whose vocabulary is sharded over the axes of
+        `rules.logits`, and their gradients are reduced."""
+        mesh, model, over = self.cfg.mesh, self.cfg.model, self.cfg.rules.logits
+        if not isinstance(model, Decoder) or not over:
+            return 0.0
+        group = math.prod(mesh.fsdp * mesh.expert if axis == "fsdp" else mesh.context for axis in over)
+        stride = mesh.tensor if "context" in over else mesh.tensor * mesh.context
+        return 2 * self._ring(self._tokens * group * model.embed * self._width, group, stride)
 
     def _context(self) -> float:
         """Seconds of the communication of attention over `context`, which full recompute repeats."""

@@ -19,6 +19,7 @@ import numpy as np
 from jaxmem.config import Config, Optimizer, Rules
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
+from jaxmem.config.mesh import weight_kinds
 from jaxmem.config.own import Own
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.machine.gpus import CPU
@@ -26,13 +27,14 @@ from jaxmem.planning import Target
 from jaxmem.planning.predict import Estimate, estimate
 from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.search.knobs import KERNELS, Change, Knob
+from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
 from jaxmem.search.surrogate import PRIOR_STD
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import RULE_AXES
 from jaxmem.step.kernel_choice import resolved
 
 MAX_SIZE = 4000
+MATERIAL = 0.01  # a config on a front needs at least this share less memory than each faster config
 
 
 @dataclass(eq=False)
@@ -89,6 +91,15 @@ class Candidate:
         return parts | self.estimate.kinds
 
 
+def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that need less memory than all faster ones, fastest first."""
+    chosen: list[Candidate] = []
+    for one in sorted(candidates, key=lambda one: (one.seconds, one.total)):
+        if one.refused is None and (not chosen or one.total < (1 - MATERIAL) * chosen[-1].total):
+            chosen.append(one)
+    return chosen
+
+
 def difference(old: Config, new: Config) -> dict[str, Any]:
     """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, these include the name of
     the optimizer of `new`, and its values that are not its defaults."""
@@ -122,9 +133,11 @@ class Space:
         self._cfg, self._target = cfg, target
         given = resolve(cfg, target.count)[0]
         listed = [(knob, _with_given(given, list(knob.choices(cfg, target)))) for knob in knobs]
-        self._choices = [choices for knob, choices in listed if choices and knob.allow != KERNELS]
+        self._choices = [choices for knob, choices in listed if choices and knob.allow not in (KERNELS, RULES)]
         self._kernels = [choices for knob, choices in listed if choices and knob.allow == KERNELS]
-        self._keys = sorted({key for choice in itertools.chain(*self._choices, *self._kernels) for key in choice})
+        self._rules = [choices for knob, choices in listed if choices and knob.allow == RULES]
+        every = itertools.chain(*self._choices, *self._kernels, *self._rules)
+        self._keys = sorted({key for choice in every for key in choice})
         self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
         self._seen: set[Config] = set()
         self._given = given.replace(rules=_plain_rules(given))
@@ -146,6 +159,18 @@ class Space:
 
     def with_other_kernels(self, one: Candidate) -> list[Candidate]:
         return self._new(one.cfg, _combinations(self._kernels))
+
+    def with_other_rules(self, one: Candidate) -> list[Candidate]:
+        """Candidates with other sharding rules, by dynamic programming over the kinds of weights in the order in which
+        a layer uses them (Jia et al., arXiv:1807.05358). Between two kinds the residual stream is always sharded in
+        the same way, so the cost of a kind does not depend on the choices before it: of these, only the Pareto front of
+        bytes and seconds is extended."""
+        found, front = [], [one]
+        for choices in self._rules:
+            new = [other for kept in front for other in self._new(kept.cfg, choices)]
+            found += new
+            front = pareto_front([*front, *new])
+        return found
 
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
         raw = cfg.model_dump(mode="json")
@@ -250,6 +275,11 @@ def _plain_rules(cfg: Config) -> Rules:
         effective = [axis for axis in over if axis in sharding]
         same = (form for form in forms if [axis for axis in form if axis in sharding] == effective)
         plain[dim] = next(same, over)
+    if cfg.zero >= 2:
+        plain["logits"] = tuple(axis for axis in cfg.rules.logits if axis in sharding)
+    if cfg.zero == 3 and not {"tensor"} >= {*sharding}:
+        plain["replicated"] = tuple(kind for kind in weight_kinds(cfg.model) if kind in cfg.rules.replicated)
+    plain["optimizer"] = cfg.rules.optimizer if cfg.mesh.replica > 1 and cfg.zero else ()
     return Rules(**plain)
 
 

@@ -15,12 +15,11 @@ from jaxmem.errors import UserError
 from jaxmem.planning import Target, format_bytes
 from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
-from jaxmem.search.candidates import Candidate, Space
+from jaxmem.search.candidates import Candidate, Space, pareto_front
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
 from jaxmem.search.surrogate import encode, expected_improvement, posterior, probability_below
 
-MATERIAL = 0.01  # a config on the front needs at least this share less memory than each faster config
 SLOWEST = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 SLACK = 0.05  # relative error that an estimate may have
 PER_CHANGE = 0.99  # factor of the expected gain for each setting that changes
@@ -94,14 +93,8 @@ class Trials:
 
     def front(self, among: Iterable[Candidate] | None = None, slack: float = 0.0) -> list[Candidate]:
         """The Pareto front of time and memory among candidates that fit (by default compiled ones), fastest first."""
-        chosen: list[Candidate] = []
-        fitting = (one for one in (self.compiled if among is None else among) if self.fits(one, slack))
-        for one in sorted(fitting, key=lambda one: (one.seconds, one.total)):
-            if chosen and one.seconds > SLOWEST * chosen[0].seconds:
-                break
-            if not chosen or one.total < (1 - MATERIAL) * chosen[-1].total:
-                chosen.append(one)
-        return chosen
+        front = pareto_front(one for one in (self.compiled if among is None else among) if self.fits(one, slack))
+        return [one for one in front if one.seconds <= SLOWEST * front[0].seconds]
 
     @property
     def estimate_error(self) -> dict[str, float] | None:
@@ -138,6 +131,9 @@ class Search:
         self.trials = Trials(compilers.target, limit, self._space.start())
         if self._space.is_sampled:
             self._look_around()
+        best = self.trials.front(self.trials.all, slack=SLACK)[:NEIGHBOURHOODS]
+        for one in best or [min(self.trials.all, key=lambda one: one.total)]:
+            self.trials.all += self._space.with_other_rules(one)
 
     def compile(self, most: int) -> int:
         """Compile the steps of at most `most` configs that may be on the front, then all phases of the configs on the

@@ -14,12 +14,15 @@ from annotated_types import Ge, Le
 
 from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimizer, Precision
 from jaxmem.config.devices import meshes
+from jaxmem.config.mesh import weight_kinds
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import RULE_AXES
 
 Change = Mapping[str, Any]  # {dotted key: value}
+# Whether `tensor` shards a dimension, and whether it is sharded in storage if it is the first of its weight.
+_FORMS = ((), ("tensor",), RULE_AXES, ("tensor", *RULE_AXES))
 
 
 @dataclass(frozen=True)
@@ -137,19 +140,36 @@ def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
         yield {f"adapter.{field}": value for field, value in adapter}
 
 
-def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
-    """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. If rules
-    shard `embed` and the other dimension, the first of the two is sharded."""
-    kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in cfg.model.dims()]
-    forms = (((), ("tensor",), RULE_AXES, ("tensor", *RULE_AXES)), ((), ("tensor",)))
-    for embed in (RULE_AXES, ()):
-        for own in itertools.product(*(forms[dim == "vocab"] for dim in kinds)):
-            table: dict[str, tuple[str, ...]] = {"embed": embed}
-            table.update(zip(kinds, own, strict=True))
-            if "heads" in table:
-                # Key projections are [embed, kv_heads]: if `embed` is sharded, only `tensor` shards `kv_heads`.
-                table["kv_heads"] = tuple(axis for axis in table["heads"] if axis not in embed)
-            yield {f"rules.{dim}": over for dim, over in table.items()}
+def _attention_rules(cfg: Config, _: Target) -> Iterable[Change]:
+    """Whether `tensor` shards attention, and which dimension of its weights is sharded in storage. Key projections are
+    [embed, kv_heads]: `embed` is sharded in storage, so only `tensor` shards `kv_heads`."""
+    for own in _FORMS if "heads" in cfg.model.dims() else ():
+        tensor = tuple(axis for axis in own if axis == "tensor")
+        yield {"rules.embed": RULE_AXES, "rules.heads": own, "rules.kv_heads": tensor}
+
+
+def _mlp_rules(cfg: Config, _: Target) -> Iterable[Change]:
+    """The same for the MLP."""
+    return ({"rules.embed": RULE_AXES, "rules.mlp": own} for own in _FORMS if "mlp" in cfg.model.dims())
+
+
+def _logit_rules(cfg: Config, _: Target) -> Iterable[Change]:
+    """The axes that shard the vocabulary of logits; the others shard their tokens."""
+    if isinstance(cfg.model, Decoder):
+        for over in itertools.product(((), ("tensor",)), ((), ("fsdp",), RULE_AXES)):
+            yield dict(zip(("rules.vocab", "rules.logits"), over, strict=True))
+
+
+def _replicated_kinds(cfg: Config, _: Target) -> Iterable[Change]:
+    """Every set of kinds of weights that are not gathered for each micro-batch."""
+    kinds = weight_kinds(cfg.model)
+    sets = itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in range(len(kinds) + 1))
+    return ({"rules.replicated": one} for one in sets)
+
+
+def _optimizer_rules(_cfg: Config, _target: Target) -> Iterable[Change]:
+    """Whether `replica` shards the optimizer state."""
+    return ({"rules.optimizer": over} for over in ((), ("replica",)))
 
 
 def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:
@@ -167,13 +187,17 @@ def _everywhere(_: Config, target: Target) -> Iterable[Change]:
     yield {f"mesh.{axis}": target.count if axis == "fsdp" else 1 for axis in MESH_AXES} | {"zero": 3}
 
 
-KERNELS = "kernels"
+KERNELS, RULES = "kernels", "rules"
 # The words of DEFAULT_ALLOW do not change the mathematics.
 KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
     Knob("mesh", _schedules),
-    Knob("rules", _sharding_rules),
+    Knob(RULES, _attention_rules),
+    Knob(RULES, _mlp_rules),
+    Knob(RULES, _logit_rules),
+    Knob(RULES, _replicated_kinds),
+    Knob(RULES, _optimizer_rules),
     Knob("remat", _policies),
     Knob("offload", _offloads),
     Knob("update", listed("memory.update")),

@@ -102,8 +102,10 @@ class Layout:
 
     def inside_vmap(self, vmapped: tuple[str, ...]) -> Layout:
         """The layout for code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
-        batch = tuple(axis for axis in self.rules.activations["batch"] if axis not in vmapped)
-        activations = {**self.rules.activations, "batch": batch}
+        table = self.rules.activations
+        activations = {**table} | {
+            axis: tuple(a for a in table[axis] if a not in vmapped) for axis in ("batch", "vocab_batch")
+        }
         rules = dataclasses.replace(self.rules, activations=activations)
         return dataclasses.replace(self, rules=rules, vmapped=vmapped)
 
@@ -132,7 +134,8 @@ class Layout:
         size is divisible."""
         batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
         unsplit = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
-        activations = {**self.rules.activations, **unsplit, "batch": batch}
+        logits = tuple(axis for axis in self.rules.activations["vocab_batch"] if axis in batch)
+        activations = {**self.rules.activations, **unsplit, "batch": batch, "vocab_batch": logits}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
 
     def replicated(self) -> NamedSharding:

@@ -49,14 +49,26 @@ def if_even(axis: str | Axis | None) -> Axis | None:
     return dataclasses.replace(axis, if_even=True) if isinstance(axis, Axis) else Axis(axis, if_even=True)
 
 
-DEFAULT_TABLE: Table = RulesSection().table
+DEFAULT = RulesSection()
+KINDS = {
+    ("vocab", "embed"): "embedding",
+    ("embed", "vocab"): "head",
+    ("embed", "heads"): "attention",
+    ("embed", "kv_heads"): "attention",
+    ("heads", "embed"): "attention",
+    ("embed", "mlp"): "gate_up",
+    ("mlp", "embed"): "down",
+    ("expert", "embed", "mlp"): "experts",
+    ("expert", "mlp", "embed"): "experts",
+}  # the kind of a weight, from its logical axes without `layer`
 RULE_AXES = ("fsdp", "context")  # the axes of STORAGE_AXES as rules name them
 STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
 
 
 @dataclass(frozen=True)
 class Rules:
-    """For each role, the mesh axes that shard each logical axis. Every logical axis is listed; `()` is replicated."""
+    """For each role, the mesh axes that shard each logical axis. Every logical axis is listed; `()` is replicated.
+    `attention.embed` is the logical axis `embed` of weights of the kind `attention`, if it has a rule of its own."""
 
     weights: Table  # the weights as they are stored between steps
     compute: Table  # the weights of one layer while it is computed
@@ -65,20 +77,19 @@ class Rules:
     activations: Table
 
 
-def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT_TABLE) -> Rules:
+def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection = DEFAULT) -> Rules:
     """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights.
 
     Devices along `context` and `expert` compute with the same weights as those along `fsdp`, except for experts, so
     arrays are sharded over all of them.
     `undivided` names logical axes that are not divisible by `tensor`: key and value heads are then replicated over it,
-    and a vocabulary is stored replicated and padded in the computation. `dims` is the table in the section `rules` of
-    the config. Layers that `tensor` does not shard use replicated weights, and each device processes its part of the
-    sequence.
+    and a vocabulary is stored replicated and padded in the computation. `section` is the section `rules` of the config.
+    Layers that `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
     """
     replicated = (
         "norm", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes",
     )  # fmt: skip
-    of_weights = {dim: _with_expert(over) for dim, over in dims.items()}
+    of_weights = {dim: _with_expert(over) for dim, over in section.table.items()}
     split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **of_weights}
     experts = {"expert": ("expert",)}
     if "kv_heads" in undivided:
@@ -88,8 +99,14 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
         split = {**split, "vocab": _without(split["vocab"], "tensor")}
     tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
     split = {**split, **experts}
+    weights = split if zero >= 3 else tensor
+    if zero >= 3:
+        weights = {**split, **{f"{kind}.{dim}": tensor[dim] for kind in section.replicated for dim in of_weights}}
     # The projected dimension inherits the sharding of the dimension that it replaces.
-    state: Table = {**split, "projected": split["embed"]}
+    state_embed = (*split["embed"], *section.optimizer)
+    state: Table = {**split, "embed": state_embed, "projected": state_embed}
+    logits = _with_expert(section.logits)
+    padded["vocab"] = (*padded["vocab"], *logits)
     activations: Table = {
         **padded,
         "layer": (),
@@ -98,10 +115,11 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
         "time": ("context",),
         "stream": ("context", "tensor"),  # the sequence dimension of the residual stream and of norms
         "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),
-        "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
+        "vocab_batch": _without(BATCH_AXES, *logits),
+        "vocab_time": _without(("context", "tensor"), *padded["vocab"]),
     }
     return Rules(
-        weights=split if zero >= 3 else tensor,
+        weights=weights,
         compute=padded,
         gradients=split if zero >= 2 else tensor,
         optimizer=state if zero >= 1 else tensor,
@@ -122,6 +140,8 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
     """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, it shards the first one. If
     an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over that axis
     instead, so that block scales are not replicated on many devices."""
+    if kind := KINDS.get(tuple(axis_name(axis) for axis in axes if axis not in ("layer", None))):
+        table = {dim: table.get(f"{kind}.{dim}", over) for dim, over in table.items()}
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
     storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
     assigned: set[str] = set()
@@ -155,7 +175,10 @@ def _is_if_even(axis: str | Axis | None) -> bool:
 
 def rules_for(cfg: Config) -> Rules:
     """The sharding tables of a config."""
-    return make_rules(cfg.zero, replicated_dims(cfg.model, cfg.rules, cfg.mesh), cfg.rules.table)
+    rules = cfg.rules
+    if getattr(cfg.model, "tie_embeddings", False) and "head" in rules.replicated:
+        rules = rules.replace(replicated=(*rules.replicated, "embedding"))
+    return make_rules(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:

@@ -11,6 +11,13 @@ TABLES = {
     # Attention alone is split over tensor; beside hidden units and logits each device has a part of the time.
     "attention": ({"mlp": ["fsdp"], "vocab": []}, {"fsdp": 4, "tensor": 2}),
     # The other way round, and what can lies along a weight's first dimension.
+    # The head shards its vocabulary over all devices; the weights of three kinds are stored replicated.
+    "head": (
+        {"logits": ["fsdp", "context"], "replicated": ["attention", "down"]},
+        {"fsdp": 2, "context": 2, "tensor": 2},
+    ),
+    # The optimizer state is sharded over more devices than the weights.
+    "optimizer": ({"optimizer": ["replica"], "replicated": ["head"]}, {"replica": 2, "fsdp": 4}),
     "hidden units": ({"heads": [], "kv_heads": [], "mlp": FIRST}, {"fsdp": 4, "tensor": 2}),
 }
 
