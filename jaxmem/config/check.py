@@ -269,7 +269,8 @@ def _rules(cfg: Config) -> Iterator[str]:
     kinds = weight_kinds(cfg.model)
     for kind in cfg.rules.replicated:
         if kind not in kinds:
-            yield unsupported(f"rules.replicated={kind}", f"this {cfg.model.family}", one_of(kinds) if kinds else "[]")
+            use = f"rules.replicated: {one_of(kinds)}" if kinds else "rules.replicated=[]"
+            yield f"rules.replicated=[{kind}] names weights that the model does not have; use {use}"
 
 
 def _optimizer(cfg: Config) -> Iterator[str]:

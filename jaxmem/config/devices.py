@@ -105,6 +105,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             shown = " x ".join(f"mesh.{name}={getattr(mesh, name)}" for name in (axis, *along))
             near = nearest_numbers(own, (d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0))
             other = ", or zero=0" if axis == "fsdp" else ""
+            other += ", or rules.optimizer=[]" if "replica" in along else ""
             verb = "is" if len(wrong) == 1 else "are"
             yield f"{', '.join(wrong)} {verb} not divisible by {shown}; use mesh.{axis}={near}{other}"
     yield from _experts(cfg)

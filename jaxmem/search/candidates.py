@@ -196,7 +196,9 @@ class Space:
 
 
 def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candidate]:
-    return Space(cfg, target, knobs).start()
+    space = Space(cfg, target, knobs)
+    found = space.start()
+    return found + space.with_other_rules(min(found, key=lambda one: one.total))
 
 
 def resolved_on(cfg: Config, target: Target) -> Config:

@@ -102,29 +102,17 @@ class Layout:
 
     def inside_vmap(self, vmapped: tuple[str, ...]) -> Layout:
         """The layout for code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
-        table = self.rules.activations
-        activations = {**table} | {
-            axis: tuple(a for a in table[axis] if a not in vmapped) for axis in ("batch", "vocab_batch")
-        }
-        rules = dataclasses.replace(self.rules, activations=activations)
+        rules = dataclasses.replace(self.rules, activations=self.rules.without(vmapped).activations)
         return dataclasses.replace(self, rules=rules, vmapped=vmapped)
 
     def inside_shard_map(self, manual: tuple[str, ...]) -> Layout:
         """The layout for code inside of a `jax.shard_map` over these mesh axes, in which arrays are shards."""
         mesh = self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual))
-        tables = {
-            role: {name: tuple(a for a in over if a not in manual) for name, over in table.items()}
-            for role, table in vars(self.rules).items()
-        }
-        return Layout(mesh, Rules(**tables))
+        return Layout(mesh, self.rules.without(manual))
 
     def without(self, axis: str) -> Layout:
         """The layout for code in which the shards along a mesh axis are separate arrays."""
-        tables = {
-            role: {name: tuple(a for a in over if a != axis) for name, over in table.items()}
-            for role, table in vars(self.rules).items()
-        }
-        return dataclasses.replace(self, rules=Rules(**tables))
+        return dataclasses.replace(self, rules=self.rules.without((axis,)))
 
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 
@@ -75,6 +75,13 @@ class Rules:
     gradients: Table
     optimizer: Table
     activations: Table
+
+    def without(self, axes: Collection[str]) -> Self:
+        """The rules for code that handles these mesh axes itself."""
+        tables = vars(self).items()
+        return type(self)(
+            **{role: {dim: _without(over, *axes) for dim, over in table.items()} for role, table in tables}
+        )
 
 
 def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection = DEFAULT) -> Rules:

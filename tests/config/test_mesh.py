@@ -139,6 +139,12 @@ def test_rows():
             ["mesh.fsdp=4", "mesh.tensor=2", "rules.mlp=[tensor, fsdp]", "model.mlp=68"],
             "model.mlp=68 ... mesh.tensor=2 ... mesh.fsdp=4 ... rules.mlp=[tensor, fsdp] ... rules.mlp=[tensor]",
         ),
+        (
+            TEXT,
+            8,
+            ["mesh.replica=2", "mesh.fsdp=4", "model.embed=68", "rules.optimizer=[replica]"],
+            "model.embed=68 ... mesh.fsdp=4 x mesh.replica=2 ... mesh.fsdp=2 ... rules.optimizer=[]",
+        ),
         (PICTURES, 8, ["mesh.tensor=8"], "model.heads=4 ... mesh.tensor=8 ... mesh.tensor=4"),
         (
             PICTURES,

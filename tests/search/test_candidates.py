@@ -10,7 +10,7 @@ from jaxmem.config import MESH_AXES, Adapter, Memory, Optimizer, Rules, Save, lo
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
-from jaxmem.search.candidates import MAX_SIZE, candidates
+from jaxmem.search.candidates import MAX_SIZE, Space, candidates, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, KNOBS, allowed, values
 
 from .conftest import config
@@ -114,10 +114,14 @@ def test_the_given_value_stays_a_choice() -> None:
 
 
 def test_equivalent_sharding_rules_are_one_candidate() -> None:
-    tables = {one.cfg.rules for one in candidates(config(), EIGHT, allowed(["rules"]))}
-    assert Rules() in tables
-    assert len(tables) == 2**3, "with tensor=1: embed, heads and mlp are sharded or not"
-    assert Rules(heads=FIRST, mlp=FIRST) in tables
+    """With tensor=1 and replica=1: the stored dimensions of attention and MLP, the logits, and the replicated kinds."""
+    space = Space(config(), EIGHT, allowed(["rules"]))
+    [given] = space.start()
+    found = [given, *space.with_other_rules(given)]
+    tables = {one.cfg.rules for one in found}
+    assert len(tables) == len(found) <= 1 + 1 + 1 + 1 + len(pareto_front(found)) * 2**4
+    assert {Rules(), Rules(heads=FIRST), Rules(logits=("fsdp",)), Rules(replicated=("attention", "down"))} <= tables
+    assert not space.with_other_rules(given), "no config is estimated twice"
 
 
 def test_every_valid_mesh_is_a_candidate() -> None:
