@@ -85,7 +85,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         widening = FLOAT32 // sizes.width if cfg.batch.accumulate > 1 else 1
         gradients = _update_during(size_of, updated, widening, activations)
     else:
-        gradients = _update_after(cfg, size_of, state, activations)
+        gradients = _update_after(cfg, size_of, state, sizes.width, activations)
     all_state = sum(parts.values()) + sum(offloaded.values())
     parts |= {"gradients": gradients, "activations": activations, "batch": sizes.batch}
     seconds = None
@@ -117,18 +117,21 @@ def ideal_flops(built: Program) -> float:
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
 
 
-def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activations: int) -> int:
+def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, width: int, activations: int) -> int:
     """The larger of the bytes of gradients, and the bytes by which updates exceed the activations, which are freed
-    before the update."""
-    one_pass = size_of("gradients", state.trainable)
-    if cfg.mesh.stage > 1:  # the gradients of layers are added to their sums one by one
-        one_pass = max((size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked), default=0)
-    sums = size_of("gradients", state.trainable, FLOAT32) if cfg.batch.accumulate > 1 else 0
+    before the update. `width`: bytes per element of the compute dtype."""
+    gradients = size_of("gradients", state.trainable)
+    if cfg.mesh.stage > 1 or cfg.batch.accumulate > 1:  # the gradients of layers are added to their sums one by one
+        gradients = max((size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked), default=0)
+    if cfg.batch.accumulate > 1:
+        if cfg.mesh.stage == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
+            gradients = max(gradients, size_of("optimizer", state.trainable, width))
+        gradients += size_of("gradients", state.trainable, FLOAT32)
     # If the optimizer state is sharded over more devices than the weights, new weights exist before old ones are freed.
-    width = math.ceil(state.stored_bytes)
-    stored = size_of("weights", state.trainable, width)
-    updates = stored if stored > size_of("optimizer", state.trainable, width) else 0
-    return max(one_pass + sums, updates - activations)
+    stored_width = math.ceil(state.stored_bytes)
+    stored = size_of("weights", state.trainable, stored_width)
+    updates = stored if stored > size_of("optimizer", state.trainable, stored_width) else 0
+    return max(gradients, updates - activations)
 
 
 def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: int, activations: int) -> int:

@@ -95,6 +95,12 @@ class DeviceBytes:
         """Bytes of arrays in a role. `width`: bytes per element, by default of the stored dtype."""
         return sum(self._divided(role, leaf)[2] * (width or leaf.itemsize) for leaf in leaves)
 
+    @property
+    def reduces_once(self) -> bool:
+        """Whether devices sum the gradients of their own rows, and reduce the sums once per update."""
+        sharded = {axis for over in self._rules.gradients.values() for axis in over}
+        return any(self._mesh[axis] > 1 and axis not in sharded for axis in self._rules.activations["batch"])
+
     def is_transposed(self, leaf: StateLeaf) -> bool:
         """Whether a dimension other than the first is gathered; XLA then stores a transposed copy in which it is the
         first."""

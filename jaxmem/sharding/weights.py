@@ -86,6 +86,9 @@ class HookedWeight(_LikeStored):
     at: jax.Array  # zeros with the shape of the hook's result; not read
     argument: jax.Array  # sliced into layers together with the weight
     hook: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
+    # Whether the hook's result has the shape and dtype of the argument. Then the backward pass of a stack writes the
+    # results into the memory of the argument.
+    in_place: bool = field(default=False, metadata={"static": True})
 
     def apply(self) -> jax.Array:
         return _hooked(self.hook, self.stored, self.at, self.argument)
@@ -99,6 +102,14 @@ def _hooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _argu
 _hooked.defvjp(
     lambda _, value, _at, argument: (value, argument), lambda hook, argument, g: (None, hook(g, argument), None)
 )
+
+
+def is_in_place(w: Any) -> bool:
+    return isinstance(w, HookedWeight) and w.in_place
+
+
+def hooks_in_place(tree: Any) -> list[HookedWeight]:
+    return list(filter(is_in_place, jax.tree.leaves(tree, is_leaf=is_in_place)))
 
 
 def apply_hooks(tree: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     apply="StackOptions apply_layers apply_stack stacked",
-    cuts="StackCall cut_by",
+    cuts="StackCall applies_stacks_once cut_by",
     remat="recompute_from_inputs",
     reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",

@@ -10,6 +10,7 @@ large as for N layers.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
-from jaxmem.sharding.host import fetch_from_host, host_leaves, take_layer
-from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks
+from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
+from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
 from jaxmem.stack.cuts import StackCall, cut, is_cut
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
@@ -97,7 +98,51 @@ def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, A
         from jaxmem.stack.scheduled import by_schedule
 
         return by_schedule(call)
+    if hooks_in_place(call.weights):
+        return _scan_with_hooks(call)
     return jax.lax.scan(lambda x, one: call.run(one[0], x, one[1], call.shared), call.x, (call.weights, call.inputs))
+
+
+def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
+    """A scan over layers whose backward pass writes the results of hooks in place. The forward pass carries the arrays
+    `at` unchanged, so the backward pass carries their gradients, which begin as the arguments of the hooks."""
+    leaves, form = jax.tree.flatten(call.weights, is_leaf=is_in_place)
+    hooked = {n: w for n, w in enumerate(leaves) if is_in_place(w)}
+
+    def step(carry: tuple[Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
+        (x, at), (own, one, layer) = carry, of_layer
+        for n, w in hooked.items():
+            own[n], at[n] = _hooked_layer(w.hook, own[n], at[n], layer)
+        x, output = call.run(jax.tree.unflatten(form, own), x, one, call.shared)
+        return (x, at), output
+
+    own = [w.stored if n in hooked else w for n, w in enumerate(leaves)]
+    numbers = jnp.arange(call.layers, dtype=jnp.int32)
+    begin = call.x, {n: w.at for n, w in hooked.items()}
+    (x, at), outputs = jax.lax.scan(step, begin, (own, call.inputs, numbers))
+    return _with_first_gradient(x, at, {n: w.argument for n, w in hooked.items()}), outputs
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _hooked_layer(_: Any, value: jax.Array, at: jax.Array, _layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return value, at
+
+
+def _hooked_layer_backward(hook: Any, layer: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    g, results = gradients
+    return None, put_layer(results, layer, hook(g, take_layer(results, layer))), None
+
+
+_hooked_layer.defvjp(lambda _, value, at, layer: ((value, at), layer), _hooked_layer_backward)
+
+
+@jax.custom_vjp
+def _with_first_gradient(x: Any, _at: Any, _gradient: Any) -> Any:
+    """`x`; sets the gradient of `_at`."""
+    return x
+
+
+_with_first_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradient, g: (g, gradient, None))
 
 
 def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: Forms | None = None) -> StackCall:

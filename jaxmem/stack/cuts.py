@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from jaxmem.sharding.host import to_device, to_host
 from jaxmem.stack.schedule import Schedule
@@ -65,3 +66,23 @@ def cut(part: Any) -> Any:
     """The result of the handler for this part; None if there is no handler, or it does not replace the part."""
     handler = _handler.get()
     return None if handler is None else handler(part)
+
+
+def applies_stacks_once(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function of weights applies each stack of layers at most once, and not within a loop of its own."""
+    stacks: list[Any] = []
+    states: list[Any] = []
+
+    def note(part: Any) -> None:
+        if isinstance(part, StackCall):
+            stacks.append(part.weights)
+            states.append(get_opaque_trace_state(convention="jaxmem"))
+
+    def traced(*arguments: Any) -> Any:
+        states.append(get_opaque_trace_state(convention="jaxmem"))
+        with cut_by(note):
+            return function(*arguments)
+
+    jax.eval_shape(traced, *arguments)
+    is_once = len({id(jax.tree.leaves(weights)[0]) for weights in stacks}) == len(stacks)
+    return is_once and all(state == states[0] for state in states)

@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer
-from jaxmem.sharding.weights import StoredWeight
+from jaxmem.sharding.weights import StoredWeight, hooks_in_place, is_in_place
 from jaxmem.stack.cuts import Run, StackCall
 from jaxmem.stack.schedule import Schedule
 
@@ -94,11 +94,13 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
         return (x, outputs), (weights, slots, inputs, shared)
 
     def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-        weights, slots, inputs, shared = saved
+        stored, slots, inputs, shared = saved
+        hooks = inexact_leaves(stored) if hooks_in_place(stored) else None
+        weights = jax.tree.map(lambda w: w.stored if is_in_place(w) else w, stored, is_leaf=is_in_place)
         saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
 
         def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            slots, ahead, fetched, g, of_shared = carry
+            slots, ahead, fetched, g, of_shared, results = carry
             layer, at, begin, end, of_output = one
             slots = recompute(saved_call, plan, slots, begin, end)
             x = ahead if plan.saves_all else call.load(take_layer(slots, at))
@@ -107,15 +109,24 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
             following = fetch_layer(weights, layer - 1)
             derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), shared)
             of_weights, g, of_input, more = derivative(g, of_output)
-            return (slots, ahead, following, g, jax.tree.map(jnp.add, of_shared, more)), (of_weights, of_input)
+            if hooks is not None:
+                put = lambda w, x, g: put_layer(x, layer, w.hook(g, take_layer(x, layer)))  # noqa: E731
+                of_weights, results = None, jax.tree.map(put, hooks, results, of_weights, is_leaf=is_in_place)
+            of_shared = jax.tree.map(jnp.add, of_shared, more)
+            return (slots, ahead, following, g, of_shared, results), (of_weights, of_input)
 
         zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
         layers = range(call.layers)
         each = [jnp.asarray(values, jnp.int32) for values in (layers, plan.at, plan.begin, plan.end)]
         ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
-        carry = (slots, ahead, fetch_layer(weights, jnp.int32(layers[-1])), gradients[0], zeros)
-        (*_, g, of_shared), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
-        return _gradients_like(weights, of_weights), g, of_inputs, of_shared
+        results = jax.tree.map(lambda w: w.argument, hooks, is_leaf=is_in_place)
+        carry = (slots, ahead, fetch_layer(weights, jnp.int32(layers[-1])), gradients[0], zeros, results)
+        carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
+        *_, g, of_shared, results = carry
+        if hooks is not None:
+            like = lambda w, x: replace(w, stored=None, at=x, argument=None)  # noqa: E731
+            of_weights = jax.tree.map(like, hooks, results, is_leaf=is_in_place)
+        return _gradients_like(stored, of_weights), g, of_inputs, of_shared
 
     apply.defvjp(forward, backward)
     return apply(call.weights, call.x, call.inputs, call.shared)
@@ -156,7 +167,8 @@ def inexact_leaves(tree: Any, values: Any = None) -> Any:
         at, value = (leaf.at, value.at) if isinstance(leaf, StoredWeight) else (leaf, value)
         return value if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
 
-    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_stored_weight)
+    is_leaf = lambda w: _is_stored_weight(w) or is_in_place(w)  # noqa: E731
+    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=is_leaf)
 
 
 def with_inexact(tree: Any, leaves: Any) -> Any:

@@ -1,5 +1,8 @@
 """Gradients of a batch that is divided into micro-batches, and when devices reduce them.
 
+The backward pass adds the gradient of each layer to the sum over micro-batches as soon as it is computed
+(`weights.HookedWeight`), so one float32 array per weight is in memory, and the gradients of one layer.
+
 Where gradients are sharded (`fsdp` with ZeRO-2 or 3), the gradients of every micro-batch are reduce-scattered as soon
 as they are computed, and no device ever stores a full gradient. Where they are replicated (`replica`; `fsdp` below
 ZeRO-2), each device accumulates the gradients of its own rows, and the sums are all-reduced once per update, which
@@ -57,19 +60,18 @@ def accumulate(
     layout = current()
     is_local = layout is not None and layout.local_gradient_axes and not state
     local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
-
-    def micro(batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        return (
-            differentiate(loss, params, batch, keys, axes)
-            if local is None
-            else local.gradients(loss, params, batch, keys)
-        )
+    added = _with_hooks(loss, axes, Add, in_place=True)
 
     def add(carry: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        (total, state), (batch, keys) = carry, one
-        grads, sums = micro({**batch, STATE: state} if state else batch, keys)
+        (total, all_sums, state), (batch, keys) = carry, one
+        batch = {**batch, STATE: state} if state else batch
+        at = jax.tree.map(jnp.zeros_like, total)
+        if local is None:
+            total, sums = jax.grad(added, has_aux=True)(at, params, total, batch, keys)
+        else:
+            total, sums = local.added(added, at, params, total, batch, keys)
         state = sums.pop(STATE, None)
-        return (jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (grads, sums)), state), None
+        return (total, jax.tree.map(lambda t, x: t + x.astype(t.dtype), all_sums, sums), state), None
 
     looped = (batch, keys) if local is None else jax.tree.map(lambda x: x[:-1], (batch, keys))
     last = jax.tree.map(lambda x: x[-1], (batch, keys))
@@ -82,11 +84,36 @@ def accumulate(
             if name != STATE
         },
     )
-    (grads, sums), state = jax.lax.scan(add, (zeros, state or None), looped)[0]
+    grads, sums, state = jax.lax.scan(add, (*zeros, state or None), looped)[0]
     if local is None:
         return grads, sums | ({STATE: state} if state else {})
     grads, own = local.reduced(loss, params, grads, *last)
     return grads, jax.tree.map(jnp.add, sums, own)
+
+
+def _with_hooks(loss: Loss, axes: Any, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
+    """A loss of (at, weights, sums, batch, keys). The gradient with respect to `at` is `hook(axes)(gradient, sum)`."""
+
+    def one(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
+        hooked = HookedWeight(own, at, total, hook(names), in_place)
+        return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies the hook layer by layer
+
+    def hooked(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        return loss(jax.tree.map(one, axes, at, own, total, is_leaf=is_axes), batch, keys)
+
+    return hooked
+
+
+@dataclass(frozen=True)
+class Add:
+    """A function of a gradient and the sum of the gradients of earlier micro-batches. It returns the new sum. The
+    gradient is constrained to its sharding, so that it is reduce-scattered before it is added."""
+
+    names: Axes
+
+    def __call__(self, g: jax.Array, before: jax.Array) -> jax.Array:
+        g = constrain(g, *self.names[len(self.names) - g.ndim :], role="gradients")
+        return before + g.astype(before.dtype)
 
 
 class _LocalGradients:
@@ -97,37 +124,34 @@ class _LocalGradients:
         self._over = layout.local_gradient_axes
         self.groups = layout.size(self._over)
 
-    def gradients(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        """Gradients of a micro-batch, [groups, ...]."""
-        grads, sums = self._differentiate(loss, self._views_of_groups(params), batch, keys)
-        return self._constrain_groups(grads, "gradients"), sums
+    def added(
+        self, loss: Callable[..., Any], at: Params, params: Params, total: Params, batch: Batch, keys: jax.Array
+    ) -> tuple[Params, Sums]:
+        """The sum of `total` and the gradients of a micro-batch, [groups, ...]."""
+        total, sums = self._differentiate(loss, 0, at, batch, keys, self._views_of_groups(params), total)
+        return self._constrain_groups(total, "gradients"), sums
 
     def reduced(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of the last micro-batch over the groups, sharded like the optimizer
         state."""
-
-        def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
-            hooked = HookedWeight(own, at, total, self.reduce(names))
-            return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies the hook layer by layer
-
-        def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-            return loss(jax.tree.map(hook, self._axes, at, own, total, is_leaf=is_axes), batch, keys)
-
+        hooked = _with_hooks(loss, self._axes, self.reduce)
         # The reduced gradients have the dtype of `at`. It is the dtype of communication, not float32, because they are
         # in memory together with the sums that are not reduced yet.
         at = differentiable(params, self._dtype)
-        grads, sums = self._differentiate(of_group, at, batch, keys, self._views_of_groups(params), total)
+        grads, sums = self._differentiate(hooked, None, at, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
     def reduce(self, names: Axes) -> Reduce:
         return Reduce(self._layout, names, self._over, self._dtype)
 
-    def _differentiate(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
-        """Gradients of the sum of the losses of all groups with respect to `at`. Without `own`, each group has its own
-        `at`, [groups, ...]. With `own`, trees of [groups, ...], all groups share `at`."""
+    def _differentiate(
+        self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *own: Params
+    ) -> tuple[Params, Sums]:
+        """Gradients of the sum of the losses of all groups with respect to `at`, which all groups share if `at_axis` is
+        None; with 0 it is [groups, ...], like the trees in `own`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
-            in_axes = (None if own else 0, *[0] * len(own), 0, 0)
+            in_axes = (at_axis, *[0] * len(own), 0, 0)
             mapped = jax.vmap(loss, in_axes=in_axes, axis_name=GROUPS, spmd_axis_name=self._over)
             losses, sums = mapped(at, *each)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)

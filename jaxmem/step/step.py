@@ -19,7 +19,8 @@ from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
-from jaxmem.sharding.weights import differentiable, with_gradients
+from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
+from jaxmem.stack import applies_stacks_once
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, differentiate
 from jaxmem.step.objective import STATE, Batch, Sums, means, objective, trained_sum
@@ -79,6 +80,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        at = at if hooks_by_layer else apply_hooks(at)
         before = model.with_forward_state(state.params, batch.get(STATE))
         network = model.network(with_gradients(before, at, model.partial_stacks))
         sums = sums_of(network, {name: x for name, x in batch.items() if name != STATE}, keys)
@@ -86,7 +88,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
             sums = sums | {STATE: network.state}
         return trained_sum(sums) * scale, sums
 
-    at = differentiable(model.select(state.params), spec.gradient_dtype)
+    at, hooks_by_layer = differentiable(model.select(state.params), spec.gradient_dtype), True
     if model.pipeline is not None:
         from jaxmem.step.pipeline import pipeline_gradients
 
@@ -97,6 +99,9 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         grads, sums = differentiate(partial(loss, losses), at, micro_batch, row_keys[0], axes)
     else:
         begin = model.forward_state_of(state.params)
+        if not cfg.own.is_empty:  # the loss of a script may apply the model several times
+            first = jax.tree.map(lambda x: x[0], (batch, row_keys))
+            hooks_by_layer = not model.partial_stacks and applies_stacks_once(partial(loss, losses), at, *first)
         grads, sums = accumulate(partial(loss, losses), at, batch, row_keys, axes, compute, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums

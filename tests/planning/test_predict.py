@@ -59,6 +59,24 @@ def test_the_state_of_adapters_is_exact() -> None:
         (
             4,
             {
+                "memory": {"remat": "full"},
+                "mesh": {"fsdp": 4},
+                "zero": 0,
+                "batch": {"global_size": 16, "accumulate": 2},
+            },
+        ),
+        (
+            4,
+            {
+                "memory": {"remat": "sqrt"},
+                "mesh": {"fsdp": 4},
+                "zero": 1,
+                "batch": {"global_size": 16, "accumulate": 2},
+            },
+        ),
+        (
+            4,
+            {
                 "memory": {"remat": "full", "offload": "activations"},
                 "mesh": {"fsdp": 4},
                 "zero": 2,
@@ -104,11 +122,11 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
 
 
 @pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])
-def test_sums_of_gradients_lie_as_gradients_do(zero: int, split: int) -> None:
-    """Up to zero 1 each group of rows has its own, whole, beside those of one micro-batch."""
+def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> None:
+    """Up to zero 1 each group of rows has its own complete sum."""
     built = program(config(mesh={"fsdp": 4}, zero=zero, batch={"global_size": 32, "accumulate": 4}), jax.devices()[:4])
-    expected = 2 * 4 * built.model.parameters / split
-    assert estimate(built.cfg, "cpu").parts["gradients"] == pytest.approx(expected, rel=0.03)
+    sums = 4 * built.model.parameters / split
+    assert sums <= estimate(built.cfg, "cpu").parts["gradients"] < 1.3 * sums
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -210,3 +210,15 @@ def test_new_weights_are_gathered_in_place_of_the_old_ones(sections):
     assert step.sizes["temporaries"] < 0.75 * weights
     sent = sum(one.traffic.wire_bytes for one in sent_by(step).collectives)
     assert sent == pytest.approx((2 + 4) / 4 * weights * 7 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "recursive"])
+def test_gradients_of_micro_batches_are_added_in_place(remat):
+    """One float32 sum, not a second array with the gradients of a micro-batch."""
+    cfg = config(
+        model=MODEL | {"layers": 16}, mesh={"fsdp": 8}, zero=1,
+        batch={"global_size": 32, "accumulate": 4}, memory={"remat": remat},
+    )  # fmt: skip
+    built = program(cfg, target_devices(TARGET, TARGET.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    assert step.sizes["temporaries"] < 1.6 * 4 * built.model.parameters

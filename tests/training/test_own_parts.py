@@ -442,3 +442,25 @@ def test_a_saved_config_needs_the_script(tmp_path):
     jaxmem.train(settings(tmp_path, train={"steps": 1}), **PARTS)
     with pytest.raises(UserError, match=r"model\.family=own needs"):
         jaxmem.train(tmp_path / "own" / "config.yaml")
+
+
+def applied_twice(model, batch):
+    """The stack of blocks in two calls of the model."""
+    first, second = (next_token(model, {"tokens": tokens})[0] for tokens in (batch["tokens"], batch["tokens"][:, ::-1]))
+    return (first + second) / 2
+
+
+def applied_in_a_loop(model, batch):
+    """The stack of blocks in the body of a loop."""
+    x, mask = model.embed(batch["tokens"][:, :-1]), nnx.make_causal_mask(batch["tokens"][:, :-1])
+    x, _ = jax.lax.scan(lambda x, _: (model.all_blocks(x, mask), None), x, length=2)
+    logits = model.embed.attend(model.norm(x))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+
+@pytest.mark.parametrize("loss", [applied_twice, applied_in_a_loop])
+def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path, loss):
+    one_batch = jaxmem.train(settings(tmp_path / "one", train={"steps": 1}), **LM | {"loss": loss})
+    cfg = settings(tmp_path / "two", batch={"global_size": ROWS, "accumulate": 2}, zero=1, train={"steps": 1})
+    run = jaxmem.train(cfg, **LM | {"loss": loss}, layers="blocks")
+    assert run.metrics["gradient_norm"] == pytest.approx(one_batch.metrics["gradient_norm"], rel=1e-4)
