@@ -2,7 +2,8 @@
 
 Bytes are counted on the links of one device, with ring algorithms (Thakur et al., 2005). For n devices and an array of
 B bytes (for an all-gather: the gathered array), all-gather, reduce-scatter and all-to-all send (n - 1) / n B bytes, an
-all-reduce sends 2 (n - 1) / n B, and a permutation B.
+all-reduce sends 2 (n - 1) / n B, and a permutation B. A ragged all-to-all sends a number of rows that only the run
+knows: the plan counts the rows that experts with uniform routing receive (`models.dispatch`).
 """
 
 import itertools
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.machine.gpus import Gpu
+from jaxmem.models.dispatch import share_of_devices
 from jaxmem.planning.hlo import Instruction
 
 COLLECTIVES = (
@@ -57,7 +59,10 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
     group = groups.shape[1]
     if group < 2:
         return None
-    size = sum(operand.shape.bytes for operand in inner.operands) * (group if kind == "all-gather" else 1)
+    if kind == "ragged-all-to-all":
+        size = _dispatched(inner, group)
+    else:
+        size = sum(operand.shape.bytes for operand in inner.operands) * (group if kind == "all-gather" else 1)
     share = 1.0 if kind in ("collective-permute", "collective-broadcast") else (group - 1) / group
     backend = one.config.get("collective_backend_config", {})
     return Transfer(
@@ -69,6 +74,14 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
         int(np.unique(groups[0] // per_host, return_counts=True)[1].min()),
         tuple(groups[0].tolist()),
     )
+
+
+def _dispatched(one: Instruction, devices: int) -> int:
+    """Bytes of the tokens that chose experts of one of the devices. One array has a row for each token of each device,
+    the other one a row for each choice of a token on this device."""
+    choices, tokens = sorted(operand.shape.dims[0] for operand in one.operands[:2])
+    row = one.operands[0].shape.bytes // one.operands[0].shape.dims[0]
+    return round(tokens * share_of_devices(choices * devices // tokens, devices) * row)
 
 
 def host_copy(one: Instruction) -> Transfer | None:

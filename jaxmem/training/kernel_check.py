@@ -23,10 +23,10 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError, one_line
 from jaxmem.kernels import choice, triton_launch
 from jaxmem.kernels.fused_attention.support import Request
-from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
+from jaxmem.kernels.grouped_matmul import map_groups, sort_rows, sum_of_groups
 from jaxmem.kernels.validation import PLAIN
 from jaxmem.machine.devices import cudnn_remedy
-from jaxmem.models.experts import matrices
+from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
 
@@ -167,7 +167,7 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
                 values = jnp.ones(groups.rows.shape, dtype)
                 return map_groups(lambda w, _, x, __: x @ w, w, {}, x, values, groups).astype(dtype)
             y = triton.grouped_matmul(x, w if q is None else matrices(q), None, None, groups, True)
-            return triton.sum_of_groups(y, groups, LENGTH)
+            return sum_of_groups(y, groups, LENGTH)
 
         out, pull = jax.vjp(run, x, w)
         of_x, of_w = pull(g)

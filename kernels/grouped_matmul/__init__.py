@@ -8,6 +8,6 @@ all tiles of all groups run at once. The temporary arrays of neither grow with t
 `ragged_dot` where no GPU is attached, so that no plan could compile it.
 """
 
-from .blocks import Groups, map_groups, sort_rows
+from .blocks import Groups, map_groups, rows_of_groups, sort_rows, sum_of_groups
 
-__all__ = ["Groups", "map_groups", "sort_rows"]
+__all__ = ["Groups", "map_groups", "rows_of_groups", "sort_rows", "sum_of_groups"]

@@ -52,6 +52,34 @@ def sort_rows(groups: Int[Array, "rows choices"], count: int, capacity: int | No
     return Groups(order // groups.shape[-1], found[:-1], found[1:], order)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sum_of_groups(y: Float[Array, "sorted width"], groups: Groups, rows: int) -> Float[Array, "rows width"]:
+    """The sum of the results of each of `rows` rows over its groups, in float32, rounded to the dtype of y."""
+    places = (
+        jnp.zeros_like(groups.order)
+        .at[groups.order]
+        .set(jnp.arange(groups.order.size, dtype=groups.order.dtype), unique_indices=True)
+    )
+    own = y[places].reshape(rows, -1, y.shape[1])
+    return jnp.sum(own, axis=1, dtype=jnp.float32).astype(y.dtype)
+
+
+@jax.custom_vjp
+def rows_of_groups(x: Float[Array, "rows width"], groups: Groups) -> Float[Array, "sorted width"]:
+    """The rows of x sorted by group; also those that belong to no group, whose gradient must be 0."""
+    return x[groups.rows]
+
+
+sum_of_groups.defvjp(
+    lambda y, groups, rows: (sum_of_groups(y, groups, rows), groups),
+    lambda _, groups, g: (rows_of_groups(g, groups), None),
+)
+rows_of_groups.defvjp(
+    lambda x, groups: (rows_of_groups(x, groups), (groups, jnp.zeros((x.shape[0], 0)))),
+    lambda saved, g: (sum_of_groups(g, saved[0], saved[1].shape[0]), None),
+)
+
+
 def map_groups(
     function: GroupFunction,
     weights: Tree,

@@ -20,7 +20,7 @@ from jaxmem.kernels.quantized_matmul import MatmulCall, QuantizedScales
 from jaxmem.kernels.quantized_matmul import triton as one_matrix
 from jaxmem.kernels.triton_launch import launch, load_programs
 
-from .blocks import Groups, block_table, usual_rows
+from .blocks import Groups, block_table, sum_of_groups, usual_rows
 
 PROGRAMS = "jaxmem.kernels.grouped_matmul.triton_programs"
 
@@ -120,7 +120,7 @@ def _of_weights(x: jax.Array, g: jax.Array, weight: jax.Array, groups: Groups, g
 def _backward(gathers: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     x, weight, bias, shares, groups = saved
     of_x = _of_inputs(g, weight, groups)
-    of_x = _sum_of_choices(of_x, groups, x.shape[0]) if gathers else of_x
+    of_x = sum_of_groups(of_x, groups, x.shape[0]) if gathers else of_x
     of_weight = None if isinstance(weight, QuantizedMatrices) else _of_weights(x, g, weight, groups, gathers)
     of_bias, of_shares = None, None
     if bias is not None:  # a matrix with one input
@@ -135,28 +135,6 @@ def _backward(gathers: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
 grouped_matmul.defvjp(
     lambda *arguments: (grouped_matmul(*arguments), arguments[:-1]),
     _backward,
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def sum_of_groups(y: Float[Array, "sorted width"], groups: Groups, rows: int) -> Float[Array, "rows width"]:
-    """The sum of the results of each of `rows` rows over its groups, in float32, rounded to the dtype of y."""
-    return _sum_of_choices(y, groups, rows)
-
-
-def _sum_of_choices(y: jax.Array, groups: Groups, rows: int) -> jax.Array:
-    places = (
-        jnp.zeros_like(groups.order)
-        .at[groups.order]
-        .set(jnp.arange(groups.order.size, dtype=groups.order.dtype), unique_indices=True)
-    )
-    own = y[places].reshape(rows, -1, y.shape[1])
-    return jnp.sum(own, axis=1, dtype=jnp.float32).astype(y.dtype)
-
-
-sum_of_groups.defvjp(
-    lambda y, groups, rows: (_sum_of_choices(y, groups, rows), groups),
-    lambda _, groups, g: (g[groups.rows], None),
 )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import QuantizedScales
-from jaxmem.kernels.grouped_matmul import map_groups, sort_rows
-from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul, sum_of_groups
+from jaxmem.kernels.grouped_matmul import map_groups, sort_rows, sum_of_groups
+from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
 from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
 from jaxmem.quant import quantize
 
