@@ -40,6 +40,8 @@ def check_data(cfg: Config) -> Iterator[str]:
     elif data.weight != Source().weight:
         yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
     yield from _buckets(data)
+    if data.streaming:
+        yield from _streaming(cfg, {source.source for source in sources.values()})
     if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
@@ -83,6 +85,14 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
     if (source.kind.contents == "images") == is_text:
         names = [name for name, one in SOURCES.items() if (one.contents == "images") != is_text]
         yield unsupported(given, f"model.family={cfg.model.family}", f"{key}.source={one_of(names)}")
+
+
+def _streaming(cfg: Config, kinds: set[str]) -> Iterator[str]:
+    can = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
+    for kind in sorted(kinds - {*can}):
+        yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(can)}")
+    if cfg.data.mixture and cfg.data.epochs is not None:
+        yield unsupported("data.streaming=true with data.mixture", f"data.epochs={cfg.data.epochs}", "data.epochs=null")
 
 
 def _buckets(data: Data) -> Iterator[str]:

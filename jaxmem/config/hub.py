@@ -8,13 +8,16 @@ A part of a dataset is `hf://datasets/org/name@revision/directory` or a pattern,
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from jaxmem.errors import UserError, one_line
+from jaxmem.errors import UserError, abridge, one_line
 
 SETTINGS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
@@ -56,19 +59,76 @@ def is_dataset(path: str) -> bool:
 def dataset_path(path: str, suffixes: Sequence[str]) -> str:
     """Fetches the files of a dataset that end with one of `suffixes`. Returns their directory in the cache, or the
     pattern of `path` there."""
+    repository, revision, inside, patterns = _dataset(path, suffixes)
+    directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
+    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    _matching(path, repository, every, patterns)
+    return str(directory / inside)
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """The names of the files of a dataset at a commit, none of which is fetched yet."""
+
+    path: str  # data.path
+    repository: str
+    commit: str
+    names: tuple[str, ...]
+
+    def new_directory(self) -> TemporaryDirectory[str]:
+        """A directory next to the cache, for files that are deleted after use."""
+        from huggingface_hub import constants
+
+        place = Path(constants.HF_HOME)
+        place.mkdir(parents=True, exist_ok=True)
+        return TemporaryDirectory(prefix="streaming-", dir=place)
+
+    def fetch(self, name: str, directory: str) -> Path:
+        """The path of a file in the cache; a file that is not there is fetched into `directory`."""
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+        cached = try_to_load_from_cache(self.repository, name, revision=self.commit, repo_type="dataset")
+        if isinstance(cached, str):
+            return Path(cached)
+        with _explained(self.repository, self.commit, f"data.path={self.path}", "dataset"):
+            return Path(
+                hf_hub_download(self.repository, name, revision=self.commit, repo_type="dataset", local_dir=directory)
+            )
+
+
+@lru_cache
+def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
+    """The files of a dataset that end with one of `suffixes`, or match the pattern of `path`."""
+    from huggingface_hub import HfApi
+
+    repository, revision, _, patterns = _dataset(path, suffixes)
+    with _explained(repository, revision, f"data.path={path}", "dataset"):
+        info = HfApi().dataset_info(repository, revision=revision)
+    every = (file.rfilename for file in info.siblings or ())
+    return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, every, patterns))
+
+
+def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, str, list[str]]:
+    """The id, the revision, the part and the patterns of files of a dataset."""
     found = DATASET.fullmatch(path.removeprefix(DATASETS))
     if found is None:
         raise UserError(
             f"data.path={path} is not a dataset of the hub; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl"
         )
-    repository, revision, inside = found[1], found[2], (found[3] or "").rstrip("/")
+    inside = (found[3] or "").rstrip("/")
     is_pattern = has_magic(inside) or bool(Path(inside).suffix)
     patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
-    directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
-    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    files = [name for name in every if any(fnmatch(name, pattern) for pattern in patterns)]
+    return found[1], found[2], inside, patterns
+
+
+def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    """The files that match a pattern, of one split."""
+    every = sorted(names)
+    files = tuple(name for name in every if any(fnmatch(name, pattern) for pattern in patterns))
     if not files:
-        raise UserError(f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}")
+        raise UserError(
+            f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}; it has {abridge(every)}"
+        )
     splits = {split[1]: name for name in files if (split := SPLIT.search(name))}
     if len(splits) > 1:
         first, example = max(splits.items())
@@ -77,18 +137,27 @@ def dataset_path(path: str, suffixes: Sequence[str]) -> str:
             f"data.path={path} contains the splits {', '.join(sorted(splits))}; set one, for example "
             f"data.path={DATASETS}{repository}/{use}"
         )
-    return str(directory / inside)
+    return files
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str], what: str, kind: str = "model") -> str:
-    from huggingface_hub import constants as hub
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    try:
+    with _explained(repository, revision, what, kind):
         others = ["*/*"] if kind == "model" else None
         return snapshot_download(
             repository, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=others
         )
+
+
+@contextmanager
+def _explained(repository: str, revision: str | None, what: str, kind: str) -> Iterator[None]:
+    """Errors of the hub as errors of the user. `what`: the setting that names the repository."""
+    from huggingface_hub import constants as hub
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError:
         page = f"{hub.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
         raise UserError(f"{what}: requires permission; request it at {page}, and set HF_TOKEN to your token") from None
@@ -112,4 +181,10 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
     except (errors.HfHubHTTPError, OSError) as error:
         raise UserError(
             f"{what}: unexpected answer of the hub: {one_line(error)}; try again, or use a local directory"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # of its HTTP client, which differs between versions of huggingface_hub
+        raise UserError(
+            f"{what}: the hub cannot be reached: {one_line(error)}; try again, or copy the {kind}'s files here"
         ) from error

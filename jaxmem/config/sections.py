@@ -66,6 +66,10 @@ class Data(Source):
     )
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
+    streaming: bool = setting(
+        False,
+        "read the files one after the other while the run trains; files of the hub are fetched when they are next",
+    )
     chat_template: str | None = setting(None, "a Jinja file; null: the template of the tokenizer")
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
     on_invalid: Literal["stop", "skip"] = setting("stop", "what to do with an invalid record")

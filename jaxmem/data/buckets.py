@@ -13,6 +13,7 @@ takes no longer with the cores of P hosts.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class BucketRows(Rows):
 
     @property
     def has_ended(self) -> bool:
-        return self._next >= self._records.total and not any(self._waiting)
+        return not self._records.has(self._next) and not any(self._waiting)
 
     def batch(self) -> Batch:
         bucket = self._fill()
@@ -51,11 +52,13 @@ class BucketRows(Rows):
                     reference[index] = self._records.references(place)[answer]
         for place in places:
             self._documents.pop(place, None)
+        if self._records.release is not None:
+            self._records.release(min([self._next, *chain(*self._waiting)]))
         return batch if self._records.references is None else batch | {"reference": reference}
 
     def _fill(self) -> int:
         """Reads records until a bucket has enough for a batch; returns that bucket."""
-        while self._next < self._records.total:
+        while self._records.has(self._next):
             bucket = self._bucket(self._next)
             self._waiting[bucket].append(self._next)
             self._next += 1

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.config.sources import COLUMNS
-from jaxmem.data.records import DocumentPiece, InvalidRecordError, TokenizedText, no_documents
+from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, nearest
 
@@ -42,7 +42,7 @@ class ColumnRecords:
         self._groups = [(file, group) for file, group, rows in opened if rows]
         self.blocks = np.array([rows for _, _, rows in opened if rows], np.int64)
         if not self._groups:
-            raise no_documents(paths)
+            raise EmptyDataError(paths)
         self._ends = np.cumsum(self.blocks)
         self.decoded = lru_cache(DECODED)(self._decode)
         self._lock = threading.Lock()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxmem.config.hub import dataset_files, is_dataset
 from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
 from jaxmem.data import record_order
@@ -17,6 +18,7 @@ from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
 from jaxmem.data.records import Document, RecordSource
+from jaxmem.data.streaming import StreamedFiles, held_out_records
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 
@@ -48,14 +50,20 @@ class Corpus:
                 f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than model.vocab="
                 f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
-        self.sources = [open_source(source, cfg.data, self.tokenizer) for source in self._sections]
+        opened = open_stream if cfg.data.streaming else open_source
+        self.sources = [opened(source, cfg.data, self.tokenizer) for source in self._sections]
         if images:
             from jaxmem.data.images import check_classes
 
             check_classes(cfg, self.sources[0])
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
-    def documents(self, source: int, record: int) -> Sequence[Document]:
+    @property
+    def streams(self) -> list[StreamedFiles]:
+        """The sources, with `data.streaming`."""
+        return [source for source in self.sources if isinstance(source, StreamedFiles)]
+
+    def documents(self, source: int, record: Any) -> Sequence[Document]:
         return self.sources[source].documents(record)
 
     def check(self) -> float:
@@ -64,12 +72,12 @@ class Corpus:
         lengths = []
         for source in self.sources if self._cfg.reads_text else ():
             counts = replace(source.counts)
-            for record in range(min(CHECKED, len(source))):
+            for record in source.head(CHECKED):
                 lengths += [len(document.tokens) for document in source.documents(record)]
             source.counts = counts
         return float(np.mean(lengths or [0]))
 
-    def length(self, source: int, record: int) -> int | None:
+    def length(self, source: int, record: Any) -> int | None:
         """The number of tokens of a record, if it is known without reading it."""
         return self.sources[source].length(record)
 
@@ -86,6 +94,8 @@ class Corpus:
     def order(self, split: Split) -> Any:
         """The split's records in their order: a grain MapDataset of (source, record), whose length is one epoch."""
         data = self._cfg.data
+        if data.streaming:
+            return held_out_records(self.streams, data.held_out)
         counts = [len(source) for source in self.sources]
         weights = [source.weight for source in self._sections]
         if split == "held_out":
@@ -122,6 +132,10 @@ def fingerprint(cfg: Config) -> str:
 
             digest.update(template_for(tokenizer, cfg.data.chat_template).source.encode())
     for source in sources_of(cfg):
+        if cfg.data.streaming and source.path is not None and is_dataset(source.path):
+            files = dataset_files(source.path, source.kind.suffixes)
+            digest.update(repr((files.repository, files.commit, files.names, source.field)).encode())
+            continue
         paths = source_files(source)
         sizes = [file_size(path) for path in paths]
         root = os.path.commonpath([path.absolute().parent for path in paths])
@@ -152,6 +166,13 @@ def sources_of(cfg: Config) -> Sequence[Source]:
 
 def open_source(source: Source, data: Data, tokenizer: Tokenizer) -> RecordSource:
     return _reader(source)(source_files(source), source, data, tokenizer)
+
+
+def open_stream(source: Source, data: Data, tokenizer: Tokenizer) -> StreamedFiles:
+    assert source.path is not None
+    is_hub = is_dataset(source.path)
+    files = dataset_files(source.path, source.kind.suffixes) if is_hub else source_files(source)
+    return StreamedFiles(_reader(source), files, source, data, tokenizer)
 
 
 def source_files(source: Source) -> list[Path]:

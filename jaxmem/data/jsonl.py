@@ -18,7 +18,7 @@ import numpy as np
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.columns import ColumnRecords, is_columns
 from jaxmem.data.files import OpenFiles, file_size
-from jaxmem.data.records import DocumentPiece, InvalidRecordError, RecordSource, TokenizedText, no_documents
+from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, as_yaml
 
@@ -39,7 +39,7 @@ class Lines:
         self._indexes = [_LineIndex(path, self._files) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
         if not self._ends[-1]:
-            raise no_documents(paths)
+            raise EmptyDataError(paths)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -22,7 +22,9 @@ import numpy as np
 from jaxmem.config.sections import Config
 from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.packing import Batch, OrderedRecords, Rows, TextRows
+from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
+from jaxmem.data.records import Document
+from jaxmem.data.streaming import StreamOrder
 from jaxmem.errors import UserError
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
@@ -46,28 +48,64 @@ class Loader(AbstractContextManager["Loader"]):
         corpus: Corpus | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        from grain.experimental import ThreadPrefetchDatasetIterator
-
-        self._owns_corpus, self.corpus = corpus is None, corpus or Corpus(cfg)
-        self._global_size, self._agree = cfg.batch.global_size, agree
+        self._owns_corpus, self.corpus, self._agree = corpus is None, corpus or Corpus(cfg), agree
         columns = cfg.batch.global_size // cfg.batch.accumulate
         rows = range(columns) if rows is None else rows
         if not rows or min(rows) < 0 or max(rows) >= columns:
             raise ValueError(f"rows {rows}: expected some of the {columns} columns of the batch")
-        own = np.arange(cfg.batch.accumulate)[:, None] * columns + np.asarray(rows)
-        order = self.corpus.order(split)
-        epochs = cfg.data.epochs if split == "train" else 1
-        self._ends = epochs is not None
-        total = epochs * len(order) if epochs is not None else sys.maxsize
-        if split == "train" and total * self.corpus.sources[0].documents_per_record < cfg.batch.global_size:
-            raise UserError(
-                f"data.epochs={epochs} of {len(order)} records is less than one batch of batch.global_size="
-                f"{cfg.batch.global_size}; decrease batch.global_size or increase data.epochs"
-            )
-        batches = _rows(cfg, self.corpus, order, own, total)
-        self._open = [ThreadPrefetchDatasetIterator(batches, BUILT_AHEAD)]  # empty when it is closed
+        self._cfg, self._rows, self._split = cfg, np.asarray(rows), split
+        self._shards = self._choose_shards(columns)  # 0: records have random access
+        self._ends = split != "train" or cfg.data.epochs is not None
+        self._open = [_built_ahead(self._build())]  # empty when it is closed
         self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
         self._start = self._batches.get_state()
+
+    def _choose_shards(self, columns: int) -> int:
+        """With `data.streaming`: one shard per process, if each process has its own rows and can have its own files."""
+        if self._split != "train" or not self._cfg.data.streaming:
+            return 0
+        count, first = len(self._rows), int(self._rows[0])
+        is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
+        files = min(len(stream.names) for stream in self.corpus.streams)
+        return columns // count if is_share and columns // count <= files and not self._cfg.data.buckets else 1
+
+    def _build(self) -> Rows:
+        """The batches of this process, from the beginning."""
+        cfg, data, corpus = self._cfg, self._cfg.data, self.corpus
+        size, columns = cfg.batch.global_size, cfg.batch.global_size // cfg.batch.accumulate
+        own = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
+        if self._shards:
+            for stream in corpus.streams:
+                stream.used.clear()
+            shards = sorted({int(column) * self._shards // columns for column in self._rows})
+            records = {shard: _streamed(cfg, corpus, (shard, self._shards)) for shard in shards}
+        else:
+            order = corpus.order(self._split)
+            epochs = data.epochs if self._split == "train" else 1
+            total = epochs * len(order) if epochs is not None else sys.maxsize
+            per_record = corpus.sources[0].documents_per_record
+            if self._split == "train" and total * per_record < size:
+                raise UserError(
+                    f"data.epochs={epochs} of {len(order)} records is less than one batch of batch.global_size="
+                    f"{size}; decrease batch.global_size or increase data.epochs"
+                )
+            if not cfg.reads_text:
+                from jaxmem.data.images import ImageRows, ImageSource
+
+                [images] = corpus.sources
+                assert isinstance(images, ImageSource)
+                return ImageRows(cfg, images, order, own, total)
+            records = {0: _ordered(cfg, corpus, order, total)}
+        if data.buckets:
+            return BucketRows(records[0], own, size, data.lengths)
+        most = data.documents_per_row if data.packing else None
+        # Row a * columns + b belongs to shard b // share, and is row a * share + b % share of it.
+        share = columns // max(1, self._shards)
+        streams = [
+            RowStream(records[column // share], turn * share + column % share, share * cfg.batch.accumulate, most)
+            for turn, column in (divmod(row, columns) for row in own.ravel().tolist())
+        ]
+        return TextRows(streams, own, data.sequence_length)
 
     @property
     def _batches(self) -> Any:
@@ -90,15 +128,27 @@ class Loader(AbstractContextManager["Loader"]):
         """The position after the last batch that was returned, for JSON: the rows of this process as [row, record,
         token], or the position of all buckets."""
         found = self._batches.get_state()
-        return {"step": found["step"], "global_size": self._global_size} | found
+        state = {"step": found["step"], "global_size": self._cfg.batch.global_size} | found
+        if self._shards:
+            state["shards"] = self._shards
+            state["files"] = [
+                [i, *one] for i, stream in enumerate(self.corpus.streams) for one in list(stream.lengths.items())
+            ]
+        return state
 
     def restore(self, state: State) -> None:
         """Continues at a position that `state` or `merge_states` returned, for any number of processes."""
-        if state["global_size"] != self._global_size:
+        if state["global_size"] != self._cfg.batch.global_size:
             raise UserError(
-                f"batch.global_size={self._global_size} differs from that of the checkpoint; "
+                f"batch.global_size={self._cfg.batch.global_size} differs from that of the checkpoint; "
                 f"use batch.global_size={state['global_size']}"
             )
+        for source, file, length in state.get("files", ()):
+            self.corpus.streams[source].lengths[file] = length
+        if self._shards != state.get("shards", 0):
+            self._shards = state["shards"]
+            self._open[0].close()
+            self._open[0] = _built_ahead(self._build())
         self._batches.set_state(state)
 
     def rewind(self) -> None:
@@ -115,30 +165,41 @@ class Loader(AbstractContextManager["Loader"]):
         self.close()
 
 
+def _built_ahead(rows: Rows) -> Any:
+    from grain.experimental import ThreadPrefetchDatasetIterator
+
+    return ThreadPrefetchDatasetIterator(rows, BUILT_AHEAD)
+
+
 def _close(batches: list[Any]) -> None:
     while batches:
         batches.pop().close()
 
 
-def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int) -> Rows:
-    """The rows with these numbers, of `total` records in this order."""
-    data, stride, first = cfg.data, cfg.batch.global_size, corpus.sources[0]
-    if not cfg.reads_text:
-        from jaxmem.data.images import ImageRows, ImageSource
-
-        assert isinstance(first, ImageSource)
-        return ImageRows(cfg, first, order, rows, total)
-    records = OrderedRecords(
+def _ordered(cfg: Config, corpus: Corpus, order: Any, total: int) -> OrderedRecords:
+    """The first `total` records of an order."""
+    return OrderedRecords(
         documents=lambda place: corpus.documents(*order[place]),
-        total=total,
-        per_record=first.documents_per_record,
+        has=lambda place: place < total,
+        per_record=corpus.sources[0].documents_per_record,
         length=lambda place: corpus.length(*order[place]),
         references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
     )
-    if data.buckets:
-        return BucketRows(records, rows, stride, data.lengths)
-    most = data.documents_per_row if data.packing else None
-    return TextRows(records, rows, stride, data.sequence_length, most)
+
+
+def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRecords:
+    """The records of a shard of the files."""
+    order = StreamOrder(cfg, corpus.streams, shard)
+
+    def documents(place: int) -> Sequence[Document]:
+        found = order.find(place)
+        assert found is not None
+        return corpus.documents(*found)
+
+    def has(place: int) -> bool:
+        return cfg.data.epochs is None or order.find(place) is not None
+
+    return OrderedRecords(documents, has, release=order.release)
 
 
 def merge_states(states: Iterable[State]) -> State:
@@ -148,7 +209,10 @@ def merge_states(states: Iterable[State]) -> State:
     >>> merge_states([one, {"step": 3, "global_size": 2, "rows": [[1, 4, 2]]}])
     {'step': 3, 'global_size': 2, 'rows': [[0, 5, 17], [1, 4, 2]]}
     """
-    states = list(states)
+    states = [dict(state) for state in states]
+    if "files" in states[0]:  # each process knows the lengths of the files that it has read
+        files = sorted({tuple(file) for state in states for file in state.pop("files")})
+        return merge_states(states) | {"shards": states[0]["shards"], "files": [list(file) for file in files]}
     if "own" in states[0]:
         counts, iterators = zip(*((state["own"], state["iterator"]) for state in states), strict=True)
         if len(set(counts)) != 1:

@@ -6,7 +6,8 @@ record, and how many of its tokens are used. (grain's packing fills rows from on
 the number of processes.)
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last document is continued in
-the next row. If a row reaches this limit, its rest is padding, and a warning is printed. The target of a token is the
+the next row. If a row reaches this limit, its rest is padding; a run warns about this at its
+start. The target of a token is the
 next token of the same document, even if that token is the first of the next row. A record is a document, or a piece of
 a document that is too long for one record. The last token of a record has no target: mask 0. Segment ids count the
 documents in a row from 1. Positions begin at 0 with each document and with each row: a document continued in the next
@@ -19,7 +20,6 @@ fit into the rest of a row, the rest is padding and the next row begins with the
 have mask 0.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -32,10 +32,6 @@ from jaxmem.errors import UserError
 Batch = dict[str, np.ndarray]
 Position = dict[str, Any]  # a position in the data, with values that JSON can store
 MAX_EMPTY = 1000  # this number of consecutive records without tokens is an error, so that reading ends
-FULL = (
-    "packed sequences reach data.documents_per_row={most} before they are full, and the rest is padding;"
-    " use a shorter data.sequence_length, or a larger data.documents_per_row, which needs more memory for attention"
-)
 INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 
 
@@ -44,11 +40,12 @@ class OrderedRecords:
     """The records of a split in their order. A place is an index in this order."""
 
     documents: Callable[[int], Sequence[Document]]
-    total: int
+    has: Callable[[int], bool]  # whether the split has a record at this place
     per_record: int = 1  # documents per record; if above 1, each document is one row
     length: Callable[[int], int | None] = lambda _: None  # tokens of a record, if known without reading it
     # For DPO: the log-probability of each document of a record under the reference model.
     references: Callable[[int], np.ndarray] | None = None
+    release: Callable[[int], None] | None = None  # records before this place are no longer needed
 
     def document(self, number: int) -> Document:
         """The document of this number, counted through all records."""
@@ -59,7 +56,7 @@ class OrderedRecords:
         """The reference model's log-probability of a document; 0 beyond the last record."""
         assert self.references is not None
         place, index = divmod(number, self.per_record)
-        return float(self.references(place)[index]) if place < self.total else 0.0
+        return float(self.references(place)[index]) if self.has(place) else 0.0
 
 
 def empty_rows(*shape: int) -> Batch:
@@ -87,8 +84,7 @@ class RowStream:
 
     def __init__(self, records: OrderedRecords, row: int, stride: int, most: int | None) -> None:
         """`most`: documents per row; None: rows are not packed."""
-        self._records, self._row, self._stride, self._most = records, row, stride, most
-        self._total = records.total * records.per_record
+        self.records, self._row, self._stride, self._most = records, row, stride, most
         self._document: Document | None = None
         self._empty = 0  # consecutive records with nothing to train on
         self.finished = 0  # documents that are used completely
@@ -103,19 +99,23 @@ class RowStream:
 
     @property
     def has_ended(self) -> bool:
-        return self.next_document >= self._total
+        return not self.records.has(self.place)
+
+    @property
+    def place(self) -> int:
+        """The place of the next record."""
+        return self.next_document // self.records.per_record
 
     def fill(self, row: Batch) -> None:
         """Writes the next row into arrays of zeros; the rest of the row is padding."""
         at, segment, length = 0, 0, len(row["inputs"])
         while at < length and not self.has_ended:
             if self._document is None:
-                self._document = self._records.document(self.next_document)
+                self._document = self.records.document(self.next_document)
             left = len(self._document.tokens) - self.offset
             if self._document.is_indivisible and at and left > length - at:
                 return
             if left and segment == self._most:
-                warnings.warn(FULL.format(most=self._most), stacklevel=2)
                 return
             segment += left > 0
             self._empty = 0 if left else self._empty + 1
@@ -164,10 +164,8 @@ class Rows:
 class TextRows(Rows):
     """Rows of tokens: [micro-batches, rows of this process per micro-batch, length]."""
 
-    def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, length: int, most: int | None) -> None:
-        """`most`: documents per row; None: rows are not packed."""
-        self._records, self._rows, self._length = records, rows, length
-        self._streams = [RowStream(records, row, stride, most) for row in rows.ravel().tolist()]
+    def __init__(self, streams: Sequence[RowStream], rows: np.ndarray, length: int) -> None:
+        self._streams, self._rows, self._length = streams, rows, length
 
     @property
     def has_ended(self) -> bool:
@@ -176,12 +174,15 @@ class TextRows(Rows):
     def batch(self) -> Batch:
         batch = empty_rows(*self._rows.shape, self._length)
         reference = {}
-        if self._records.references is not None:
-            values = [self._records.reference(stream.next_document) for stream in self._streams]
+        if self._streams[0].records.references is not None:
+            values = [stream.records.reference(stream.next_document) for stream in self._streams]
             reference["reference"] = np.array(values, np.float32).reshape(self._rows.shape)
         flat = {name: array.reshape(-1, self._length) for name, array in batch.items()}
         for i, stream in enumerate(self._streams):
             stream.fill({name: array[i] for name, array in flat.items()})
+        for records in {stream.records for stream in self._streams}:
+            if records.release is not None:
+                records.release(min(stream.place for stream in self._streams if stream.records is records))
         return batch | reference
 
     @property

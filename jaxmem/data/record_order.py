@@ -115,7 +115,7 @@ class _BlockShuffle:
         return 0, int(self._starts[block]) + int(within)
 
 
-class _WeightedSelection:
+class WeightedSelection:
     """A grain selection map: the source of the k-th record, so that each has its share of any prefix.
 
     Of k records, the other sources together provide their share, rounded, and the source of the largest weight provides
@@ -135,10 +135,10 @@ class _WeightedSelection:
             self._rests.append((source, rest.numerator, rest.denominator))
         # An epoch ends before any source would begin its second epoch.
         self._length = bisect_right(
-            range(sum(lengths)), 0, key=lambda k: any(map(int.__gt__, self._counts(k + 1), lengths))
+            range(sum(lengths)), 0, key=lambda k: any(map(int.__gt__, self.counts(k + 1), lengths))
         )
 
-    def _counts(self, total: int) -> list[int]:
+    def counts(self, total: int) -> list[int]:
         """How many of the first `total` records each source provides."""
         counts = [0] * len(self._rests)
         for source, rest, total_weight in self._rests:
@@ -220,5 +220,5 @@ def _mixture(parts: list[Any], weights: Sequence[float]) -> Any:
 
     if len(parts) == 1:
         return parts[0]
-    selection = _WeightedSelection([len(part) for part in parts], weights)
+    selection = WeightedSelection([len(part) for part in parts], weights)
     return grain.MapDataset.select_from_datasets(parts, selection)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,14 @@ Result = TypeVar("Result")
 
 class InvalidRecordError(UserError):
     """The reason why a line or row contains no document, without the name of its file; see `data.on_invalid`."""
+
+
+class EmptyDataError(UserError):
+    """Files without a document."""
+
+    def __init__(self, paths: Sequence[object]) -> None:
+        others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
+        super().__init__(f"{paths[0]}{others}: the data is empty; set data.path to files with documents")
 
 
 class DocumentPiece(NamedTuple):
@@ -73,6 +81,10 @@ class RecordSource:
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+    def head(self, count: int) -> Sequence[Any]:
+        """The first records."""
+        return range(min(count, len(self)))
 
     def documents(self, index: int) -> Sequence[Document]:
         """The documents of a record; empty documents if the record is skipped."""
@@ -163,8 +175,3 @@ def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> li
 def piece_bytes(sequence_length: int) -> int:
     """The largest size in bytes of a record of a text source: several rows, so that few documents are cut."""
     return max(16 * 1024, 8 * sequence_length)
-
-
-def no_documents(paths: Sequence[object]) -> UserError:
-    others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
-    return UserError(f"{paths[0]}{others}: the data is empty; set data.path to files with documents")

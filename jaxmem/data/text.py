@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.files import OpenFiles, character_start, file_size
-from jaxmem.data.records import DocumentPiece, TokenizedText, no_documents, piece_bytes
+from jaxmem.data.records import DocumentPiece, EmptyDataError, TokenizedText, piece_bytes
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
@@ -47,7 +47,7 @@ class TextFiles(TokenizedText):
         limit = piece_bytes(data.sequence_length)
         sized = [(path, size) for path in paths if (size := file_size(path))]
         if not sized:
-            raise no_documents(paths)
+            raise EmptyDataError(paths)
         self.paths = [path for path, _ in sized]
         self.sizes = [size for _, size in sized]
         self._pieces = [-(-size // limit) for size in self.sizes]

@@ -84,7 +84,16 @@ def evaluate(
             return evaluator(params)
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
         raise UserError(f"{run}: a Hugging Face model has no held-out data; use --data FILE")
-    own = [] if data is None else [f"data.source={source_of(data)}", f"data.path={json.dumps(data)}", "data.mixture=[]"]
+    own = (
+        []
+        if data is None
+        else [
+            f"data.source={source_of(data)}",
+            f"data.path={json.dumps(data)}",
+            "data.mixture=[]",
+            "data.streaming=false",
+        ]
+    )
     program, params = open_model(run, [*own, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":

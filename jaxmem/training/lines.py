@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
+from jaxmem.config.sections import Data
+from jaxmem.data.streaming import StreamedFiles
 from jaxmem.errors import abridge
 from jaxmem.step import Program
 from jaxmem.training.progress import Work
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from jaxmem.data.corpus import Corpus
     from jaxmem.planning import Plan
 
+FILLED = 0.9  # share of the tokens of a sequence, below which a warning is printed
 MANY_PASSES, FEW_PASSES = 20, 5  # passes over the data: for a warning, and for its remedy
 
 
@@ -78,17 +81,15 @@ def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
         return None
     most = data.documents_per_row if data.packing else 1
     in_update = cfg.batch.global_size * min(data.sequence_length / tokens, most)
+    if isinstance(source, StreamedFiles):
+        lines = [f"data: {len(source.names):,} files, one after the other; {source.noun} of about {tokens:,.0f} tokens"]
+        return "\n".join([*lines, *_padding_line(data, tokens, most)])
     records = max(round((1 - data.held_out) * len(source)), 1)
     passes = min(cfg.steps * in_update / records, data.epochs or float("inf"))
     digits = 0 if passes >= 10 else 1 if passes >= 0.1 else 3
     updates = f"{cfg.steps:,} updates are about {passes:,.{digits}f} passes over them"
     lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
-    if data.packing and (filled := most * tokens) < data.sequence_length / 2:
-        lines.append(
-            f"warning: data.documents_per_row={most} documents fill about {filled:,.0f} of {data.sequence_length:,}"
-            f" tokens of a sequence; use data.sequence_length={max(round(filled), 1)}, or"
-            f" data.documents_per_row={round(data.sequence_length / tokens)}, which needs more memory for attention"
-        )
+    lines += _padding_line(data, tokens, most)
     if passes > MANY_PASSES:
         steps = max(round(FEW_PASSES * records / in_update), 1)
         lines.append(
@@ -96,6 +97,17 @@ def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
             f" use a smaller batch.global_size, or train.steps={steps} for {FEW_PASSES} passes"
         )
     return "\n".join(lines)
+
+
+def _padding_line(data: Data, tokens: float, most: int) -> list[str]:
+    """A warning if the largest number of documents per sequence leaves sequences padded."""
+    filled = most * tokens
+    if not data.packing or filled > FILLED * data.sequence_length:
+        return []
+    documents = round(data.sequence_length / tokens)
+    use = f"data.sequence_length={max(round(filled), 1)}, or data.documents_per_row={documents}"
+    given = f"data.documents_per_row={most} documents fill about {filled:,.0f} of {data.sequence_length:,} tokens"
+    return [f"warning: {given} of a sequence; use {use}, which needs more memory for attention"]
 
 
 def finished_line(cfg: Config, before: Mapping[str, Any], step: int, directory: Path) -> str:

@@ -28,7 +28,7 @@ def rows_of(lengths: list[int], batch: int, own: range | None = None, *, known: 
         return [Document(np.full(lengths[place], place + 1, np.int32))]
 
     numbers = np.array(own or range(batch))[None]
-    records = OrderedRecords(read, len(lengths), length=lambda p: lengths[p] if known else None)
+    records = OrderedRecords(read, range(len(lengths)).__contains__, length=lambda p: lengths[p] if known else None)
     return BucketRows(records, numbers, batch, LENGTHS)
 
 

@@ -34,14 +34,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.seen.append(f"{self.command} {self.path}")
         path = self.path.partition("?")[0].strip("/").removeprefix("api/")
-        organization, name, *rest = path.removeprefix("models/").removeprefix("datasets/").split("/")
-        what, revision, file = (*rest, "", "")[0], (*rest, "", "")[1], "/".join(rest[2:])
+        organization, name, *rest = [*path.removeprefix("models/").removeprefix("datasets/").split("/"), ""]
+        what, revision, file = (*rest, "", "")[0], (*rest, "", "")[1], "/".join(rest[2:-1])
         repository = self.place / organization / name
         if organization == "gated":
             self.refuse(403, "GatedRepo")
         elif not repository.is_dir():
             self.refuse(404, "RepoNotFound")
-        elif revision not in ("main", COMMIT):
+        elif revision not in ("", "main", COMMIT):
             self.refuse(404, "RevisionNotFound")
         elif what == "resolve":
             data = (repository / file).read_bytes()

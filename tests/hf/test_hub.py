@@ -130,3 +130,57 @@ def test_a_dataset_of_the_hub_then_of_the_cache(tmp_path: Path) -> None:
     without, missing = answers(environment, train, "org/others", program=DATA)  # the server is gone
     assert without == first
     assert "copy the dataset" in missing
+
+
+STREAM = """
+import json, sys
+from jaxmem.config import load_config
+from jaxmem.data import Loader
+from jaxmem.errors import UserError
+
+found = []
+for path in sys.argv[1:]:
+    data = {"source": "jsonl", "path": path, "sequence_length": 16, "held_out": 0, "streaming": True, "epochs": 1}
+    model = {"vocab": 257, "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    cfg = load_config({"name": "x", "model": model, "data": data, "batch": {"global_size": 2}, "train": {"steps": 1}})
+    try:
+        with Loader(cfg) as loader:
+            print("first", next(loader)["mask"].shape, len(list(loader)), file=sys.stderr)
+        found.append("read")
+    except UserError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_dataset_is_streamed_file_by_file(tmp_path: Path) -> None:
+    place = tmp_path / "hub/org/texts/data"
+    place.mkdir(parents=True)
+    for file in range(5):
+        lines = (json.dumps({"text": f"{file} {number}"}) + "\n" for number in range(50))
+        (place / f"train-{file}.jsonl").write_text("".join(lines))
+    with serving(tmp_path / "hub") as (endpoint, seen):
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        names = (
+            "org/texts",
+            "org/absent",
+            "hf://datasets/org/texts/*test*",
+            "gated/texts",
+            "hf://datasets/org/texts@v1",
+        )
+        read, absent, split, gated, revision = answers(environment, *names, program=STREAM)
+        fetched = [line for line in seen if line.startswith("GET") and "/resolve/" in line]
+    assert read == "read"
+    assert sorted(line.rpartition("/")[2] for line in fetched) == [f"train-{file}.jsonl" for file in range(5)]
+    assert not list((tmp_path / "home").rglob("*.jsonl"))  # each file is deleted after it has been read
+    for error, text in (
+        (absent, "neither a local path nor a dataset on the hub"),
+        (split, "data/train-0.jsonl"),
+        (gated, "requires permission"),
+        (revision, "no revision v1"),
+    ):
+        assert text in error
+        assert "\n" not in error
+    [offline] = answers(environment, "org/texts", program=STREAM)  # the server is gone
+    assert "cannot be reached" in offline
+    assert "\n" not in offline

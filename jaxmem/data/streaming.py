@@ -1,0 +1,218 @@
+"""Sources that are read file by file while a run trains, with `data.streaming`.
+
+Each epoch reads the files in another random order, and the records of a file in random order. The next file is fetched
+in the background. A file of the hub that was not in the cache is deleted when all rows have read it, so the disk
+contains two or three files at a time.
+
+If there are at least as many files as processes with different rows, each process reads its own files (a shard);
+otherwise all processes read all files. The number of shards is part of the position, so a run that resumes with another
+number of processes reads the same records.
+
+The number of records of a file is known when the file has been read. The position contains these numbers, so a run that
+resumes opens only the files that it reads next. Evaluation reads the held-out share of the first file.
+"""
+
+import tempfile
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config.hub import DatasetFiles
+from jaxmem.config.sections import Config, Data, Source
+from jaxmem.data.record_order import WeightedSelection, held_out_order, mix_seed, permutation, training_order
+from jaxmem.data.records import Document, EmptyDataError, RecordSource
+from jaxmem.data.tokenizer import Tokenizer
+
+FileRecord = tuple[int, int]  # file, record of it
+Files = DatasetFiles | list[Path]
+UNKNOWN = 1 << 48  # more records than a source has
+
+
+class StreamedFiles(RecordSource):
+    """The files of a source, each opened by `reader` when it is needed. A record is (file, record of the file)."""
+
+    def __init__(
+        self, reader: type[RecordSource], files: Files, source: Source, data: Data, tokenizer: Tokenizer
+    ) -> None:
+        self.noun, self.documents_per_record = reader.noun, reader.documents_per_record
+        super().__init__([], source, data, tokenizer)
+        self._reader, self._files = reader, files
+        self.first = 0  # the file that is read first
+        self.lengths: dict[int, int] = {}  # training records of each file that has been read
+        self.used: dict[tuple[int, int], set[int]] = {}  # the files that each shard still needs
+        self.held_out: set[int] = set()  # the files that evaluation needs
+        self._opened: dict[int, RecordSource | None] = {}  # None: the file has no records
+        self._orders: dict[int, Any] = {}
+        self._fetched: dict[int, Future[Path]] = {}
+        self._lock = threading.RLock()
+        self._fetcher = ThreadPoolExecutor(1, "fetch")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [str(file) for file in (self._files.names if isinstance(self._files, DatasetFiles) else self._files)]
+
+    def documents(self, index: FileRecord) -> Sequence[Document]:  # type: ignore[override]
+        file, record = index
+        opened = self.open(file)
+        assert opened is not None
+        return opened.documents(record)
+
+    def head(self, count: int) -> list[FileRecord]:
+        opened = self.open(self.first)
+        return [(self.first, record) for record in opened.head(count)] if opened else []
+
+    def fetch(self, file: int) -> None:
+        """Starts to fetch a file, unless it is here."""
+        with self._lock:
+            if file not in self._fetched:
+                if isinstance(self._files, DatasetFiles) and self._directory is None:
+                    self._directory = self._files.new_directory()
+                self._fetched[file] = self._fetcher.submit(self._path, file)
+
+    def _path(self, file: int) -> Path:
+        if not isinstance(self._files, DatasetFiles):
+            return self._files[file]
+        assert self._directory is not None
+        return self._files.fetch(self._files.names[file], self._directory.name)
+
+    def open(self, file: int) -> RecordSource | None:
+        """The records of a file; None if it is empty."""
+        with self._lock:
+            if file not in self._opened:
+                self.fetch(file)
+                try:
+                    opened = self._reader([self._fetched[file].result()], self.source, self.data, self.tokenizer)
+                    opened.counts = self.counts
+                    self._opened[file] = opened
+                except EmptyDataError:
+                    self._opened[file] = None
+            return self._opened[file]
+
+    def training_order(self, file: int, seed: int) -> Any:
+        """The training records of a file in their order; empty if the file has none."""
+        with self._lock:
+            opened = self.open(file)
+            if opened is not None and file not in self._orders:
+                held_out = self.data.held_out if file == 0 else 0.0
+                self._orders[file] = training_order(
+                    [len(opened)], [1.0], [opened.blocks], held_out=held_out, seed=seed, shuffle=self.data.shuffle
+                )
+            return self._orders.get(file, ())
+
+    def keep(self, shard: tuple[int, int], files: set[int]) -> None:
+        """Sets the files that a shard still needs; closes all other files."""
+        with self._lock:
+            self.used[shard] = files
+            needed = self.held_out.union(*self.used.values())
+            for file in self._fetched.keys() - needed:
+                self._close(file)
+
+    def _close(self, file: int) -> None:
+        self._orders.pop(file, None)
+        if (opened := self._opened.pop(file, None)) is not None:
+            opened.close()
+        fetched = self._fetched.pop(file)
+        if self._directory is None or fetched.cancel() or fetched.exception():
+            return
+        if (path := fetched.result()).is_relative_to(self._directory.name):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._fetcher.shutdown(cancel_futures=True)
+        for opened in self._opened.values():
+            if opened is not None:
+                opened.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+
+
+class FileOrder:
+    """The training records of a shard of a source, file by file: `find(place)` is (file, record), None after the last
+    epoch. Shard i of n reads the files i, i + n, ... of each epoch's order."""
+
+    def __init__(self, files: StreamedFiles, shard: tuple[int, int], seed: int, epochs: int | None) -> None:
+        self._files, self._shard, self._seed, self._epochs = files, shard, seed, epochs
+        self._per_epoch = len(range(shard[0], len(files.names), shard[1]))
+        self._starts = [0]  # the place of the first record of each visit to a file
+        self._newest = -1  # the newest visit that is read
+        files.first = self._file(0)
+
+    def _file(self, visit: int) -> int:
+        epoch, turn = divmod(visit, self._per_epoch)
+        count, seed = len(self._files.names), mix_seed(self._seed, epoch)
+        order = permutation(count, seed) if self._files.data.shuffle else range(count)
+        return int(order[self._shard[0] + turn * self._shard[1]])
+
+    def _visit(self, place: int) -> int:
+        return bisect_right(self._starts, place) - 1
+
+    def _training_order(self, file: int) -> Any:
+        return self._files.training_order(file, mix_seed(self._seed, file))
+
+    def find(self, place: int) -> FileRecord | None:
+        while self._starts[-1] <= place:
+            visit = len(self._starts) - 1
+            if self._epochs is not None and visit >= self._epochs * self._per_epoch:
+                return None
+            if visit == self._per_epoch and not self._starts[-1]:
+                raise EmptyDataError(self._files.names)
+            self._starts.append(self._starts[-1] + self._length(visit))
+        visit = self._visit(place)
+        if visit > self._newest:
+            self._newest = visit
+            if self._epochs is None or visit + 1 < self._epochs * self._per_epoch:
+                self._files.fetch(self._file(visit + 1))
+        file = self._file(visit)
+        order = self._training_order(file)
+        _, record = order[visit // self._per_epoch * len(order) + place - self._starts[visit]]
+        return file, record
+
+    def _length(self, visit: int) -> int:
+        file = self._file(visit)
+        if file not in self._files.lengths:
+            self._files.lengths[file] = len(self._training_order(file))
+        return self._files.lengths[file]
+
+    def release(self, place: int) -> None:
+        """Closes the files of records before `place`."""
+        visits = range(self._visit(place), max(self._newest, 0) + 2)
+        self._files.keep(self._shard, {self._file(visit) for visit in visits})
+
+
+class StreamOrder:
+    """The training records of a shard of all sources: `find(place)` is (source, (file, record))."""
+
+    def __init__(self, cfg: Config, sources: Sequence[StreamedFiles], shard: tuple[int, int]) -> None:
+        self._orders = [
+            FileOrder(files, shard, mix_seed(cfg.seed, source), cfg.data.epochs) for source, files in enumerate(sources)
+        ]
+        weights = [files.source.weight for files in sources]
+        self._selection = WeightedSelection([UNKNOWN] * len(weights), weights) if len(weights) > 1 else None
+
+    def find(self, place: int) -> tuple[int, FileRecord] | None:
+        source, own = (0, place) if self._selection is None else self._selection[place]
+        found = self._orders[source].find(own)
+        return None if found is None else (source, found)
+
+    def release(self, place: int) -> None:
+        """Closes the files of records before `place`."""
+        read = [place] if self._selection is None else self._selection.counts(place)
+        for order, own in zip(self._orders, read, strict=True):
+            order.release(own)
+
+
+def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> Any:
+    """A grain MapDataset of the held-out records of the first file of each source."""
+    opened = []
+    for files in sources:
+        files.held_out.add(0)
+        first = files.open(0)
+        if first is None:
+            raise EmptyDataError(files.names)
+        opened.append(first)
+    order = held_out_order([len(one) for one in opened], [one.source.weight for one in opened], held_out=held_out)
+    return order.map(lambda record: (record[0], (0, record[1])))
