@@ -18,7 +18,6 @@ from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
 from jaxmem.data.records import Document, RecordSource
-from jaxmem.data.streaming import StreamedFiles, held_out_records
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 
@@ -51,17 +50,12 @@ class Corpus:
                 f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
-        self.sources = [opened(source, cfg.data, self.tokenizer) for source in self._sections]
+        self.sources: list[Any] = [opened(source, cfg.data, self.tokenizer) for source in self._sections]
         if images:
             from jaxmem.data.images import check_classes
 
             check_classes(cfg, self.sources[0])
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
-
-    @property
-    def streams(self) -> list[StreamedFiles]:
-        """The sources, with `data.streaming`."""
-        return [source for source in self.sources if isinstance(source, StreamedFiles)]
 
     def documents(self, source: int, record: Any) -> Sequence[Document]:
         return self.sources[source].documents(record)
@@ -95,7 +89,9 @@ class Corpus:
         """The split's records in their order: a grain MapDataset of (source, record), whose length is one epoch."""
         data = self._cfg.data
         if data.streaming:
-            return held_out_records(self.streams, data.held_out)
+            from jaxmem.data.streaming import held_out_records
+
+            return held_out_records(self.sources, data.held_out)
         counts = [len(source) for source in self.sources]
         weights = [source.weight for source in self._sections]
         if split == "held_out":
@@ -168,7 +164,9 @@ def open_source(source: Source, data: Data, tokenizer: Tokenizer) -> RecordSourc
     return _reader(source)(source_files(source), source, data, tokenizer)
 
 
-def open_stream(source: Source, data: Data, tokenizer: Tokenizer) -> StreamedFiles:
+def open_stream(source: Source, data: Data, tokenizer: Tokenizer) -> RecordSource:
+    from jaxmem.data.streaming import StreamedFiles
+
     assert source.path is not None
     is_hub = is_dataset(source.path)
     files = dataset_files(source.path, source.kind.suffixes) if is_hub else source_files(source)

@@ -24,7 +24,6 @@ from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
 from jaxmem.data.records import Document
-from jaxmem.data.streaming import StreamOrder
 from jaxmem.errors import UserError
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
@@ -66,7 +65,7 @@ class Loader(AbstractContextManager["Loader"]):
             return 0
         count, first = len(self._rows), int(self._rows[0])
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
-        files = min(len(stream.names) for stream in self.corpus.streams)
+        files = min(len(stream.names) for stream in self.corpus.sources)
         return columns // count if is_share and columns // count <= files and not self._cfg.data.buckets else 1
 
     def _build(self) -> Rows:
@@ -75,7 +74,7 @@ class Loader(AbstractContextManager["Loader"]):
         size, columns = cfg.batch.global_size, cfg.batch.global_size // cfg.batch.accumulate
         own = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
         if self._shards:
-            for stream in corpus.streams:
+            for stream in corpus.sources:
                 stream.used.clear()
             shards = sorted({int(column) * self._shards // columns for column in self._rows})
             records = {shard: _streamed(cfg, corpus, (shard, self._shards)) for shard in shards}
@@ -132,7 +131,7 @@ class Loader(AbstractContextManager["Loader"]):
         if self._shards:
             state["shards"] = self._shards
             state["files"] = [
-                [i, *one] for i, stream in enumerate(self.corpus.streams) for one in list(stream.lengths.items())
+                [i, *one] for i, stream in enumerate(self.corpus.sources) for one in list(stream.lengths.items())
             ]
         return state
 
@@ -144,7 +143,7 @@ class Loader(AbstractContextManager["Loader"]):
                 f"use batch.global_size={state['global_size']}"
             )
         for source, file, length in state.get("files", ()):
-            self.corpus.streams[source].lengths[file] = length
+            self.corpus.sources[source].lengths[file] = length
         if self._shards != state.get("shards", 0):
             self._shards = state["shards"]
             self._open[0].close()
@@ -189,7 +188,9 @@ def _ordered(cfg: Config, corpus: Corpus, order: Any, total: int) -> OrderedReco
 
 def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRecords:
     """The records of a shard of the files."""
-    order = StreamOrder(cfg, corpus.streams, shard)
+    from jaxmem.data.streaming import StreamOrder
+
+    order = StreamOrder(cfg, corpus.sources, shard)
 
     def documents(place: int) -> Sequence[Document]:
         found = order.find(place)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
 from jaxmem.config.sections import Data
-from jaxmem.data.streaming import StreamedFiles
 from jaxmem.errors import abridge
 from jaxmem.step import Program
 from jaxmem.training.progress import Work
@@ -81,7 +80,7 @@ def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
         return None
     most = data.documents_per_row if data.packing else 1
     in_update = cfg.batch.global_size * min(data.sequence_length / tokens, most)
-    if isinstance(source, StreamedFiles):
+    if data.streaming:
         lines = [f"data: {len(source.names):,} files, one after the other; {source.noun} of about {tokens:,.0f} tokens"]
         return "\n".join([*lines, *_padding_line(data, tokens, most)])
     records = max(round((1 - data.held_out) * len(source)), 1)
