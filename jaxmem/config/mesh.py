@@ -52,9 +52,8 @@ class Rules(Section):
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
-    logits: ListOf[Literal["fsdp", "context"]] = setting(
-        (),
-        "mesh axes that shard the vocabulary of logits instead of their tokens: features are gathered, not weights",
+    logits: ListOf[Literal["fsdp"]] = setting(
+        (), "mesh axes that shard the vocabulary of logits instead of their tokens: features are gathered, not weights"
     )
     replicated: ListOf[WeightKind] = setting(
         (), "kinds of weights that zero: 3 stores like zero: 2, replicated; head: the output matrix"

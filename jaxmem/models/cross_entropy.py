@@ -236,6 +236,7 @@ class SlicedLoss:
         vocabulary are separate, so that devices along `tensor` reduce them once, after the last slice."""
         per_token = lambda value: value[..., None, None]  # noqa: E731
         entries, s = self.slices.entries(j), self.terms.label_smoothing
+        x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = self.logits(x, weight)
         probability = jnp.exp(logits - per_token(found.partition))
         of_partition = 1.0 + 2.0 * self.terms.z_loss * found.partition
@@ -245,10 +246,14 @@ class SlicedLoss:
             of_logits = of_logits * soft_cap_slope(logits, cap)
         of_logits = jnp.where(entries >= 0, of_logits, 0.0).astype(x.dtype)
         of_weight = jnp.einsum("bte,btpv->epv", x, of_logits)
+        if shard_count("activations", "vocab_batch") < shard_count("activations", "batch"):
+            # Complete sums of this device's entries (`rules.logits`); otherwise XLA would gather the logits.
+            of_weight = constrain(of_weight, "embed", "vocab", None, role="compute")
         of_x = jnp.einsum("btpv,epv->pbte", of_logits, weight, preferred_element_type=jnp.float32)
         return of_weight, of_x
 
     def logits(self, x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
+        x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = jnp.einsum("bte,epv->btpv", x, weight)
         logits = constrain(logits, "vocab_batch", "vocab_time", "vocab", None).astype(jnp.float32)
         return logits if (cap := self.terms.soft_cap) is None else soft_cap(logits, cap)
@@ -264,6 +269,7 @@ def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Arra
 
 def _forward(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> tuple[jax.Array, _Saved]:
     weight = at if rest is None else rest
+    labels = constrain(labels, "vocab_batch", "vocab_time")
     found = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))
     y = loss.terms.loss(found.partition, found.label_logit, lambda: found.mean)
     return y, (x, at, rest, labels, found)
@@ -271,6 +277,9 @@ def _forward(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Arr
 
 def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     x, at, rest, labels, found = saved
+    # Before the loop over slices: XLA would gather the features again for each slice.
+    x = constrain(x, "vocab_batch", "vocab_time", "embed")
+    labels, g = (constrain(one, "vocab_batch", "vocab_time") for one in (labels, g))
     weight, trainable = at if rest is None else rest, at is not None
     slices, axes = loss.slices, loss.axes
 
@@ -287,7 +296,7 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
     zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients") if trainable else None
     empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "vocab_batch", "vocab_time", None)
     of_weight, of_x = loss.fold(partial(loss.fetch, weight, x.dtype), add, (zeros, empty), reverse=True)
-    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "vocab_batch", "vocab_time", "embed"), of_weight, None, None
+    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None
 
 
 _sliced.defvjp(_forward, _backward)

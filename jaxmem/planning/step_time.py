@@ -4,7 +4,6 @@ communication, and the update.
 The estimates compare configs before any is compiled; `timeline.py` estimates the time from a compiled program.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -113,9 +112,8 @@ class StepTime:
         mesh, model, over = self.cfg.mesh, self.cfg.model, self.cfg.rules.logits
         if not isinstance(model, Decoder) or not over:
             return 0.0
-        group = math.prod(mesh.fsdp * mesh.expert if axis == "fsdp" else mesh.context for axis in over)
-        stride = mesh.tensor if "context" in over else mesh.tensor * mesh.context
-        return 2 * self._ring(self._tokens * group * model.embed * self._width, group, stride)
+        group = mesh.fsdp * mesh.expert
+        return 2 * self._ring(self._tokens * group * model.embed * self._width, group, mesh.tensor * mesh.context)
 
     def _context(self) -> float:
         """Seconds of the communication of attention over `context`, which full recompute repeats."""

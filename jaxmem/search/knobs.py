@@ -156,7 +156,7 @@ def _mlp_rules(cfg: Config, _: Target) -> Iterable[Change]:
 def _logit_rules(cfg: Config, _: Target) -> Iterable[Change]:
     """The axes that shard the vocabulary of logits; the others shard their tokens."""
     if isinstance(cfg.model, Decoder):
-        for over in itertools.product(((), ("tensor",)), ((), ("fsdp",), RULE_AXES)):
+        for over in itertools.product(((), ("tensor",)), ((), ("fsdp",))):
             yield dict(zip(("rules.vocab", "rules.logits"), over, strict=True))
 
 

@@ -123,7 +123,7 @@ def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection
         "stream": ("context", "tensor"),  # the sequence dimension of the residual stream and of norms
         "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),
         "vocab_batch": _without(BATCH_AXES, *logits),
-        "vocab_time": _without(("context", "tensor"), *padded["vocab"]),
+        "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
     }
     return Rules(
         weights=weights,

@@ -257,7 +257,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["rules.replicated=[head, head]"], "rules.replicated=[head, head] ... [head]"),
         (TEXT, ["rules.replicated=[experts]"], "[experts] ... use rules.replicated: attention, gate_up, down or head"),
         (TEXT, ["rules.replicated=[head]", "zero=2"], "rules.replicated=[head] ... zero ... 3, not 2"),
-        (TEXT, ["rules.logits=[tensor]"], "rules.logits[0]=tensor must be fsdp or context"),
+        (TEXT, ["rules.logits=[tensor]"], "rules.logits[0]=tensor must be fsdp"),
         (TEXT, ["rules.logits=[fsdp]", "zero=1"], "rules.logits=[fsdp] ... 2, not 1 ... rules.logits=[]"),
         (TEXT, ["rules.logits=[fsdp]", "mesh.stage=2"], "mesh.stage=2 ... rules.logits=[fsdp] ... rules.logits=[]"),
         (TEXT, ["rules.optimizer=[fsdp]"], "rules.optimizer[0]=fsdp must be replica"),

@@ -13,7 +13,7 @@ TABLES = {
     # The other way round, and what can lies along a weight's first dimension.
     # The head shards its vocabulary over all devices; the weights of three kinds are stored replicated.
     "head": (
-        {"logits": ["fsdp", "context"], "replicated": ["attention", "down"]},
+        {"logits": ["fsdp"], "replicated": ["attention", "down"]},
         {"fsdp": 2, "context": 2, "tensor": 2},
     ),
     # The optimizer state is sharded over more devices than the weights.
