@@ -66,8 +66,10 @@ def shape_of(cfg: Config, platform: str) -> Config:
     """The part of a config on which shapes depend: without mesh, batch, and settings that only a run reads."""
     compute = compute_dtype(cfg.precision, platform).name
     chunk, entries = loss_chunk(cfg, platform), vocab_entries(cfg)
-    if chunk is not None and chunk < entries:
-        chunk = max(entries // 16, 1)  # the size of a slice hardly changes the passes: one shape for all
+    if isinstance(cfg.model, Decoder) and chunk is not None and chunk < entries:
+        chunk = max(
+            -(-cfg.model.vocab // cfg.mesh.tensor) // 16, 1
+        )  # the size of a slice hardly changes the passes: one shape for all
     if cfg.objective.name == "dpo":  # each sequence of a pair is computed like any other
         data = config.Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
         cfg = cfg.replace(objective=config.Objective(), data=data)
