@@ -110,9 +110,9 @@ class Layout:
         mesh = self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual))
         return Layout(mesh, self.rules.without(manual))
 
-    def without(self, axis: str) -> Layout:
-        """The layout for code in which the shards along a mesh axis are separate arrays."""
-        return dataclasses.replace(self, rules=self.rules.without((axis,)))
+    def without(self, *axes: str) -> Layout:
+        """The layout for code in which the shards along these mesh axes are separate arrays."""
+        return dataclasses.replace(self, rules=self.rules.without(axes))
 
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)

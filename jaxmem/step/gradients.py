@@ -202,5 +202,7 @@ class Reduce:
             parts = own.reshape(-1, neighbours, *own.shape[1:])
             # `jnp.sum` would communicate float32.
             own = jax.lax.reduce(parts, jnp.zeros((), own.dtype), jax.lax.add, (1,))
-            own = jax.vmap(pin, spmd_axis_name=outer)(own) if outer else own
+            if outer:
+                with self.layout.without(*outer):
+                    own = jax.vmap(pin, spmd_axis_name=outer)(own)
         return pin(own[0])

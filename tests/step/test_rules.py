@@ -1,4 +1,4 @@
-"""Tables of one's own: the same training, other bytes. Each layout of `test_layouts.py` is the usual table's."""
+"""Sharding rules other than the defaults train with the losses of one device; the defaults are in test_layouts.py."""
 
 import jax
 import pytest
@@ -8,16 +8,17 @@ from tests.step.conftest import SMALL, Trained, config
 
 FIRST = ["tensor", "fsdp", "context"]
 TABLES = {
-    # Attention alone is split over tensor; beside hidden units and logits each device has a part of the time.
+    # Only attention is sharded over tensor; each device computes a part of the sequence in the MLP and the logits.
     "attention": ({"mlp": ["fsdp"], "vocab": []}, {"fsdp": 4, "tensor": 2}),
     # The other way round, and what can lies along a weight's first dimension.
-    # The head shards its vocabulary over all devices; the weights of three kinds are stored replicated.
-    "head": (
-        {"logits": ["fsdp"], "replicated": ["attention", "down"]},
-        {"fsdp": 2, "context": 2, "tensor": 2},
+    # Logits are sharded over fsdp too, three kinds of weights are replicated, the optimizer state nowhere.
+    "kinds": (
+        {"logits": ["fsdp"], "replicated": ["attention", "down", "head"], "optimizer": ["replica"]},
+        {"replica": 2, "fsdp": 2, "tensor": 2},
+        {"memory": {"loss_chunk": 16}},
     ),
-    # The optimizer state is sharded over more devices than the weights.
-    "optimizer": ({"optimizer": ["replica"], "replicated": ["head"]}, {"replica": 2, "fsdp": 4}),
+    # Gradients are summed over two mesh axes, one after the other, and sharded over both.
+    "optimizer": ({"optimizer": ["replica"]}, {"replica": 2, "fsdp": 2, "context": 2}, {"zero": 1}),
     "hidden units": ({"heads": [], "kv_heads": [], "mlp": FIRST}, {"fsdp": 4, "tensor": 2}),
 }
 
@@ -28,13 +29,14 @@ def alone():
 
 
 def small(**sections):
-    return config(model={"preset": "tiny", **SMALL, "vocab": 264, "layers": 1}, **sections)
+    model = {"preset": "tiny", **SMALL, "vocab": 264, "layers": 1}
+    return config(model=model, batch={"global_size": 8, "accumulate": 2}, **sections)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_learns_what_one_device_learns(name, alone):
-    rules, mesh = TABLES[name]
-    Trained(small(rules=rules, mesh=mesh), 8, updates=2).agrees_with(alone)
+    rules, mesh, *more = TABLES[name]
+    Trained(small(rules=rules, mesh=mesh, **dict(*more)), 8, updates=2).agrees_with(alone)
 
 
 def test_a_weight_rests_along_the_first_dimension_that_may():
