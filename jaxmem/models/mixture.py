@@ -7,7 +7,9 @@ tokens, and a frozen quantized weight is dequantized for one expert at a time. T
 whatever the recompute policy saves.
 
 Each device computes the experts that it stores. Along the mesh axis `expert`, `dispatch` brings the tokens of other
-devices. Along `tensor`, the hidden units of each expert are sharded.
+devices, and with `triton` too the backward pass recomputes the MLPs: they run in chunks of the balanced size, usually
+one, instead of in arrays with room for all tokens of all devices. Along `tensor`, the hidden units of each expert are
+sharded.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ from jaxtyping import Array, Float
 from jaxmem.config import networks
 from jaxmem.config.recompute import MATMUL
 from jaxmem.errors import UserError
-from jaxmem.kernels.grouped_matmul import Groups, map_groups, sort_rows, sum_of_groups
+from jaxmem.kernels.grouped_matmul import Groups, map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
 from jaxmem.quant import QTensor
@@ -32,6 +34,8 @@ from jaxmem.sharding import Axes, Layout, map_devices
 
 Tree = Any
 Activate = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
+# Along `expert`, a device computes its choices in chunks of this multiple of the mean number of choices per device.
+BALANCED = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +79,43 @@ class Mixture:
         factor = self.cfg.capacity_factor
         capacity = None if factor is None else math.ceil(factor * choices.size / self.cfg.count)
         groups = sort_rows(choices.reshape(-1, top_k), count, capacity)
-        inputs = x.reshape(-1, x.shape[-1]), shares.reshape(-1)[groups.order], groups
-        activate = GATES[self.activation]
+        rows = x.reshape(-1, x.shape[-1])
+        inputs = trainable, frozen, rows, shares.reshape(-1)[groups.order], groups
         if self.implementation == "blockwise":
-            mlp = partial(_gated_mlp, activate, self.parts)
-            y = map_groups(mlp, trainable, frozen, *inputs, counts_blocks=self.experts > 1).astype(x.dtype)
+            mlp = partial(_gated_mlp, GATES[self.activation], self.parts)
+            y = map_groups(mlp, *inputs, counts_blocks=self.experts > 1).astype(x.dtype)
+        elif self.experts == 1:
+            y = sum_of_groups(self._fused(True, *inputs), groups, rows.shape[0])
         else:
-            own = {name: trainable[name] | frozen[name] for name in trainable}
-            y = _fused(activate, self.parts, own, *inputs)
+            chunk = math.ceil(BALANCED * choices.size / self.experts)
+            y = map_chunks(partial(self._fused, False), chunk, *inputs)
         return y.reshape(x.shape)
+
+    def _fused(
+        self, gathers: bool, trainable: Tree, frozen: Tree, x: jax.Array, shares: jax.Array, groups: Groups
+    ) -> Float[Array, "sorted embed"]:
+        """The weighted results of the experts for sorted rows; with `gathers`, `groups.rows` selects these rows of x.
+        Hidden units instead of results are weighted, so that the backward pass does not need the results."""
+        from jaxmem.kernels.grouped_matmul.triton import grouped_matmul
+
+        own = {name: trainable[name] | frozen[name] for name in trainable}
+
+        def linear(own: Tree, x: jax.Array, gathers: bool, shares: jax.Array | None = None) -> jax.Array:
+            bias = own.get("bias")
+            bias = bias if bias is None or shares is None else bias / self.parts
+            y = grouped_matmul(x, matrices(own["weight"]), bias, shares, groups, gathers)
+            if "a" in own:
+                low = grouped_matmul(x, own["a"], None, None, groups, gathers)
+                y = y + grouped_matmul(low, own["b"], None, None, groups, False)
+            return checkpoint_name(y, MATMUL)
+
+        try:
+            gate, up = (checkpoint_name(linear(own[name], x, gathers), f"mlp_{name}") for name in ("gate", "up"))
+            shares = shares.astype(x.dtype)
+            hidden = checkpoint_name(GATES[self.activation](gate, up) * shares[:, None], "mlp_hidden")
+            return linear(own["down"], hidden, False, shares)
+        except ValueError as error:
+            raise UserError(f"memory.experts=triton: {error}; use memory.experts=blockwise") from error
 
     def _sum_parts(self, y: jax.Array) -> jax.Array:
         """The sum over the shards of the hidden units."""
@@ -121,31 +153,6 @@ class Mixture:
         in_specs = specs(trainable), specs(frozen), *[into] * len(tokens)
         run = map_devices(self, in_specs, out)
         return run(trainable, frozen, *tokens)
-
-
-def _fused(
-    activate: Activate, parts: int, own: Tree, x: jax.Array, shares: jax.Array, groups: Groups
-) -> Float[Array, "tokens embed"]:
-    """The weighted sums over the experts of each token. Hidden units instead of results are weighted, so that the
-    backward pass does not need the results."""
-    from jaxmem.kernels.grouped_matmul.triton import grouped_matmul
-
-    def linear(own: Tree, x: jax.Array, shares: jax.Array | None = None) -> jax.Array:
-        gathers, bias = shares is None, own.get("bias")
-        bias = bias if bias is None or gathers else bias / parts
-        y = grouped_matmul(x, matrices(own["weight"]), bias, shares, groups, gathers)
-        if "a" in own:
-            low = grouped_matmul(x, own["a"], None, None, groups, gathers)
-            y = y + grouped_matmul(low, own["b"], None, None, groups, False)
-        return checkpoint_name(y, MATMUL)
-
-    try:
-        gate, up = checkpoint_name(linear(own["gate"], x), "mlp_gate"), checkpoint_name(linear(own["up"], x), "mlp_up")
-        shares = shares.astype(x.dtype)
-        hidden = checkpoint_name(activate(gate, up) * shares[:, None], "mlp_hidden")
-        return sum_of_groups(linear(own["down"], hidden, shares), groups, x.shape[0])
-    except ValueError as error:
-        raise UserError(f"memory.experts=triton: {error}; use memory.experts=blockwise") from error
 
 
 def matrices(w: jax.Array | QTensor) -> Any:

@@ -18,6 +18,7 @@ from jaxmem.config.names import is_offloaded
 from jaxmem.config.recompute import repeats_forward
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
+from jaxmem.models.mixture import BALANCED
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
@@ -183,11 +184,13 @@ class _Activations:
             units = model.mlp / mlp  # hidden units whose weights a device multiplies with
             if model.experts is not None:
                 # Tokens of the devices along `expert`. Blocks: inputs, and gradients of the results and of the inputs
-                # in float32. Fused: results and their gradients, and three arrays of hidden units, of all choices.
+                # in float32. Fused: results and their gradients, and three arrays of hidden units, of all choices; with
+                # `expert`, of a chunk of them, in addition to tokens, results and the gradients of both.
                 self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
                 if cfg.memory.experts == "triton":
-                    chosen = tokens * mesh.expert * model.experts.top_k
+                    chosen = tokens * model.experts.top_k * (BALANCED if mesh.expert > 1 else 1)
                     self.hidden = chosen * (3 * model.mlp / mlp + 2 * model.embed) * width / 4
+                    self.hidden += tokens * mesh.expert * model.embed * width if mesh.expert > 1 else 0
                 units *= 1 if cfg.trainable_patterns else model.experts.count / mesh.expert
             self.layer = model.embed * (attention / heads + 3 * units) * width
             largest = max(model.heads * model.head_dim / heads, units)

@@ -11,6 +11,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.config.recompute import repeats_forward
 from jaxmem.machine.gpus import Gpu
+from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import layers_per_pass, passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH
@@ -37,7 +38,7 @@ class StepTime:
     def seconds(self) -> float:
         gpu, parts, micro = self.gpu, self.parts, self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
-        communication = self._weights() + self._tensor() + self._context() + self._features()
+        communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
         exposed = max(_EXPOSED * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
@@ -53,7 +54,7 @@ class StepTime:
     @property
     def _split(self) -> int:
         """The number of devices over which the weights of a replica are sharded."""
-        return self.cfg.mesh.fsdp * self.cfg.mesh.context
+        return self.cfg.mesh.fsdp * self.cfg.mesh.expert * self.cfg.mesh.context
 
     @property
     def _tokens(self) -> float:
@@ -126,6 +127,19 @@ class StepTime:
         # The argument of `_ring` is the size of an array of which each device receives all but its own share.
         return layers_per_pass(self.cfg) * self._ring(
             sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor
+        )
+
+    def _experts(self) -> float:
+        """Seconds in which tokens are sent to the devices of their experts, and results back."""
+        model, devices = self.cfg.model, self.cfg.mesh.expert
+        if not isinstance(model, Decoder) or model.experts is None or devices == 1:
+            return 0.0
+        top_k = model.experts.top_k
+        share = share_of_devices(top_k, devices) if uses_all_to_all(top_k, devices) else 1
+        sent = share * devices * self._tokens * model.embed * self._width
+        passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
+        return (
+            passes * layers_per_pass(self.cfg) * self._ring(sent, devices, self.cfg.mesh.context * self.cfg.mesh.tensor)
         )
 
     def _offloaded_activations(self, compute: float) -> float:

@@ -1,12 +1,14 @@
 """Rows with the weights of their group: equal to float64 by definition, with memory that does not grow with groups."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmem.kernels import QuantizedScales
-from jaxmem.kernels.grouped_matmul import map_groups, sort_rows, sum_of_groups
+from jaxmem.kernels.grouped_matmul import map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
 from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
 from jaxmem.quant import quantize
@@ -17,6 +19,7 @@ CASES = {  # rows, choices of each, groups, inputs, outputs; some groups have no
     "empty groups": (3, 1, 9, 3, 2),
     "one row": (1, 2, 5, 4, 4),
     "one group": (70, 1, 1, 4, 3),
+    "square": (40, 2, 4, 6, 6),
     "several blocks": (150, 1, 2, 4, 3),
 }
 
@@ -53,6 +56,29 @@ def test_results_and_gradients_are_those_of_float64(case, counts_blocks):
     wanted = np.zeros_like(w)
     np.add.at(wanted, chosen, np.einsum("ri,ro,rk->rkio", x, g, shares))
     np.testing.assert_allclose(of_w, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [7, 1000])
+def test_chunks_have_the_results_and_gradients_of_blocks(size):
+    """Half of the groups belong to another device."""
+    chosen, (x, w, shares), g, frozen = arrays("square")
+    count, g = w.shape[0] // 2, jnp.asarray(g, jnp.float32)
+    groups = sort_rows(jnp.asarray(chosen), count)
+
+    def chunk(weights, frozen, x, values, groups):
+        row = jnp.arange(x.shape[0])[:, None]
+        member = ((row >= groups.starts) & (row < groups.stops)).astype(x.dtype)
+        return jnp.einsum("ri,rg,gio,r->ro", x, member, weights["w"] + frozen["w"], values)
+
+    def run(how, w, x, shares):
+        values, others = shares.reshape(-1)[groups.order], {"w": jnp.asarray(frozen[:count], jnp.float32)}
+        return how({"w": w}, others, x, values, groups)
+
+    found = [
+        jax.vjp(partial(run, how), *(jnp.asarray(a, jnp.float32) for a in (w[:count], x, shares)))
+        for how in (partial(map_chunks, chunk, size), partial(map_groups, matmul))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *((y, back(g)) for y, back in found))
 
 
 def test_under_vmap():

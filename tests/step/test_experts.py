@@ -51,13 +51,14 @@ WAYS = {
         "optimizer": {"clip_by": "previous", "epsilon": 1e-3},
     },
     "triton, saved matmuls": {"memory": {"remat": "dots", "experts": "triton"}},
+    "triton, sharded experts": {"memory": {"remat": "full", "experts": "triton"}, "mesh": {"expert": 4}},
     "schedule, chunks": {"memory": {"remat": "sqrt", "mlp_chunk": 8}},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train_has_the_same_losses(way, alone):
-    trained = Trained(mixture(**WAYS[way]), updates=1)
+    trained = Trained(mixture(**WAYS[way]), WAYS[way].get("mesh", {}).get("expert", 1), updates=1)
     assert trained.metrics[0] == pytest.approx(alone.metrics[0], rel=2e-5, abs=1e-6)
 
 
