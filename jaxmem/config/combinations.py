@@ -95,7 +95,6 @@ CONFLICTS = (
     # During the backward pass, overflow and NaN are known only after most layers have been updated.
     ("memory.update=during", "train.on_nan=skip", "train.on_nan=stop or rollback, or memory.update=after"),
     ("memory.update=during", "precision.loss_scale!=none", "precision.loss_scale=none or memory.update=after"),
-    ("memory.update=during", "mesh.stage!=1", "mesh.stage=1 or memory.update=after"),
     # A pipeline needs the layers and the loss as separate functions; a script passes one function for both.
     ("objective.name=own", "mesh.stage!=1", "mesh.stage=1"),
     # With `context`, tokens are in another order, on which the loss of a script may depend.

@@ -23,7 +23,7 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     arrays=(
-        "GROUPS constrain map_devices map_shards map_stages mean_over_groups per_device row_major_in_stages "
+        "GROUPS constrain map_devices map_layers map_shards map_stages mean_over_groups per_device row_major_in_stages "
         "shard_first_dim vmap_groups"
     ),
     gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",

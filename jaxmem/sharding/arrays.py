@@ -9,7 +9,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Axis, Role, relax_resized
+from jaxmem.sharding.table import Axes, Axis, Role, is_axes, relax_resized
 
 GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
 
@@ -91,6 +91,25 @@ def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any
         function, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names=set(over), check_vma=False
     )
     return run(*arrays)
+
+
+def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """`function` on the layers of each pipeline stage. Arrays whose axes begin with `layer` are sharded over them;
+    others are the same on all stages."""
+    layout = current()
+    over = layout.over("weights", "layer") if layout else ()
+    if layout is None or not over:
+        return function
+
+    def specs(axes: Any) -> Any:
+        return jax.tree.map(lambda names: PartitionSpec(*[over] * (names[:1] == ("layer",))), axes, is_leaf=is_axes)
+
+    def run(*arrays: Any) -> Any:
+        with layout.inside_shard_map(over):
+            return function(*arrays)
+
+    how = {"in_specs": specs(in_axes), "out_specs": specs(out_axes), "axis_names": {*over}}
+    return jax.shard_map(run, mesh=layout.mesh, check_vma=False, **how)
 
 
 def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:

@@ -149,7 +149,7 @@ class StageLayers:
 
         def visit(visited: Any) -> Any:
             total = take_layer(sums, layer) if count > 1 else jax.tree.map(lambda x: x.astype(jnp.float32), dw)
-            return visitor.visit(visited, layer, total, visitor.fetch(visited, layer))
+            return visitor.visit(visited, layer, total, None)
 
         if count > 1:
             visited = when(row["micro"] == count - 1, visit, visited, f"runs_1_in_{count}")

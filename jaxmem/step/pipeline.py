@@ -8,6 +8,7 @@ the loop: the `jax.shard_map` is over these axes too.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, current, is_axes, map_stages
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, cut_by
+from jaxmem.stack import StackCall, Visitor, cut_by
 from jaxmem.stack.pipeline import AXIS, PipelineNetwork, Results, run
 from jaxmem.stack.pipeline_schedules import evaluation
 from jaxmem.stack.reverse import differentiable_weights
@@ -30,6 +31,19 @@ from jaxmem.stack.timetable import Timetable
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, trained_sum
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class StageVisit:
+    """What a stage does with the gradients of its layers besides adding them up."""
+
+    stacked: Tree  # arrays whose first dimension is sharded over the stages
+    values: Tree  # arrays that are the same on all stages
+    # (weights, `stacked` and `values` of a stage, the index of its first layer, the count of the objective) -> the
+    # visitor of its layers, and a function: last carry -> new values of `stacked` and `values`
+    visitor: Callable[[Tree, Tree, Tree, jax.Array, jax.Array], tuple[Visitor, Callable[[Any], tuple[Tree, Tree]]]]
 
 
 def pipeline_gradients(
@@ -41,9 +55,9 @@ def pipeline_gradients(
     pipeline, layout = model.pipeline, current()
     assert pipeline is not None
     local = () if layout is None else layout.local_gradient_axes
-    found = _execute(pipeline.timetable, model, objective, params, (batch, keys), scale, gradient_dtype)
+    found = execute(pipeline.timetable, model, objective, params, (batch, keys), scale, gradient_dtype)
     axes = model.select(model.axes)
-    stack = _stack_of(model)
+    stack = stack_of(model)
     grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers.sums})
     if not local:
         return constrain_tree(grads, axes, "gradients"), found.sums
@@ -60,25 +74,28 @@ def pipeline_sums(model: ModelSpec, objective: Objective, params: Params, batch:
     p = model.pipeline
     assert p is not None
     table = evaluation(p.stages, p.micro_batches, p.rounds)
-    return _execute(table, model, objective, params, (batch, None), jnp.float32(1), None).sums
+    return execute(table, model, objective, params, (batch, None), jnp.float32(1), None).sums
 
 
-def _execute(
+def execute(
     table: Timetable, model: ModelSpec, objective: Objective, params: Params, batch: Any, scale: jax.Array,
-    gradient_dtype: DTypeLike | None,
+    gradient_dtype: DTypeLike | None, visit: StageVisit | None = None,
 ) -> Results:  # fmt: skip
-    layout, pipeline, name = current(), model.pipeline, _stack_of(model)
+    """Executes a schedule. With `visit`, gradients of devices that have other rows are summed in every backward pass,
+    `Results.layers` is the new `stacked`, and `Results.sums` is the sums of the objective and the new `values`."""
+    layout, pipeline, name = current(), model.pipeline, stack_of(model)
     assert layout is not None
     assert pipeline is not None
-    local = layout.local_gradient_axes
+    local = layout.local_gradient_axes if visit is None else ()
     learns = jax.tree.map(lambda x: x is not None, model.select(model.axes), is_leaf=lambda x: x is None or is_axes(x))
     options = model.stack_options
 
     def stage(layers: Any, outside: Any, batch: Any, scale: jax.Array) -> tuple[Any, ...]:
         with layout.inside_shard_map((AXIS, *local)):
-            return tuple(sum_over(run_stage(layers, outside, batch, scale)))
+            return tuple(sum_over(*run_stage(layers, outside, batch, scale)))
 
-    def run_stage(layers: Any, outside: Any, batch: Any, scale: jax.Array) -> Results:
+    def run_stage(arrays: Any, outside: Any, batch: Any, scalars: Any) -> tuple[Results, Any]:
+        (layers, stacked), (scale, values) = arrays, scalars
         trainable = jax.tree.map(lambda learns, w: w if learns else None, _without(learns, name), outside)
         at = differentiable(trainable, gradient_dtype)
 
@@ -94,18 +111,31 @@ def _execute(
         def _network(at: Any) -> Any:
             return model.network({**with_gradients(outside, at), name: layers})
 
-        at_layers = differentiable_weights(learns[name], gradient_dtype)
-        return run(table, PipelineNetwork(embed, loss, at, batch), Layers(pipeline, layers, at_layers, options))
+        def count(micro: Any) -> jax.Array:
+            """Known before the loop: it depends on the batch only."""
+            return loss(at, jax.tree.map(jnp.zeros_like, embed(at, micro).x), micro)[1]["count"]
 
-    def sum_over(found: Results) -> Results:
+        network = PipelineNetwork(embed, loss, at, batch)
+        own = Layers(pipeline, layers, differentiable_weights(learns[name], gradient_dtype), options)
+        if visit is None:
+            return run(table, network, own), ()
+        first = jax.lax.axis_index(AXIS) * (pipeline.group * pipeline.rounds)
+        visitor, end = visit.visitor(layers, stacked, values, first, jnp.sum(jax.lax.map(count, batch)))
+        found = run(table, network, replace(own, visitor=visitor))
+        stacked, values = end(found.layers.visited)
+        return found._replace(layers=stacked), values
+
+    def sum_over(found: Results, values: Any) -> Results:
         sums = jax.lax.psum(found.sums, (AXIS, *local))
         if not local:
-            return Results(found.layers, jax.lax.psum(found.outside, AXIS), sums)
+            outside = jax.lax.psum(found.outside, AXIS)
+            return Results(found.layers, outside, sums if visit is None else (sums, values))
         layers, outside = jax.tree.map(lambda x: x[None], (found.layers, found.outside))
         return Results(layers, outside, sums)
 
     outside = {key: value for key, value in params.items() if key != name}
-    found = map_stages(stage, AXIS, local)(params[name], outside, batch, scale)
+    stacked, values = ((), ()) if visit is None else (visit.stacked, visit.values)
+    found = map_stages(stage, AXIS, local)((params[name], stacked), outside, batch, (scale, values))
     return Results(*found)
 
 
@@ -113,7 +143,7 @@ def _without(tree: Any, name: str) -> Any:
     return {key: value for key, value in tree.items() if key != name}
 
 
-def _stack_of(model: ModelSpec) -> str:
+def stack_of(model: ModelSpec) -> str:
     """The name of the module that is the stack of layers."""
     (name,) = {path[0] for path, axes in flatten_dict(model.axes).items() if axes[:1] == ("layer",)}
     return name

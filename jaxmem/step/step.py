@@ -46,9 +46,11 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
                     f"memory.update=during does not support a model whose forward pass changes state ({name}, as of "
                     "BatchNorm); use memory.update=after"
                 )
-            from jaxmem.step.update_during import update_during_backward
-
-            params, opt_state, sums, squares = update_during_backward(spec, state, batch, row_keys, write)
+            if spec.model.pipeline is not None:
+                from jaxmem.step.update_in_stages import update_in_stages as update
+            else:
+                from jaxmem.step.update_during import update_during_backward as update
+            params, opt_state, sums, squares = update(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
         after = sums.pop(STATE, None)

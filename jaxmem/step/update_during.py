@@ -82,7 +82,8 @@ class _BackwardUpdate:
     def _update_stack(self, number: int, g: Any) -> Any:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         network, groups, stack = self._network, self._groups[number], self._network.stacks[number]
-        update = LayerUpdate(groups, self._state.opt_state, self._write, self._norm, stack.layers)
+        before = [group.state(self._state.opt_state) for group in groups]
+        update = LayerUpdate(groups, before, self._write, self._norm, stack.layers)
 
         def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
             """Copies state from host memory while the gradient is computed."""

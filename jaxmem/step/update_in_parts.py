@@ -38,7 +38,7 @@ from jaxmem.optim.groups import (
 )
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, stored_axes
+from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, map_layers, shard_count, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step.segments import SliceGradient
@@ -53,30 +53,26 @@ class LayerUpdate:
     (weights, state of each group, squared norms)."""
 
     groups: Sequence[ParameterGroup]  # one per weight
-    opt_state: Tree  # before the update: arrays that are not stacked are read from it
+    before: Sequence[Tree]  # the state of each group before the update; arrays that are not stacked are read from it
     write: Write
     norm: jax.Array | None
     layers: int  # of the complete stack
     first: int | jax.Array = 0  # the index of the first layer of the stack's part that is updated here
 
-    @cached_property
-    def _before(self) -> list[Tree]:
-        return [group.state(self.opt_state) for group in self.groups]
-
     def begin(self, weights: Tree, layers: int) -> tuple[Tree, list[Tree], Tree]:
         """The first carry, for a part of `layers` layers."""
         zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
-        return weights, self._before, zeros
+        return weights, list(self.before), zeros
 
     def fetch(self, carry: Any, layer: jax.Array) -> list[Tree]:
         """The state of one layer, copied from host memory."""
-        each = zip(self.groups, carry[1], self._before, strict=True)
+        each = zip(self.groups, carry[1], self.before, strict=True)
         return [take_stacked_layer(state, group.state_axes, layer, old) for group, state, old in each]
 
     def __call__(self, carry: Any, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Any:
         """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
         (weights, states, squares), new_states = carry, list[Tree]()
-        for i, (group, state, old) in enumerate(zip(self.groups, states, self._before, strict=True)):
+        for i, (group, state, old) in enumerate(zip(self.groups, states, self.before, strict=True)):
             own = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
             own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
             stacked = select(weights, group.axes, is_leaf=is_axes)
@@ -233,6 +229,14 @@ def update_from_host(
     """Returns new parameters and optimizer state. Weights are updated one after the other, and a stack layer by layer,
     while the state of the next layer is copied. `params` are the trainable parameters; `norm` is the norm of all
     gradients."""
+    new, states = update_singly(spec, params, grads, opt_state, write, norm)
+    return merge(params, *new), record_norm(merge(opt_state, *states), norm)
+
+
+def update_singly(
+    spec: StateSpec, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array | None
+) -> tuple[list[Tree], list[Tree]]:
+    """The new value and the new state of each parameter, updated one after the other."""
     new_params, new_states = [], []
     for weight in single_weights(params):
         group = spec.group(weight)
@@ -247,7 +251,7 @@ def update_from_host(
             new, state = group.update(gradient, state, weight, write, norm=norm)
         new_params.append(new)
         new_states.append(state)
-    return merge(params, *new_params), record_norm(merge(opt_state, *new_states), norm)
+    return new_params, new_states
 
 
 def _slice_of(gradient: jax.Array, dim: int, _: Any, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
@@ -255,24 +259,34 @@ def _slice_of(gradient: jax.Array, dim: int, _: Any, slices: VocabSlices | None 
 
 
 def _layer_by_layer(
-    group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array
+    group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[Tree, Tree]:
-    layers = jax.tree.leaves(weights)[0].shape[0]
-    initial_state = state  # every layer has the number of updates before this one
+    layers, stages = jax.tree.leaves(weights)[0].shape[0], shard_count("weights", "layer")
 
-    def fetch(state: Tree, layer: jax.Array) -> Tree:
-        return take_stacked_layer(state, group.state_axes, layer, initial_state)
+    def update(grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array) -> tuple[Tree, Tree]:
+        """Updates the layers of a pipeline stage."""
+        initial_state = state  # every layer has the number of updates before this one
+        last = layers // stages - 1
 
-    def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-        weights, state, fetched = carry
-        ahead = fetch(state, jnp.minimum(layer + 1, layers - 1))
-        new, new_state = group.update(
-            take_layer(grads, layer), fetched, take_layer(weights, layer), write, layer=layer, layers=layers, norm=norm
-        )
-        # Read before it is overwritten; otherwise XLA would copy all of it.
-        ahead, state = jax.lax.optimization_barrier((ahead, state))
-        weights = put_stacked_layer(weights, stored_axes(group.axes, weights), "weights", layer, new)
-        return weights, put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state), ahead
+        def fetch(state: Tree, layer: jax.Array) -> Tree:
+            return take_stacked_layer(state, group.state_axes, layer, initial_state)
 
-    weights, state, _ = jax.lax.fori_loop(0, layers, step, (weights, state, fetch(state, jnp.int32(0))))
-    return weights, state
+        def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+            weights, state, fetched = carry
+            ahead = fetch(state, jnp.minimum(layer + 1, last))
+            extra = {"layer": first[0] + layer, "layers": layers, "norm": norm}
+            own = take_layer(grads, layer), fetched, take_layer(weights, layer)
+            new, new_state = group.update(*own, write, **extra)
+            # Read before it is overwritten; otherwise XLA would copy all of it.
+            ahead, state = jax.lax.optimization_barrier((ahead, state))
+            weights = put_stacked_layer(weights, stored, "weights", layer, new)
+            return weights, put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state), ahead
+
+        begin = weights, state, fetch(state, jnp.int32(0))
+        weights, state, _ = jax.lax.fori_loop(0, last + 1, step, begin)
+        return weights, state
+
+    stored = stored_axes(group.axes, weights)
+    axes = group.axes, group.state_axes, stored, (), ("layer",)
+    run = map_layers(update, axes, (stored, group.state_axes))
+    return run(grads, state, weights, norm, jnp.arange(stages, dtype=jnp.int32) * (layers // stages))
