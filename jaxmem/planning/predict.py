@@ -25,7 +25,7 @@ from jaxmem.planning.share import head_groups, loss_chunk, mlp_chunk, passes_in_
 from jaxmem.planning.state import STATE, DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.planning.step_time import StepTime
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import MIN_TOKENS_PER_ROW
+from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 
@@ -69,11 +69,11 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         parts[part] = size_of(role, [leaf for leaf in leaves if not (may_offload and leaf.can_offload)])
         offloaded[role] += size_of(role, away)
         if role == "weights" and may_offload:  # the weights of the current and of the next layer
-            layer = sum(size_of(role, [leaf]) // leaf.shape[0] for leaf in away if leaf.is_stacked)
+            layer = _one_layer(cfg, size_of, role, away)
             kinds["weights: from the host"] = kinds.get("weights: from the host", 0) + 2 * layer
         elif role == "weights":  # XLA slices the experts of a layer from the stack, since loops and kernels read them
             experts = [leaf for leaf in leaves if leaf.is_stacked and leaf.can_offload and "expert" in leaf.axes]
-            layer = sum(size_of(role, [leaf]) // leaf.shape[0] for leaf in experts)
+            layer = _one_layer(cfg, size_of, role, experts)
             kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + layer
     if is_during := cfg.memory.update == "during":
         # Weights that the backward pass updates are stored transposed too, if that makes their all-gather contiguous.
@@ -84,7 +84,11 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         needs_all = sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
         updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
         widening = FLOAT32 // sizes.width if cfg.batch.accumulate > 1 else 1
-        gradients = _update_during(size_of, updated, widening, activations)
+        gradients = (
+            _update_during(size_of, updated, widening, activations)
+            if cfg.mesh.stage == 1
+            else _update_in_stages(cfg, size_of, state)
+        )
     else:
         gradients = _update_after(cfg, size_of, state, sizes.width, activations)
     all_state = sum(parts.values()) + sum(offloaded.values())
@@ -133,6 +137,21 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, width: 
     stored = size_of("weights", state.trainable, stored_width)
     updates = stored if stored > size_of("optimizer", state.trainable, stored_width) else 0
     return max(gradients, updates - activations)
+
+
+def _one_layer(cfg: Config, size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], *width: int) -> int:
+    """Bytes of one layer of the stacked arrays."""
+    stacked = (leaf for leaf in leaves if leaf.is_stacked)
+    return sum(size_of(role, [leaf], *width) * cfg.mesh.stage // leaf.shape[0] for leaf in stacked)
+
+
+def _update_in_stages(cfg: Config, size_of: DeviceBytes, state: StateLeaves) -> int:
+    """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, with one micro-batch only
+    of parameters outside of layers, and the larger of a layer and of a parameter outside."""
+    outside = [leaf for leaf in state.trainable if not leaf.is_stacked]
+    sums = size_of("gradients", outside if cfg.batch.accumulate == 1 else state.trainable, FLOAT32)
+    layer = _one_layer(cfg, size_of, "gradients", state.trainable, FLOAT32)
+    return sums + max([layer, *(size_of("gradients", [leaf]) for leaf in outside)])
 
 
 def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: int, activations: int) -> int:

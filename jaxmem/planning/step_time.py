@@ -44,9 +44,11 @@ class StepTime:
         copies = 2 * self.offloaded_frozen / gpu.host_rate
         exposed += max(_EXPOSED * copies, copies - compute)
         each = compute + exposed + self._offloaded_activations(compute) + 3 * parts["gradients"] / gpu.memory_rate
-        # Copies for an update after the backward pass are not overlapped; both directions are used at the same time.
+        # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
+        # micro-batches; both directions are used at the same time.
         moved = self.offloaded_optimizer / gpu.host_rate
-        exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
+        is_overlapped = self.cfg.memory.update == "during" and (self.cfg.mesh.stage == 1 or micro == 1)
+        exposed_state = max(0.0, moved - compute) if is_overlapped else moved
         state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
         state += self.offloaded_optimizer + self.offloaded_frozen
         return micro * each + exposed_state + self._per_update() + 3 * state / gpu.memory_rate

@@ -18,5 +18,5 @@ __getattr__, __all__ = lazy_names(
     remat="recompute_from_inputs",
     reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",
-    stages="Pipeline",
+    stages="Pipeline creating_for",
 )

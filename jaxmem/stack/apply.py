@@ -26,7 +26,7 @@ from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hoo
 from jaxmem.stack.cuts import StackCall, cut, is_cut
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
-from jaxmem.stack.stages import Pipeline, apply_in_order
+from jaxmem.stack.stages import Pipeline, apply_in_order, create_layers
 
 # (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -180,7 +180,7 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) 
     template = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graphdef, _ = nnx.split(template)
     keys = jax.random.split(rngs.params(), count)
-    weights = jax.lax.map(lambda key: nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1]), keys)
+    weights = create_layers(lambda key: nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1]), keys)
     module = nnx.merge(graphdef, weights)
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         variable.set_metadata("axes", ("layer", *variable.get_metadata()["axes"]))

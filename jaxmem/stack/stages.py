@@ -1,5 +1,8 @@
 """How a stack of layers is divided into pipeline stages. `pipeline_schedules.py` has the schedules."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -8,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.sharding.host import fetch_layer, is_on_host, to_host
+from jaxmem.sharding import map_layers
+from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.stack.cuts import StackCall
 
 
@@ -59,21 +63,44 @@ class Pipeline:
         stage, position, round_ = np.ogrid[: self.stages, : self.group, : self.rounds]
         return ((round_ * self.stages + stage) * self.group + position).reshape(-1)
 
-    def arrange(self, stacked: jax.Array) -> jax.Array:
-        """The layers of a model, [layers, ...], in the order in which they are stored; identity layers are zeros."""
-        if is_on_host(stacked):  # one layer at a time is on the device
+    def create(self, one: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+        """The layers `one(key)`, stacked in the order in which they are stored. Each stage creates its own layers;
+        identity layers are zeros."""
 
-            def move(_: None, number: jax.Array) -> tuple[None, jax.Array]:
-                layer = fetch_layer(stacked, number)
-                return None, to_host(jnp.where(number < self.layers, layer, jnp.zeros_like(layer)))
+        def stored(numbered: tuple[jax.Array, jax.Array]) -> Any:
+            number, key = numbered
+            layer = one(key)
+            if self.stored == self.layers:
+                return layer
+            used = lambda w: jnp.where(number < self.layers, w, jnp.zeros_like(w))  # noqa: E731
+            return send_like(jax.tree.map(used, fetch_from_host(layer)), layer)
 
-            return jax.lax.scan(move, None, jnp.asarray(self.order, jnp.int32))[1]
-        padded = jnp.pad(stacked, [(0, self.stored - self.layers), *[(0, 0)] * (stacked.ndim - 1)])
-        return padded if self.rounds == 1 else padded[self.order]
+        numbers = jnp.asarray(self.order, jnp.int32)
+        run = map_layers(lambda *numbered: jax.lax.map(stored, numbered), (("layer",), ("layer",)), ("layer",))
+        return run(numbers, keys[jnp.minimum(numbers, self.layers - 1)])
 
     def split(self, stacked: jax.Array) -> jax.Array:
         """[stored, ...] -> [stages, group, rounds, ...], without moving data."""
         return stacked.reshape(self.stages, self.group, self.rounds, *stacked.shape[1:])
+
+
+_creating: ContextVar[Pipeline | None] = ContextVar("pipeline", default=None)
+
+
+@contextmanager
+def creating_for(pipeline: Pipeline | None) -> Iterator[None]:
+    """A context in which new stacks of layers are created in the order in which pipeline stages store them."""
+    token = _creating.set(pipeline)
+    try:
+        yield
+    finally:
+        _creating.reset(token)
+
+
+def create_layers(one: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+    """The layers `one(key)`, stacked, created one after the other."""
+    pipeline = _creating.get()
+    return jax.lax.map(one, keys) if pipeline is None else pipeline.create(one, keys)
 
 
 def apply_in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.weights import Storage, storing_as
-from jaxmem.stack import Pipeline, StackOptions
+from jaxmem.stack import Pipeline, StackOptions, creating_for
 
 _ADAPTER_KEY = (
     2**31 - 1
@@ -191,8 +191,6 @@ class ModelSpec:
     def new_weights(self, key: jax.Array) -> Params:
         """Initial weights, including adapters, in their stored form."""
         base = self.new_base(key)
-        if self.pipeline is not None:
-            base = jax.tree.map(self._arrange, adapters.base_of(self.axes), base, is_leaf=is_axes)
         return base if self.cfg.adapter.kind == "none" else self.with_adapters(base, key)
 
     def new_base(self, key: jax.Array) -> Params:
@@ -204,7 +202,7 @@ class ModelSpec:
                 axes, state = self.plain.axes, self.forward_state
                 values = own.variables_of(self._build(key)).items()
                 return unflatten_dict({p: x if p in state else own.store(p, x, axes[p], storage) for p, x in values})
-            with storing_as(storage):
+            with storing_as(storage), creating_for(self.pipeline):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 
         storages = {self.storage(path) for path in flatten_dict(self.axes)}
@@ -288,11 +286,6 @@ class ModelSpec:
         memory = self.cfg.memory
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload))
-
-    def _arrange(self, axes: Axes, weight: Any) -> Any:
-        """The layers of a stack in the order in which pipeline stages store them."""
-        pipeline = self.pipeline
-        return jax.tree.map(pipeline.arrange, weight) if pipeline and axes[:1] == ("layer",) else weight
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:

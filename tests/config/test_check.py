@@ -115,11 +115,6 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["memory.offload=frozen"], "memory.offload=frozen ... memory.offload=none"),
         (
             TEXT,
-            ["memory.offload=[optimizer]", "mesh.stage=2"],
-            "memory.offload=[optimizer] ... mesh.stage=2 ... mesh.stage=1 ... memory.offload=activations",
-        ),
-        (
-            TEXT,
             ["memory.offload=[optimiser]", "memory.remat=full"],
             "memory.offload=optimiser ... model.family=decoder",
         ),

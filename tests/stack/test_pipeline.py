@@ -1,6 +1,7 @@
 """Schedules of pipelines by themselves, and the layers of their stages."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from jaxmem.stack import Pipeline, StackOptions, apply_stack, stacked
 from jaxmem.stack.pipeline_schedules import evaluation, timetable
 from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check
+from tests.support.stages import arranged
 
 SHAPES = [  # layers, stages, micro-batches, rounds
     (4, 2, 4, 1),
@@ -112,8 +114,8 @@ def test_without_micro_batches_layer_follows_layer():
     count = lambda block, x, own, beside: (layer(block, x, own, beside)[0], jnp.sum(x))  # noqa: E731
     beside = jnp.float32(0.5), jnp.ones((3,))
     plain = apply_stack(nnx.merge(graphdef, weights), count, x, own, beside)
-    arrange = nnx.merge(graphdef, jax.tree.map(pipeline.arrange, weights))
-    staged = apply_stack(arrange, count, x, own, beside, options=StackOptions(pipeline=pipeline))
+    stored = nnx.merge(graphdef, jax.tree.map(functools.partial(arranged, pipeline), weights))
+    staged = apply_stack(stored, count, x, own, beside, options=StackOptions(pipeline=pipeline))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, staged)
 
 

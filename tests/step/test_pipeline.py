@@ -16,6 +16,7 @@ from jaxmem.step import program
 from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.generation import generate
+from tests.support.stages import arranged
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
 
@@ -35,17 +36,24 @@ def devices_of(cfg):
     return mesh.stage * mesh.replica * mesh.fsdp * mesh.tensor * mesh.context
 
 
-# Pairs of schedules, recompute policies and ZeRO stages; layers and micro-batches that are not divisible by stages.
+# Pairs of schedules, recompute policies, ZeRO stages and updates; layers and micro-batches that are not divisible by
+# stages. The norm that clips is known before an update during the backward pass.
 RUNS = {
     "layers filled up": staged({"stage": 4}, dropout=0.2, memory={"remat": "sqrt"}),
-    "gpipe": staged({"stage": 3}, dropout=0.2, schedule="gpipe", memory={"remat": "dots"}),
+    "gpipe": staged({"stage": 3}, dropout=0.2, schedule="gpipe", memory={"remat": "dots", "offload": "optimizer"}),
     "circular x fsdp x tensor": staged(
         {"stage": 2, "fsdp": 2, "tensor": 2}, rounds=2, dropout=0.2, schedule="circular", zero=1
     ),
     "zero bubble x fsdp": staged(
-        {"stage": 3, "fsdp": 2}, dropout=0.2, schedule="zero_bubble", memory={"remat": "full"}
+        {"stage": 3, "fsdp": 2}, dropout=0.2, schedule="zero_bubble", memory={"remat": "full", "update": "during"}
     ),
-    "interleaved x fsdp": staged({"stage": 2, "fsdp": 2}, rounds=2, dropout=0.2, zero=2, memory={"remat": "constant"}),
+    "interleaved x fsdp": staged(
+        {"stage": 2, "fsdp": 2},
+        rounds=2,
+        dropout=0.2,
+        zero=2,
+        memory={"remat": "constant", "update": "during", "offload": "optimizer"},
+    ),
 }
 
 
@@ -68,6 +76,18 @@ def test_stages_learn_what_one_device_learns(name, alone):
     expected = SavedState(built).restored_params(alone.params, alone.built.cfg.model_dump())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), on_stages.params, expected)
     assert built.model.parameters == alone.built.model.parameters
+
+
+def test_frozen_weights_come_from_the_host():
+    """Of quantized layers with adapters, on stages with one identity layer."""
+    adapter = {"kind": "qlora", "base": "nf4", "rank": 4}
+    plain = Trained(staged({}, layers=3, adapter=adapter), updates=2)
+    memory = {"remat": "full", "offload": "frozen"}
+    away = Trained(staged({"stage": 2}, layers=3, adapter=adapter, memory=memory), 2, updates=2)
+    for mine, theirs in zip(away.metrics, plain.metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+    there = [x for x in jax.tree.leaves(away.state.params["blocks"]) if x.sharding.memory_kind == "pinned_host"]
+    assert len(there) == len(jax.tree.leaves(away.built.spec.host_state.params["blocks"])) > 0
 
 
 def test_what_lies_on_stages_is_used_there(alone):
@@ -128,7 +148,7 @@ def stored(pipeline, state):
     if pipeline is None:
         return state
     in_blocks = lambda path: "blocks" in jax.tree_util.keystr(path)  # noqa: E731
-    one = lambda path, x: pipeline.arrange(jnp.asarray(x)) if in_blocks(path) else x  # noqa: E731
+    one = lambda path, x: arranged(pipeline, jnp.asarray(x)) if in_blocks(path) else x  # noqa: E731
     return jax.jit(lambda state: jax.tree_util.tree_map_with_path(one, state))(state)
 
 
@@ -167,6 +187,23 @@ def test_stages_send_activations_to_their_neighbours_and_no_weights():
         for shape in re.findall(rf"= \(?\w+\[([\d,]*)\]\S* {kind}(?:-start)?\(", text):
             dims = [int(n) for n in shape.split(",") if int(n) > 1]
             assert tuple(sorted(dims[-2:])) not in weights
+
+
+def test_gradients_die_with_their_update():
+    """With one micro-batch a stage never stores the gradients of all its layers."""
+    wide = {"embed": 64, "mlp": 1024, "layers": 8}
+
+    def temporaries(update):
+        cfg = staged(
+            {"stage": 2}, micro=1, rows=1, memory={"update": update, "remat": "full"}, optimizer={"clip": None}
+        )
+        built = program(cfg.replace(model={**cfg.model.model_dump(), **wide}), jax.devices()[:2])
+        params = built.model.select(built.spec.state.params)["blocks"]
+        size = sum(x.size * 4 // 2 for x in jax.tree.leaves(params))
+        return built.lower_step().compile().memory_analysis().temp_size_in_bytes, size
+
+    (after, size), (during, _) = temporaries("after"), temporaries("during")
+    assert during < after - 0.6 * size
 
 
 def test_memory_follows_the_stages():
