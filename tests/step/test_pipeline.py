@@ -79,15 +79,18 @@ def test_stages_learn_what_one_device_learns(name, alone):
 
 
 def test_frozen_weights_come_from_the_host():
-    """Of quantized layers with adapters, on stages with one identity layer."""
+    """Of quantized layers with adapters, on stages with an identity layer."""
     adapter = {"kind": "qlora", "base": "nf4", "rank": 4}
-    plain = Trained(staged({}, layers=3, adapter=adapter), updates=2)
-    memory = {"remat": "full", "offload": "frozen"}
-    away = Trained(staged({"stage": 2}, layers=3, adapter=adapter, memory=memory), 2, updates=2)
-    for mine, theirs in zip(away.metrics, plain.metrics, strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
-    there = [x for x in jax.tree.leaves(away.state.params["blocks"]) if x.sharding.memory_kind == "pinned_host"]
-    assert len(there) == len(jax.tree.leaves(away.built.spec.host_state.params["blocks"])) > 0
+    alone = Trained(staged({}, layers=3, adapter=adapter), updates=2)
+    ways = (1, {"offload": "frozen"}), (2, {"offload": ["frozen", "optimizer"], "update": "during"})
+    for rounds, memory in ways:
+        memory = {"remat": "full", **memory}
+        away = Trained(staged({"stage": 2}, layers=3, rounds=rounds, adapter=adapter, memory=memory), 2, updates=2)
+        for mine, theirs in zip(away.metrics, alone.metrics, strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+        waiting = jax.tree.leaves(away.built.spec.host_state.params["blocks"])
+        there = jax.tree.leaves(away.state.params["blocks"])
+        assert len([x for x in there if x.sharding.memory_kind == "pinned_host"]) == len(waiting) > 0
 
 
 def test_what_lies_on_stages_is_used_there(alone):
