@@ -81,11 +81,11 @@ def test_stages_learn_what_one_device_learns(name, alone):
 def test_frozen_weights_come_from_the_host():
     """Of quantized layers with adapters, on stages with an identity layer."""
     adapter = {"kind": "qlora", "base": "nf4", "rank": 4}
-    alone = Trained(staged({}, layers=3, adapter=adapter), updates=2)
+    alone = Trained(staged({}, layers=5, adapter=adapter), updates=2)
     ways = (1, {"offload": "frozen"}), (2, {"offload": ["frozen", "optimizer"], "update": "during"})
     for rounds, memory in ways:
         memory = {"remat": "full", **memory}
-        away = Trained(staged({"stage": 2}, layers=3, rounds=rounds, adapter=adapter, memory=memory), 2, updates=2)
+        away = Trained(staged({"stage": 2}, layers=5, rounds=rounds, adapter=adapter, memory=memory), 2, updates=2)
         for mine, theirs in zip(away.metrics, alone.metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
         waiting = jax.tree.leaves(away.built.spec.host_state.params["blocks"])
