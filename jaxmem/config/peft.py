@@ -17,7 +17,7 @@ from jaxmem.config.base import Fraction
 from jaxmem.config.hf_modules import MODULES, HfModule, match_names, modules_of, select_names
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
-from jaxmem.errors import UserError, nearest
+from jaxmem.errors import UserError, abridge, nearest
 
 CONFIG = "adapter_config.json"
 COMMON = (
@@ -84,6 +84,11 @@ def _prompt_fields(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[str, Any], list[str]]:
+    if names := read(settings, "target_parameters", list[str], []):
+        raise UnsupportedError(
+            f"target_parameters={abridge(names)} (adapters of parameters, such as the experts of gpt-oss) is not "
+            "supported; use an adapter with target_modules only"
+        )
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     modules = modules_of(model)
     saved = _saved_modules(settings, modules, model)

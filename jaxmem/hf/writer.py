@@ -23,8 +23,9 @@ from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
+from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
-from jaxmem.hf.tensors import SHARD, OutputTensor, fuse_tensors, write_tensors
+from jaxmem.hf.tensors import MXFP4, SHARD, OutputTensor, fuse_tensors, write_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
@@ -46,7 +47,8 @@ def save(
     indices: Sequence[int] | None = None,
     shard: int = SHARD,
 ) -> None:
-    """Writes a model, adapters merged.
+    """Writes a model, adapters merged. If the base has experts in MXFP4, `dtype` is None and no expert has an adapter,
+    the experts of the model are written as they are stored.
 
     `base`: the directory of the model, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
     `data.tokenizer`, used if there is no base. `dtype`: float32, float16 or bfloat16; by default the dtype of the base,
@@ -56,11 +58,15 @@ def save(
     if jax.process_count() > 1:
         raise UserError("export does not support several processes; run it in one process")
     stored = str(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)), is_leaf=is_quantized)[0].dtype)
+    settings_of_base = read_json(Path(base, "config.json")) if base else None
+    quantization = (settings_of_base or {}).get("quantization_config") or {}
+    keeps_mxfp4 = dtype is None and quantization.get("quant_method") == "mxfp4" and _has_only_mxfp4_experts(model)
     dtype = dtype or (storage_dtype(base) if base else stored)
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not supported; use {', '.join(DTYPES)}")
-    settings = config_json(model.cfg, read_json(Path(base, "config.json")) if base else None, length)
+    settings = config_json(model.cfg, settings_of_base, length)
     settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+    settings |= {"quantization_config": quantization} if keeps_mxfp4 else {}
     with atomic_directory(directory) as place:
         if base:
             copy_metadata(base, place)
@@ -72,16 +78,56 @@ def save(
             # Without these ids, transformers would use the defaults of the family's class.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
-        tensors = model_tensors(model, dtype, indices)
+        tensors = model_tensors(model, dtype, indices, keeps_mxfp4=keeps_mxfp4)
         write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), shard)
 
 
-def model_tensors(model: models.Decoder, dtype: str, indices: Sequence[int] | None = None) -> list[OutputTensor]:
-    """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack."""
+def _has_only_mxfp4_experts(model: models.Decoder) -> bool:
+    """Whether all matrices of experts are stored in MXFP4, and have no adapters."""
+    adapters, params = _adapters(model), base_of(nnx.to_pure_dict(nnx.state(model)))
+    experts = [weight for weight in decoder_weights(params) if _is_expert(weight)]
+    stored = [weight.array.format for weight in experts if isinstance(weight.array, QTensor)]
+    return stored == ["mxfp4"] * len(experts) and not any(weight.path in adapters for weight in experts)
+
+
+def _is_expert(weight: FileWeight) -> bool:
+    """Whether one tensor has the matrices of all experts of a layer (gpt-oss)."""
+    return len(weight.shape) == 3
+
+
+def model_tensors(
+    model: models.Decoder, dtype: str, indices: Sequence[int] | None = None, *, keeps_mxfp4: bool = False
+) -> list[OutputTensor]:
+    """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack. `keeps_mxfp4`: whether
+    experts are written as they are stored."""
     params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
     if own.keys() - flatten_dict(params).keys():
         raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
-    return output_tensors(decoder_weights(params, indices), dtype, own)
+    found = []
+    for weight in decoder_weights(params, indices):
+        kept = keeps_mxfp4 and _is_expert(weight)
+        found += _mxfp4_tensors(weight) if kept else output_tensors([weight], dtype, own)
+    return found
+
+
+def _mxfp4_tensors(weight: FileWeight) -> list[OutputTensor]:
+    found = []
+    for one in weight.tensors:
+        count, inputs, outputs = one.shape
+        for part, (end, dims) in enumerate(zip(MXFP4, ((16,), ()), strict=True)):
+            values = partial(_mxfp4_values, weight, one, part)
+            shape = (count, outputs, inputs // 32, *dims)
+            found.append(OutputTensor(one.name + end, np.dtype(np.uint8), shape, values))
+    return found
+
+
+def _mxfp4_values(weight: FileWeight, tensor: FileTensor, part: int) -> np.ndarray:
+    return np.asarray(_stored_layer(weight.array, np.asarray(tensor.position, np.int32), weight.depth)[part])
+
+
+@partial(jax.jit, static_argnums=2)
+def _stored_layer(q: QTensor, place: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
+    return mxfp4_tensors(fetch_from_host(jax.tree.map(lambda x: _take(x, place, depth), q)))
 
 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
@@ -115,17 +161,19 @@ def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> n
 @cache
 def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Any:
     def convert(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
-        def take(x: jax.Array, dims: int) -> jax.Array:
-            for dim in range(dims):
-                x = jax.lax.dynamic_index_in_dim(x, place[dim], keepdims=False)
-            return x
-
-        x = jax.tree.map(lambda x: take(x, depth), x)
+        x = jax.tree.map(lambda x: _take(x, place, depth), x)
         if own is not None and depth:  # an A that experts share has a dimension less
-            own = {name: take(array, array.ndim - DIMS[name]) for name, array in own.items()}
+            own = {name: _take(array, place, array.ndim - DIMS[name]) for name, array in own.items()}
         x = fetch_from_host(x)
         full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
         full = full if own is None else merged_weight(full, own, scale)
         return (full.T if is_transposed else full).astype(dtype)
 
     return jax.jit(convert)
+
+
+def _take(x: jax.Array, place: jax.Array, dims: int) -> jax.Array:
+    """The entry of a stack with `dims` dimensions."""
+    for dim in range(dims):
+        x = jax.lax.dynamic_index_in_dim(x, place[dim], keepdims=False)
+    return x

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
@@ -65,6 +66,24 @@ def test_experts_in_mxfp4_are_read_as_they_are(tmp_path, directories):
     values = np.where(codes & 8, -1, 1) * table[codes & 7] * 2.0 ** (scales[..., None].astype(int) - 127)
     np.testing.assert_array_equal(found.astype(np.float64), values.reshape(*scales.shape[:2], -1).swapaxes(1, 2))
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("targets", ["blocks.attention.*", "blocks.*"])
+def test_frozen_experts_in_mxfp4_are_written_as_they_are(tmp_path, directories, targets):
+    place = directories / "gpt-oss-mxfp4"
+    settings = ["adapter.kind=qlora", "adapter.experts=mxfp4", f"adapter.targets={{{targets}: 2}}"]
+    program, params = open_model(place, settings)
+    hf.save(nnx.merge(program.model.graphdef, params), tmp_path / "out", base=place)
+    before, after = (load_file(one / "model.safetensors") for one in (place, tmp_path / "out"))
+    codes = [name for name in before if name.endswith(("_blocks", "_scales"))]
+    config = (tmp_path / "out" / "config.json").read_text()
+    if targets == "blocks.*":  # adapters are merged into the experts
+        assert not set(codes) & set(after)
+        assert "quantization_config" not in config
+    else:
+        jax.tree.map(np.testing.assert_array_equal, *({name: x[name] for name in codes} for x in (before, after)))
+        assert "quantization_config" in config
+        assert before.keys() == after.keys()
 
 
 def test_a_missing_expert_is_named(tmp_path, directories):
