@@ -36,8 +36,9 @@ def devices_of(cfg):
     return mesh.stage * mesh.replica * mesh.fsdp * mesh.tensor * mesh.context
 
 
-# Pairs of schedules, recompute policies, ZeRO stages and updates; layers and micro-batches that are not divisible by
-# stages. The norm that clips is known before an update during the backward pass.
+# Every schedule and update; layers and micro-batches that are not divisible by stages. The norm that clips is
+# known before an update during the backward pass. All combinations with the recompute policies: python -m
+# tests.support.pipelines
 RUNS = {
     "layers filled up": staged({"stage": 4}, dropout=0.2, memory={"remat": "sqrt"}),
     "gpipe": staged({"stage": 3}, dropout=0.2, schedule="gpipe", memory={"remat": "dots", "offload": "optimizer"}),
