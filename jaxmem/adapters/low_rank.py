@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.adapters import flax_layers
 from jaxmem.adapters.trained_parts import TokenRows
 from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
+from jaxmem.config.names import count_layers, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
@@ -220,12 +221,18 @@ def _targets(
     sizes = {name: x.weight.shape[0] if len(x.weight.shape) > 2 else None for name, x in weights.items()}
     if is_padded:
         sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
+    total = count_layers(known)
+    every = [
+        (own, layers or range(size or 1), total if layers else size)
+        for name, size in sizes.items()
+        for own, layers in [split_stack(name)]
+    ]
     for key in ("targets", "alpha_pattern"):
         for pattern in getattr(cfg, key) or ():
-            if not any(is_match(pattern, name, i, size) for name, size in sizes.items() for i in range(size or 1)):
+            if not any(is_match(pattern, name, i, count) for name, layers, count in every for i in layers):
                 raise UserError(f"adapter.{key}: {pattern} matches no layer{nearest(pattern, known)}")
     for name, module in known.items():
-        layers = low_rank_layers(cfg, name, sizes[name])
+        layers = low_rank_layers(cfg, name, sizes[name], total)
         if any(layers):
             yield module, layers
 

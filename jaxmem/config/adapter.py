@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, StoredFormat, Texts, setting
-from jaxmem.config.names import split_layers
+from jaxmem.config.names import split_layers, split_stack
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
@@ -82,21 +82,24 @@ class LowRank(NamedTuple):
     scale: float
 
 
-def low_rank_layers(settings: Adapter, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
-    """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter."""
+def low_rank_layers(settings: Adapter, name: str, layers: int | None, total: int = 0) -> tuple[LowRank | None, ...]:
+    """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter.
+    `total`: the layers of the model, if `name` contains the layers of a stack."""
 
     alphas = settings.alpha_pattern or {}
+    name, stack = split_stack(name)
+    total_layers = layers if stack is None else total
 
     def of(layer: int) -> LowRank | None:
-        pattern = _first(settings.targets, name, layer, layers)
+        pattern = _first(settings.targets, name, layer, total_layers)
         if pattern is None:
             return None
         rank = settings.targets[pattern] if isinstance(settings.targets, Mapping) else settings.rank
-        matched = _first(alphas, name, layer, layers)
+        matched = _first(alphas, name, layer, total_layers)
         alpha = settings.alpha if matched is None else alphas[matched]
         return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
 
-    return tuple(map(of, range(layers or 1)))
+    return tuple(map(of, range(layers or 1) if stack is None else stack))
 
 
 def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:

@@ -50,9 +50,15 @@ class HfFamily:
         of_windows = set() if self.sliding_theta is None else {"rope_local_base_freq", "sliding_window_pattern"}
         known = {*self.keys.values(), *of_windows, *(EXPERTS if self.experts else ())}
         known |= {"partial_rotary_factor"} if self.has_partial_rope else set()
+        known |= {"decoder_sparse_step", "mlp_only_layers"} if self.has_dense_layers else set()
         return known if self.shared is None else known | {self.shared}
 
-    def expert_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether config.json may describe layers without experts."""
+        return self.experts is not None and self.experts[1] != "intermediate_size"
+
+    def expert_fields(self, settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """The fields of a mixture of experts: `experts`, and the hidden width of an expert as `mlp`."""
         if self.experts is None:
             return {}
@@ -67,6 +73,15 @@ class HfFamily:
         experts = {"count": count, "top_k": read(settings, "num_experts_per_tok", Size), "renormalize": renormalize}
         if self.shared is not None:
             experts["shared"] = read(settings, self.shared, Size)
+        if self.has_dense_layers:
+            every = read(settings, "decoder_sparse_step", Size, 1)
+            dense = [n for n in read(settings, "mlp_only_layers", list[int], []) if n in range(layers)]
+            has_experts = [(n + 1) % every == 0 and n not in dense for n in range(layers)]
+            if not any(has_experts):
+                raise UnsupportedError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
+            if not all(has_experts):
+                dense_mlp = read(settings, "intermediate_size", Size)
+                experts |= {"every": every, "dense_layers": dense, "dense_mlp": dense_mlp}
         return {"mlp": read(settings, width, Size), "experts": experts}
 
     def expert_settings(self, model: Decoder) -> dict[str, Any]:
@@ -77,6 +92,9 @@ class HfFamily:
         found: dict[str, Any] = {count: model.experts.count, width: model.mlp}
         found["num_experts_per_tok"] = model.experts.top_k
         found |= {} if self.shared is None else {self.shared: model.experts.shared}
+        if self.has_dense_layers and model.experts.dense_mlp is not None:
+            found |= {"decoder_sparse_step": model.experts.every, "mlp_only_layers": list(model.experts.dense_layers)}
+            found["intermediate_size"] = model.experts.dense_mlp
         return found if self.renormalize else found | {"norm_topk_prob": model.experts.renormalize}
 
     @property

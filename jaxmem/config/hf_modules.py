@@ -102,9 +102,10 @@ class HfModule(NamedTuple):
         return not self.path.endswith("norm")
 
 
-def names_of(model: Decoder) -> dict[str, str]:
-    """The names of the modules of a family, with {} for the layer and, in modules of experts, for the expert."""
-    if model.experts is None:
+def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
+    """The names of the modules of a family in layers with or without experts, with {} for the layer and, in modules of
+    experts, for the expert."""
+    if model.experts is None or not has_experts:
         return MODULES if model.norms == "pre" else WITH_POST_NORMS
     if model.attention_sinks:
         return GPT_OSS
@@ -123,13 +124,15 @@ def modules_of(model: Decoder) -> list[HfModule]:
     if model.attention_sinks:  # the experts of gpt-oss are not linear layers in any version of transformers
         absent |= {"gate", "up", "down"}
     has_shared = model.experts is not None and model.experts.shared is not None
+    each = [(names_of(model, has_experts=own), has_shared and own) for own in model.has_experts]
     found = []
-    for path, name in names_of(model).items():
+    for path, name in MODULES.items():
         parent, _, last = path.rpartition(".")
-        if path not in MODULES or last in absent or (parent == "blocks.mlp.shared" and not has_shared):
-            continue
-        layers = range(model.layers) if "{}" in name else (None,)
-        found += [HfModule(path, name.format(layer, 0), layer, last in biased) for layer in layers]
+        if "{}" not in name and last not in absent:
+            found.append(HfModule(path, name, None, last in biased))
+        for layer, (names, is_shared) in enumerate(each if "{}" in name else ()):
+            if path in names and last not in absent and (is_shared or parent != "blocks.mlp.shared"):
+                found.append(HfModule(path, names[path].format(layer, 0), layer, last in biased))
     return found
 
 

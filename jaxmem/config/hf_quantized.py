@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jaxmem.config.hf_families import text_settings
 from jaxmem.config.hf_modules import EXPERTS, MODULES, match_names
 from jaxmem.config.hf_values import Size, UnsupportedError, read
+from jaxmem.config.networks import Experts
 
 MAX_COMPARISONS = 10_000_000  # of names of modules with patterns of a file, which is not trusted
 GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # what is added to the zero points of a file, by `checkpoint_format`
@@ -69,10 +70,16 @@ def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     """The layers, by their names in jaxmem, that are quantized in at least one layer of the stack."""
     if scheme.method == "mxfp4":  # only experts
         return [f"blocks.mlp.{one}" for one in ("gate", "up", "down")]
-    names = EXPERTS if "experts" in model else {path: one for path, one in MODULES.items() if "shared" not in path}
-    absent = ("embedding", "norm", "router")
-    names = {path: name for path, name in names.items() if not any(part in path for part in absent)}
-    every = {path: [name.format(layer, 0) for layer in range(model["layers"])] for path, name in names.items()}
+    dense = {path: one for path, one in MODULES.items() if "shared" not in path}
+    kinds = [(dense, layer) for layer in range(model["layers"])]
+    if "experts" in model:
+        in_layers = Experts.model_validate(model["experts"]).in_layers(model["layers"])
+        kinds = [(EXPERTS if own else dense, layer) for layer, own in enumerate(in_layers)]
+    every: dict[str, list[str]] = {}
+    for names, layer in kinds:
+        for path, name in names.items():
+            if not any(part in path for part in ("embedding", "norm", "router")):
+                every.setdefault(path, []).append(name.format(layer, 0))
     flat = sorted({name for own in every.values() for name in own})
     patterns = [one.removeprefix("re:") for one in scheme.skipped if one.startswith("re:")]
     skipped = set().union(*match_names(patterns, flat, "quantization_config.ignore")) if patterns else set()

@@ -47,7 +47,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0, None),
     "dtype": (*DTYPES, None),
     "torch_dtype": (*DTYPES, None),
-    "decoder_sparse_step": (1, None),  # every layer is a mixture of experts
+    "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0.0, None),
 }
@@ -136,7 +136,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{name: read(settings, key, Decoder.model_fields[name].annotation) for name, key in family.keys.items()},
         **(windows := _windows(settings, family, shape["layers"])),
         **_ropes(settings, family, windows),
-        **family.expert_fields(settings),
+        **family.expert_fields(settings, shape["layers"]),
     }
     return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
 
@@ -261,7 +261,8 @@ def _comparable(model: Decoder) -> dict[str, Any]:
     unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
     unequal |= {"rope", "sliding_rope", "window", "layer_types"}
     ropes = [(rope.theta, rope.share, _rope_scaling(rope)) for rope in model.ropes]
-    experts = model.experts and model.experts.model_dump(include={"count", "top_k", "renormalize", "shared"})
+    compared = {"count", "top_k", "renormalize", "shared", "dense_mlp"}
+    experts = model.experts and (model.experts.model_dump(include=compared), model.has_experts)
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
 
 

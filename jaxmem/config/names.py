@@ -1,6 +1,8 @@
 """Names that `memory.remat: {save: [names]}` and `memory.offload` share with the layers; families add their own."""
 
 import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 BOUNDARY = "boundary"  # the input of a layer, for `memory.offload: activations`
 
@@ -46,3 +48,57 @@ def split_layers(pattern: str) -> tuple[str, slice | None]:
         return pattern, None
     start, stop = (int(part) if part not in ("", "-") else None for part in found.groups())
     return LAYER_RANGE.sub("", pattern, count=1), slice(start, stop)
+
+
+def layer_stacks(kinds: Sequence[object]) -> tuple[tuple[range, ...], ...]:
+    """Layers of several kinds as stacks of equal layers: runs of one kind, and after them a repeated pattern. The
+    stacks of a pattern are one group, to which one scan over the period applies.
+
+    >>> layer_stacks("DEEE"), layer_stacks("DEDE")
+    (((range(0, 1),), (range(1, 4),)), ((range(0, 4, 2), range(1, 4, 2)),))
+    """
+    count = len(kinds)
+    edges = [n for n in range(count) if n == 0 or kinds[n] != kinds[n - 1]]
+
+    def period_from(begin: int) -> int:
+        rest = kinds[begin:]
+        return next(n for n in range(1, count + 1) if len(rest) % n == 0 and rest[n:] == rest[:-n])
+
+    # The fewest modules; of equally many, those with more runs, since a group is recomputed as one layer.
+    runs = min(range(len(edges)), key=lambda runs: (runs + period_from(edges[runs]), -runs))
+    begin, period = edges[runs], period_from(edges[runs])
+    pattern = tuple(range(first, count, period) for first in range(begin, begin + period))
+    return *((range(*run),) for run in pairwise(edges[: runs + 1])), pattern
+
+
+def stack_name(layers: range) -> str:
+    """The name of a stack with these layers, as the patterns of layers are written.
+
+    >>> stack_name(range(1, 27)), stack_name(range(1, 8, 2))
+    ('[1:27]', '[1:8:2]')
+    """
+    return f"[{layers.start}:{layers.stop}{f':{layers.step}' * (layers.step > 1)}]"
+
+
+_STACK = re.compile(r"\.?\[(\d+):(\d+)(?::(\d+))?\]")
+
+
+def split_stack(name: str) -> tuple[str, range | None]:
+    """The name of a weight without the name of its stack, and the layers of this stack; None: all layers, or the weight
+    is not stacked.
+
+    >>> split_stack("blocks[1:9].[2:9:2].mlp.up"), split_stack("blocks.mlp.up")
+    (('blocks.mlp.up', range(2, 9, 2)), ('blocks.mlp.up', None))
+    """
+    found = _STACK.findall(name)
+    layers = range(*(int(part or 1) for part in found[-1])) if found else None
+    return _STACK.sub("", name), layers
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """The number of layers of a model, from the names of its weights; 0 if no name has the layers of a stack.
+
+    >>> count_layers(["blocks[0:1].mlp.up", "blocks[1:27].mlp.up"]), count_layers(["blocks.mlp.up"])
+    (27, 0)
+    """
+    return max((layers.stop for name in names if (layers := split_stack(name)[1]) is not None), default=0)

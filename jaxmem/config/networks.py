@@ -15,6 +15,7 @@ from jaxmem.config.base import (
     Texts,
     setting,
 )
+from jaxmem.config.names import layer_stacks
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
@@ -68,7 +69,7 @@ class Rope(Section):
 
 
 class Experts(Section):
-    """A mixture of experts instead of one MLP in each layer; `model.mlp` is the hidden width of an expert."""
+    """A mixture of experts instead of one MLP; `model.mlp` is the hidden width of an expert."""
 
     count: Count = setting(..., "experts of a layer")
     top_k: Count = setting(..., "experts of a token")
@@ -81,6 +82,15 @@ class Experts(Section):
     shared: Count | None = setting(
         None, "hidden width of a shared expert, which computes every token, weighted by a sigmoid; null: none"
     )
+    every: Count = setting(1, "every n-th layer has experts: layers n - 1, 2 n - 1, ..., where the first layer is 0")
+    dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting(
+        (), "numbers of further layers without experts, where the first layer is 0"
+    )
+    dense_mlp: Count | None = setting(None, "hidden width of the MLP of layers without experts")
+
+    def in_layers(self, layers: int) -> tuple[bool, ...]:
+        """Whether each layer of a model has experts."""
+        return tuple((n + 1) % self.every == 0 and n not in self.dense_layers for n in range(layers))
 
 
 class Quantization(Section):
@@ -144,15 +154,26 @@ class Decoder(Family):
         "attention of each layer, repeated if shorter; only sliding_attention has model.window; []: all have it",
     )
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
-    experts: Experts | None = setting(None, "a mixture of experts in each layer instead of one MLP")
+    experts: Experts | None = setting(None, "a mixture of experts instead of one MLP, in all or some layers")
     quantization: Quantization | None = setting(None, "how model.hf stores quantized matrices; set by its config.json")
     dropout: Fraction = setting(0.0, _DROPOUT)
 
     def dims(self) -> dict[str, dict[str, int]]:
         found = super().dims()
-        if self.experts is not None and self.experts.shared is not None:
-            found["mlp"]["experts.shared"] = self.experts.shared
+        for name in ("shared", "dense_mlp"):
+            if (width := getattr(self.experts, name, None)) is not None:
+                found["mlp"][f"experts.{name}"] = width
         return found
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer is a mixture of experts."""
+        return (False,) * self.layers if self.experts is None else self.experts.in_layers(self.layers)
+
+    @property
+    def stacks(self) -> tuple[tuple[range, ...], ...]:
+        """The layers as groups of stacks, see `layer_stacks`."""
+        return layer_stacks(self.has_experts)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

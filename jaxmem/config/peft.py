@@ -16,6 +16,7 @@ from jaxmem.config.adapter import Adapter, LowRank
 from jaxmem.config.base import Fraction
 from jaxmem.config.hf_modules import MODULES, HfModule, match_names, modules_of, select_names
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
+from jaxmem.config.names import split_stack
 from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError, abridge, nearest
 
@@ -125,15 +126,12 @@ def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> 
     value."""
     found = {}
     for path, group in groupby(modules, key=lambda one: one.path):
-        stack = [values.get(one) for one in group]
-        runs = [(value, len(list(run))) for value, run in groupby(stack)]
-        first = 0
-        for value, count in runs:
+        runs = [(value, list(run)) for value, run in groupby(group, key=values.get)]
+        for value, run in runs:
             if value is not None:
                 first_part, *rest = path.split(".")
-                some = "" if len(runs) == 1 else f"[{first}:{first + count}]"
+                some = "" if len(runs) == 1 else f"[{run[0].layer}:{(run[-1].layer or 0) + 1}]"
                 found[".".join([first_part + some, *rest])] = value
-            first += count
     return found
 
 
@@ -253,13 +251,18 @@ def adapter_json(
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
     named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
-    for path, stack in layers.items():
-        name = names[path]
-        end = name.split(".")[-2 if "shared_expert." in name else -1 :]  # not the names of the other experts
-        if len(set(stack)) == 1 and stack[0] is not None:
-            named[".".join(end)] = stack[0]
-        else:
-            named |= {name.format(layer): own for layer, own in enumerate(stack) if own is not None}
+    # The last part; two parts for a shared expert, so that they are not names of the other experts.
+    ends = {path: ".".join(name.split(".")[-2 if "shared_expert." in name else -1 :]) for path, name in names.items()}
+    for end in dict.fromkeys(ends[path] for path in layers):
+        paths = [path for path, other in ends.items() if other == end]
+        stacks = {path: layers.get(path, (None,)) for path in paths}
+        own = {one for stack in stacks.values() for one in stack}
+        if len(own) == 1 and None not in own:
+            named[end] = own.pop()
+            continue
+        for path, stack in stacks.items():
+            numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)
+            named |= {names[path].format(layer): one for layer, one in numbered if one is not None}
     ranks = [one.rank for one in named.values()]
     usual = adapter.rank if adapter.rank in ranks else max(ranks)
     usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)

@@ -124,16 +124,23 @@ def parameter_count(model: Decoder, *, active: bool = False) -> int:
         attention += queries + keys if model.qk_norm == "all_heads" else 2 * model.head_dim
     if model.attention_sinks:
         attention += model.heads
-    experts, others = 1, 0
-    if model.experts is not None:
-        experts = model.experts.top_k if active else model.experts.count
-        others = (model.embed + model.mlp_bias) * model.experts.count  # the router
-        if model.experts.shared is not None:
-            others += 3 * model.embed * model.experts.shared + model.embed  # the shared expert and its gate
-    norms = 4 if model.norms == "both" else 2
-    mlp = 3 * model.embed * model.mlp
-    if model.mlp_bias:
-        mlp += 2 * model.mlp + model.embed
-    layer = attention + experts * mlp + others + norms * model.embed
+    norms = (4 if model.norms == "both" else 2) * model.embed
     tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)
-    return model.layers * layer + tables + model.embed  # the last norm
+    mlps = sum(_mlp_count(model, has_experts, active) for has_experts in model.has_experts)
+    return model.layers * (attention + norms) + mlps + tables + model.embed  # the last norm
+
+
+def _mlp_count(model: Decoder, has_experts: bool, active: bool) -> int:
+    """The number of parameters of the MLP or of the experts of a layer."""
+    experts, width = model.experts, model.mlp
+    if experts is not None and not has_experts:
+        assert experts.dense_mlp is not None
+        width = experts.dense_mlp
+    mlp = 3 * model.embed * width
+    if model.mlp_bias:
+        mlp += 2 * width + model.embed
+    if experts is None or not has_experts:
+        return mlp
+    router = (model.embed + model.mlp_bias) * experts.count
+    shared = 0 if experts.shared is None else 3 * model.embed * experts.shared + model.embed  # with its gate
+    return (experts.top_k if active else experts.count) * mlp + router + shared

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 from flax.traverse_util import flatten_dict
 
 from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, MIXTRAL, MODULES, WITH_POST_NORMS
+from jaxmem.config.names import split_stack
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
@@ -54,7 +55,9 @@ class FileWeight:
         positions: list[Sequence[int]] = [range(size) for size in array.shape[:depth]]
         if depth and indices is not None:
             positions[0] = indices
-        numbers = product(*map(range, map(len, positions)))
+        layers = split_stack(".".join(path))[1]
+        ranges = [range(len(each)) for each in positions]
+        numbers = product(*(ranges if layers is None else [layers, *ranges[1:]]))
         places = zip(numbers, product(*positions), strict=True)
         tensors = tuple(FileTensor(name.format(*number), shape, position) for number, position in places)
         return cls(path, array, shape, is_transposed, tensors)
@@ -65,14 +68,32 @@ class FileWeight:
         return len(self.tensors[0].position)
 
 
+def stacks_of(params: Any) -> dict[str, Any]:
+    """The parameters of each stack of layers, by its name."""
+    found: dict[str, Any] = {}
+    for name, own in params.items():
+        if name.startswith("blocks"):
+            found |= {f"{name}.{one}": stack for one, stack in own.items() if one.startswith("[")} or {name: own}
+    return found
+
+
 def module_names(params: Any) -> dict[str, str]:
     """The names of the modules of a decoder with these parameters, as `config.hf_modules.names_of`."""
-    blocks = params["blocks"]
-    if "sinks" in blocks["attention"]:
-        return GPT_OSS
-    if "router" in blocks["mlp"]:
-        return EXPERTS if "q_norm" in blocks["attention"] or "shared" in blocks["mlp"] else MIXTRAL
-    return WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
+    stacks = stacks_of(params)
+    has_shared = any("shared" in blocks["mlp"] for blocks in stacks.values())
+    found: dict[str, str] = {}
+    for stack, blocks in stacks.items():
+        if "sinks" in blocks["attention"]:
+            names = GPT_OSS
+        elif "router" in blocks["mlp"]:
+            names = EXPERTS if "q_norm" in blocks["attention"] or has_shared else MIXTRAL
+        else:
+            names = WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
+        absent = () if "shared" in blocks["mlp"] else ("shared", "shared_gate")
+        for path, name in names.items():
+            if not path.startswith("blocks.mlp.") or path.split(".")[2] not in absent:
+                found[path.replace("blocks", stack)] = name
+    return found
 
 
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:

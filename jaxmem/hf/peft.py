@@ -24,9 +24,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
-from jaxmem.config.hf_modules import CONCATENATED, GPT_OSS, MODULES
+from jaxmem.config.hf_modules import CONCATENATED, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
+from jaxmem.config.names import count_layers, split_stack
 from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
@@ -38,6 +39,7 @@ from jaxmem.hf.names import (
     decoder_weights,
     is_ignored,
     module_names,
+    stacks_of,
     tensor_shapes,
 )
 from jaxmem.hf.reader import read_arrays, read_weights
@@ -62,22 +64,28 @@ LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the lay
 def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
     """The low-rank adapters among the parameters of a decoder."""
     found, flat = {}, flatten_dict(params)
+    total = count_layers(map(".".join, flat))
     for path, array in flat.items():
         if path[-2:] == ("lora", "a"):
             name = ".".join(path[:-2])
             layers = array.shape[0] if indices is None else len(indices)
-            found[name] = low_rank_layers(adapter, name, layers if "{}" in MODULES[name] else None)
-    if "router" in params.get("blocks", {}).get("mlp", {}):
-        _check_experts({name: found.get(f"blocks.mlp.{name}") for name in ("gate", "up", "down")}, params)
+            is_stacked = "{}" in MODULES[split_stack(name)[0]]
+            found[name] = low_rank_layers(adapter, name, layers if is_stacked else None, total)
+    stacks = stacks_of(params)
+    if experts := [stack for stack, own in stacks.items() if "router" in own["mlp"]]:
+        _check_experts(found, params, experts, list(stacks))
     return found
 
 
-def _check_experts(found: dict[str, tuple[LowRank | None, ...] | None], params: Any) -> None:
-    """Refuses adapters of experts that PEFT cannot load."""
-    own = [stack for stack in found.values() if stack]
-    if own and module_names(params) is GPT_OSS:
+def _check_experts(found: LowRankStacks, params: Any, experts: Sequence[str], stacks: Sequence[str]) -> None:
+    """Refuses adapters of experts that PEFT cannot load. `experts`: the stacks of layers with experts."""
+    own: dict[str, set[LowRank | None]] = {}  # the adapters of gate, up and down in the MLPs of all layers
+    for name in ("gate", "up", "down"):
+        if any(f"{stack}.mlp.{name}" in found for stack in experts):
+            own[name] = {one for stack in stacks for one in found.get(f"{stack}.mlp.{name}", (None,))}
+    if own and "sinks" in stacks_of(params)[experts[0]]["attention"]:
         raise UserError("PEFT has no format for separate adapters of gate and up of gpt-oss's experts; use --merge")
-    if found["gate"] != found["up"] or len({one for stack in own for one in stack}) > 1:
+    if own.get("gate") != own.get("up") or len(set().union(*own.values())) > 1:
         raise UserError(
             "PEFT can store adapters of experts only if gate and up have adapters and all layers have the same rank and"
             " alpha; train with adapter.targets=[blocks.attention.*, blocks.mlp.*], or export with --merge"
@@ -225,8 +233,11 @@ class InitializedTensors(Tensors):
     def __init__(self, directory: str | Path, base: str | Path, method: str, stacks: LowRankStacks) -> None:
         super().__init__(directory, ADAPTER)
         self._base, self._method = Tensors(base), method
-        stacked = ((MODULES[path], layer, own) for path, stack in stacks.items() for layer, own in enumerate(stack))
-        self._scales = {name.format(layer): own.scale for name, layer, own in stacked if own}
+        self._scales: dict[str, float] = {}
+        for path, stack in stacks.items():
+            module, layers = split_stack(path)
+            numbered = zip(layers or range(len(stack)), stack, strict=True)
+            self._scales |= {MODULES[module].format(layer): own.scale for layer, own in numbered if own}
         self._initial: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._own = dict(self.entries)
         for name, entry in self._own.items():

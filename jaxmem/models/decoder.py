@@ -1,6 +1,8 @@
 """Decoder-only language models: Llama, Mistral, Qwen, Gemma, OLMo 2, Phi, Mixtral, gpt-oss."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem.config import networks
+from jaxmem.config.names import stack_name
 from jaxmem.models.attention import Attention, AttentionSpec, Tokens, context_order
 from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
@@ -18,7 +21,7 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.network import STATISTICS, Execution, Network
 from jaxmem.models.rope import Angles, angles, select
 from jaxmem.sharding import constrain, current
-from jaxmem.stack import apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_stack, stacked
 
 
 class _SharedInputs(NamedTuple):
@@ -35,22 +38,45 @@ class _SharedInputs(NamedTuple):
         return Tokens(chosen, self.segment_ids, has_window)
 
 
-class Decoder(Network):
-    """A transformer with causal attention, gated MLPs and rotary positions.
+class LayerGroup(nnx.Module):
+    """Consecutive layers of several kinds, to which a stack applies as to one layer."""
 
-    Layers may differ in their window and their rotary positions. Their weights have the same shapes, so they are one
-    stack and one program; whether a layer has the window is an input of the layer.
+    def __init__(self, blocks: dict[str, Block]):
+        for name, block in blocks.items():
+            setattr(self, name, block)
+
+
+class Decoder(Network):
+    """A transformer with causal attention, gated MLPs or experts, and rotary positions.
+
+    Layers may differ in their window and their rotary positions; whether a layer has the window is an input of the
+    layer. The weights of such layers have the same shapes, so they are one stack, `blocks`, and one program. If only
+    some layers have experts, each kind of layer has stacks of its own (`config.names.layer_stacks`).
     """
 
     def __init__(self, cfg: networks.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)
-        self.blocks = stacked(self._block, cfg.layers, rngs)
+        for name, stacks in self._stacks.items():
+            setattr(self, name, stacked(partial(self._layers, stacks), len(stacks[0]), rngs))
         self.norm = self._norm()
         self.head = None if cfg.tie_embeddings else Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
         self.prompt: Any = nnx.data(None)  # trainable embeddings before the tokens (jaxmem.adapters)
 
-    def _block(self, rngs: nnx.Rngs) -> Block:
+    @property
+    def _stacks(self) -> dict[str, tuple[range, ...]]:
+        """The layers of each stack, or of each group of stacks, by its name."""
+        groups = self.cfg.stacks
+        if len(groups) == 1:
+            return {"blocks": groups[0]}
+        return {f"blocks{stack_name(range(stacks[0].start, stacks[-1].stop))}": stacks for stacks in groups}
+
+    def _layers(self, stacks: tuple[range, ...], rngs: nnx.Rngs) -> nnx.Module:
+        """A layer of a stack, or one of each stack of a group."""
+        blocks = {stack_name(layers): self._block(rngs, self.cfg.has_experts[layers[0]]) for layers in stacks}
+        return LayerGroup(blocks) if len(blocks) > 1 else blocks.popitem()[1]
+
+    def _block(self, rngs: nnx.Rngs, has_experts: bool) -> Block:
         cfg = self.cfg
         windows = [window for window in cfg.windows if window is not None]
         spec = AttentionSpec(
@@ -69,12 +95,14 @@ class Decoder(Network):
         )
         attention = Attention(rngs, spec, self.execution)  # first: the order determines the random weights
         mlp: Any
-        if cfg.experts is not None:
+        if has_experts:
             from jaxmem.models.experts import Experts
 
             mlp = Experts(rngs, cfg, self.execution.experts)
         else:
-            mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias, activation=cfg.activation)
+            width = cfg.mlp if cfg.experts is None else cfg.experts.dense_mlp
+            assert width is not None
+            mlp = GatedMlp(rngs, cfg.embed, width, bias=cfg.mlp_bias, activation=cfg.activation)
         before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")
         pairs = [(self._norm(), self._norm()) if has_norms else (None, None) for has_norms in (before, after)]
         return Block(attention, mlp, pairs[0], cfg.dropout, pairs[1])
@@ -100,20 +128,40 @@ class Decoder(Network):
         if self.prompt is not None:
             tokens, positions, segment_ids = self._after_prompt(tokens, positions, segment_ids)
 
-        def layer(block: Block, carry: tuple[Features, Any], one: Any, tokens: _SharedInputs) -> tuple[Any, None]:
+        mixtures = sum(self.cfg.has_experts)
+
+        def layer(block: Block, carry: tuple[Features, Any], one: Any, tokens: _SharedInputs) -> tuple[Features, Any]:
             keys, has_window = one
             x, _, router = block(carry[0], tokens.of_layer(has_window), keys)
-            return (x, None if router is None else carry[1] + router / self.cfg.layers), None
+            return x, carry[1] if router is None else carry[1] + router / mixtures
 
         inputs = None if keys is None else split_keys(keys, self.cfg.layers), self._has_window
         shared = self._shared(tokens, positions, segment_ids)
         x = self._embed(tokens)
         # Statistics are summed per token, next to x, so that every way to apply a stack treats them like x.
-        carry = x, None if self.cfg.experts is None else _no_statistics(x)
-        carry, _ = apply_stack(self.blocks, layer, carry, inputs, shared, options=self.execution.stack)
+        carry = x, _no_statistics(x) if mixtures else None
+        carry = self._apply(layer, carry, inputs, shared, self.execution.stack)
         if self.prompt is not None:
             carry = jax.tree.map(lambda x: x[:, self.prompt.length :], carry)
         return self.norm(carry[0]), carry[1]
+
+    def _apply(self, layer: Callable[..., Any], x: Any, inputs: Any, shared: Any, options: StackOptions) -> Any:
+        """Applies `layer(block, x, input, shared)` for each layer; `inputs` has an entry for each layer."""
+
+        def take(layers: range) -> Any:
+            part = slice(layers.start, layers.stop, layers.step)
+            return inputs if len(layers) == self.cfg.layers else jax.tree.map(lambda x: x[part], inputs)
+
+        for name, stacks in self._stacks.items():
+
+            def group(blocks: Any, x: Any, inputs: Any, shared: Any, stacks: tuple[range, ...] = stacks) -> Any:
+                for layers, one in zip(stacks, inputs, strict=True):
+                    x = layer(blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers)), x, one, shared)
+                return x, None
+
+            each = tuple(map(take, stacks))
+            x, _ = apply_stack(getattr(self, name), group, x, each, shared, options=options)
+        return x
 
     def _after_prompt(
         self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
@@ -166,14 +214,14 @@ class Decoder(Network):
         # Padding is before the first token, so its position does not matter.
         shared = self._shared(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
 
-        def layer(block: Block, carry: tuple[jax.Array, KVCache], one: Any, _: None) -> tuple[Any, None]:
+        def layer(block: Block, carry: tuple[jax.Array, KVCache], one: Any, _: None) -> Any:
             (x, cache), (i, has_window) = carry, one
-            return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first))[:2], None
+            return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first))[:2]
 
         layers = jnp.arange(self.cfg.layers, dtype=jnp.int32), self._has_window
         # Without a backward pass nothing is recomputed.
         options = dataclasses.replace(self.execution.stack, remat="none")
-        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(tokens), cache), layers, options=options)
+        x, cache = self._apply(layer, (self._embed(tokens), cache), layers, None, options)
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.config.names import split_layers
+from jaxmem.config.names import count_layers, split_layers, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding import is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
@@ -40,19 +40,21 @@ class Selection:
     @classmethod
     def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
         """The parameters that match. `tree` has weights, shapes or axes; with axes, a range selects all layers."""
-        named = _named(tree)
+        named = [(path, *split_stack(name), x) for path, name, x in _named(tree)]
+        total = count_layers(name for _, name, _ in _named(tree))
         found: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
             plain, layers = split_layers(pattern)
-            own = [(path, name, x) for path, name, x in named if fnmatchcase(name, plain)]
+            own = [(path, name, stack, x) for path, name, stack, x in named if fnmatchcase(name, plain)]
             if not own:
-                names = [name for _, name, _ in named]
+                names = [name for _, name, *_ in named]
                 raise UserError(f"optimizer.trainable: {plain} matches no parameter{nearest(plain, names)}")
-            for path, name, x in own:
-                some = None if layers is None else _layers_in(x, name, pattern, layers)
+            for path, name, stack, x in own:
+                some = None if layers is None else _layers_in(x, name, pattern, layers, stack, total)
                 known = found.get(path, ())
-                found[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
-        sizes = {path: x.shape[0] for path, _, x in named if found.get(path) is not None}
+                if some != ():
+                    found[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
+        sizes = {path: x.shape[0] for path, *_, x in named if found.get(path) is not None}
         return cls({path: None if some and len(some) == sizes[path] else some for path, some in found.items()})
 
     def without(self, paths: Collection[tuple[str, ...]]) -> Selection:
@@ -134,16 +136,19 @@ def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
     return Selection.of(tree, patterns).select(tree)
 
 
-def _layers_in(x: Any, name: str, pattern: str, layers: slice) -> tuple[int, ...] | None:
+def _layers_in(
+    x: Any, name: str, pattern: str, layers: slice, stack: range | None, total: int
+) -> tuple[int, ...] | None:
+    """The positions of these layers in a stack: all layers of the model, or those of `stack`."""
     if is_axes(x):
         if x[:1] != ("layer",):
             raise UserError(f"trainable={pattern} requires a stack of layers, not {name}; remove the range of layers")
         return None
-    size = x.shape[0] if x.ndim else 0
-    found = tuple(range(size)[layers])
-    if not found:
+    size = total if stack is not None else x.shape[0] if x.ndim else 0
+    selected = range(size)[layers]
+    if not selected:
         raise UserError(f"trainable={pattern} selects no layer of {name}, which has {size} layers")
-    return found
+    return tuple(i for i, layer in enumerate(range(size) if stack is None else stack) if layer in selected)
 
 
 def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int, int]]:

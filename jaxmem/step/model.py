@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
 from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
-from jaxmem.config.names import is_offloaded, offloaded_activations
+from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
 from jaxmem.config.networks import OwnModel, Quantization
 from jaxmem.errors import UserError
 from jaxmem.models import own, own_layers
@@ -179,7 +179,7 @@ class ModelSpec:
             return Storage(cfg.precision)
         on_host = is_offloaded(cfg.memory.offload, "frozen")
         own: Quantization | None = cfg.base_quantization
-        if own is not None and path[-1] == "weight" and ".".join(path[:-1]) in own.layers:
+        if own is not None and path[-1] == "weight" and split_stack(".".join(path[:-1]))[0] in own.layers:
             return Storage(cfg.base_precision, own.scale_group or False, on_host, has_exact_blocks=True)
         is_expert = "expert" in reduce(operator.getitem, path, self.axes)
         precision = cfg.expert_precision if is_expert else cfg.base_precision

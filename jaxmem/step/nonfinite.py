@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.config.names import split_stack
 from jaxmem.sharding import Axes, is_axes, path_name
 
 PartialStacks: TypeAlias = Mapping[Any, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
@@ -31,7 +32,9 @@ def gradient_names(
     names = []
     for path, _, position in _backward_order(axes, lengths, partial):
         layer = position if order is None or position is None else order[position]
-        names.append(path_name(path) if layer is None else f"{path_name(path)} of layer {layer}")
+        name, stack = split_stack(path_name(path))
+        layer = layer if layer is None else _number(stack, layer)
+        names.append(name if layer is None else f"{name} of layer {layer}")
     return names
 
 
@@ -68,7 +71,13 @@ def _backward_order(axes: Any, lengths: dict[Any, int], partial: PartialStacks) 
         if names[:1] != ("layer",):
             found.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
             continue
-        stack = stacks.setdefault(path[: [step.key for step in path].index("blocks")], len(stacks))
+        depth = next(n for n, step in enumerate(path) if step.key.startswith("blocks"))
+        stack, own = stacks.setdefault(path[:depth], len(stacks)), split_stack(path_name(path))[1]
         layers = partial.get(path, range(lengths[path]))
-        found += [((1, -stack, -layer, number), path, index, layer) for index, layer in enumerate(layers)]
+        found += [((1, -stack, -_number(own, layer), number), path, index, layer) for index, layer in enumerate(layers)]
     return [entry for _, *entry in sorted(found, key=lambda each: each[0])]  # type: ignore[misc]
+
+
+def _number(stack: range | None, position: int) -> int:
+    """The number of the layer at a position of a stack; after the last layer are identity layers."""
+    return position if stack is None else stack.start + stack.step * position

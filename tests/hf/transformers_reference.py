@@ -121,6 +121,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen3-moe-every": (
+        "Qwen3Moe",
+        {**QWEN, "head_dim": 16, **EXPERTS, "num_hidden_layers": 5, "decoder_sparse_step": 2},
+    ),
+    "qwen2-moe-dense": ("Qwen2Moe", {**QWEN, **SHARED, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-all": (
         "GptOss",
@@ -182,10 +187,12 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = shape
         if name.split(".")[1] in biased:
             layer[f"{name}.bias"] = shape[:1]
+    dense = layer
     if family in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | experts(given)
     if family in ("qwen3", "qwen3_moe", "gemma3_text"):
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+        norms = {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+        layer, dense = layer | norms, dense | norms
     if family == "olmo2":
         del layer["input_layernorm.weight"]
         layer |= {"self_attn.q_norm.weight": (heads * dim,), "self_attn.k_norm.weight": (kv * dim,)}
@@ -196,7 +203,8 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             layer[fused] = sum(layer.pop(part)[0] for part in parts), embed
     found = {"model.embed_tokens.weight": (given["vocab_size"], embed), "model.norm.weight": (embed,)}
     for i in range(given["num_hidden_layers"]):
-        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        is_dense = i in given.get("mlp_only_layers", []) or (i + 1) % given.get("decoder_sparse_step", 1)
+        found |= {f"model.layers.{i}.{name}": shape for name, shape in (dense if is_dense else layer).items()}
     return found if given["tie_word_embeddings"] else found | {"lm_head.weight": (given["vocab_size"], embed)}
 
 
