@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.adapters import flax_layers
 from jaxmem.adapters.trained_parts import TokenRows
 from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
-from jaxmem.config.names import count_layers, split_stack
+from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
@@ -145,14 +145,15 @@ def lora(model: nnx.Module, *, dora: bool = False, key: jax.Array | None = None,
     return (LORA_WEIGHTS,)
 
 
-def add_low_rank(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
+def add_low_rank(model: Any, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
     """Adds the low-rank adapters of a config. `order`: the layer at each position of a stack."""
     rngs = nnx.Rngs(params=key)
-    for module, layers in _targets(model, cfg, order is not None):
+    for name, module, layers in _targets(model, cfg, order is not None):
         if isinstance(module, flax_layers.LAYERS):
             flax_layers.add(module, Lora(rngs, flax_layers.as_matrix(module), layers, cfg))
         else:
-            module.lora = Lora(rngs, module, layers, cfg, order)
+            is_ordered = order is not None and is_last_stack(name, model.cfg.layers)
+            module.lora = Lora(rngs, module, layers, cfg, order if is_ordered else None)
 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Array], scale: float) -> jax.Array:
@@ -208,7 +209,7 @@ def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float
 
 def _targets(
     model: Any, cfg: Adapter, is_padded: bool
-) -> Iterator[tuple[Linear | Embedding, tuple[LowRank | None, ...]]]:
+) -> Iterator[tuple[str, Linear | Embedding, tuple[LowRank | None, ...]]]:
     """The matching modules and the adapters of their layers, sorted by name, so that random keys depend on names only.
     `is_padded`: whether stacks end with identity layers."""
     found = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
@@ -234,7 +235,7 @@ def _targets(
     for name, module in known.items():
         layers = low_rank_layers(cfg, name, sizes[name], total)
         if any(layers):
-            yield module, layers
+            yield name, module, layers
 
 
 def _param(value: jax.Array, axes: Axes) -> nnx.Param:

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmem.config.names import is_last_stack
+from jaxmem.config.networks import pipelined_layers
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, Role, is_axes
+from jaxmem.sharding import Axes, Role, is_axes, path_name
 from jaxmem.stack import Pipeline
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
@@ -91,7 +93,8 @@ class SavedState:
 
     def _orders(self, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
         """The layer at each position of a stack in the checkpoint and in the program; None: they are equal."""
-        saved, here = order(config), order(self._program.cfg.model_dump(mode="json"))
+        layers, cfg = pipelined_layers(self._program.cfg.model), self._program.cfg
+        saved, here = order(config, layers), order(cfg.model_dump(mode="json"), layers)
         return None if np.array_equal(saved, here) else (saved, here)
 
     def _shapes(self, config: Mapping[str, Any], role: Role, axes: Any, shapes: Any) -> Any:
@@ -99,39 +102,43 @@ class SavedState:
         if (orders := self._orders(config)) is None:
             return shapes
 
-        def one(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            if axes[:1] != ("layer",):
+        def one(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            if not self._is_ordered(path, axes):
                 return x
             shape = (len(orders[0]), *x.shape[1:])
             sharding = self._program.layout.with_unsplit_layers(role, axes, shape)
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-        return jax.tree.map(one, axes, shapes, is_leaf=is_axes)
+        return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=is_axes)
+
+    def _is_ordered(self, path: Any, axes: Axes) -> bool:
+        """Whether an array is a stack of layers that pipeline stages share."""
+        return axes[:1] == ("layer",) and is_last_stack(path_name(path), self._program.cfg.model.layers)
 
     def _reordered(self, config: Mapping[str, Any], axes: Any, arrays: Any, shapes: Any) -> Any:
         if (orders := self._orders(config)) is None:
             return arrays
         positions = {layer: position for position, layer in enumerate(orders[0].tolist())}
-        layers = getattr(self._program.cfg.model, "layers", None) or 0
+        layers = pipelined_layers(self._program.cfg.model)
         sources = np.array([positions[layer] if layer < layers else -1 for layer in orders[1].tolist()])
 
         def pick(x: jax.Array) -> jax.Array:
             is_layer = (sources >= 0).reshape(-1, *[1] * (x.ndim - 1))
             return jnp.where(is_layer, x[np.maximum(sources, 0)], jnp.zeros((), x.dtype))
 
-        def one(axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-            return jax.jit(pick, out_shardings=shape.sharding)(x) if axes[:1] == ("layer",) else x
+        def one(path: Any, axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.jit(pick, out_shardings=shape.sharding)(x) if self._is_ordered(path, axes) else x
 
-        return jax.tree.map(one, axes, arrays, shapes, is_leaf=is_axes)
+        return jax.tree_util.tree_map_with_path(one, axes, arrays, shapes, is_leaf=is_axes)
 
 
-def order(config: Mapping[str, Any]) -> np.ndarray:
-    """The layer at each position of a stack, from a config as JSON; numbers beyond `layers` are identity layers.
+def order(config: Mapping[str, Any], layers: int) -> np.ndarray:
+    """The layer at each position of a stack, from a config as JSON; numbers from `layers` on are identity layers.
 
-    >>> order({"model": {"layers": 3}, "mesh": {"stage": 2}, "pipeline": {"rounds": 1}}).tolist()
+    >>> order({"mesh": {"stage": 2}, "pipeline": {"rounds": 1}}, 3).tolist()
     [0, 1, 2, 3]
     """
-    layers, stages = config["model"].get("layers"), config["mesh"]["stage"]
+    stages = config["mesh"]["stage"]
     if stages == 1:
-        return np.arange(layers or 0)
+        return np.arange(layers)
     return Pipeline(layers, stages, 1, config["pipeline"]["rounds"]).order

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterator
 
 from jaxmem.config.adapter import Adapter
+from jaxmem.config.check_decoder import check_decoder, indivisible
 from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
-from jaxmem.config.hugging_face import config_json
-from jaxmem.config.mesh import MESH_AXES, Rules, divisors, weight_kinds
+from jaxmem.config.mesh import MESH_AXES, Rules, weight_kinds
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Rope, Vit
+from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Vit
 from jaxmem.config.sections import Config
-from jaxmem.errors import UserError, as_yaml, nearest_numbers, one_of, unsupported
+from jaxmem.errors import UserError, as_yaml, one_of, unsupported
 
 DIGIT_CLASSES = 10
 DIGIT_LEVELS = 17  # a pixel is 0 to 16
@@ -87,63 +87,14 @@ def _is_encodable(path: str) -> bool:
     return True
 
 
-def _decoder(cfg: Config) -> Iterator[str]:
-    model = cfg.model
-    if not isinstance(model, Decoder):
-        return
-    if model.heads % model.kv_heads:
-        yield _indivisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
-    if (experts := model.experts) is not None and experts.top_k > experts.count:
-        given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
-        yield f"{given}; use model.experts.top_k={experts.count} or less"
-    for rope in model.ropes:
-        yield from _rope(rope, model.head_dim)
-    yield from _layer_types(model)
-    try:
-        config_json(model)
-    except UserError as error:  # such a model could be trained, but not exported
-        yield str(error)
-
-
-def _rope(rope: Rope, head_dim: int) -> Iterator[str]:
-    size = int(head_dim * rope.share)
-    if size % 2 or not size:
-        if rope.share < 1:
-            given = f"model.rope.share={as_yaml(rope.share)} of model.head_dim={head_dim} is {size} dimensions"
-            use = f"model.rope.share={as_yaml(2 * max(size // 2, 1) / head_dim)}"
-            yield f"{given}; rotary positions require an even number above 0; use {use}"
-        else:
-            yield f"model.head_dim={head_dim} must be even for rotary positions; use model.head_dim={head_dim + 1}"
-    if rope.scaling == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {size // 2}:
-        given = f"{len(rope.short_factors)} and {len(rope.long_factors)}"
-        yield (
-            f"model.rope.scaling=longrope requires {size // 2} values in model.rope.short_factors and "
-            f"in model.rope.long_factors, not {given}; set both lists"
-        )
-
-
-def _layer_types(model: Decoder) -> Iterator[str]:
-    types = model.layer_types
-    if len(types) > model.layers:
-        given = f"model.layer_types has {len(types)} values, but model.layers={model.layers}"
-        yield f"{given}; use {model.layers} or fewer"
-    if "sliding_attention" in types and model.window is None:
-        yield "model.layer_types contains sliding_attention, but model.window=null; use e.g. model.window=1024 (tokens)"
-    if model.window is not None and not any(model.windows):
-        given = f"model.window={model.window} requires sliding_attention in model.layer_types"
-        yield f"{given}; add it, or use model.window=null"
-    if model.sliding_rope is not None and not any(model.windows):
-        yield "model.sliding_rope requires model.window; use e.g. model.window=1024, or remove model.sliding_rope"
-
-
 def _image_model(cfg: Config) -> Iterator[str]:
     model = cfg.model
     match model:
         case Vit():
             if model.embed % model.heads:
-                yield _indivisible("model.embed", model.embed, "model.heads", model.heads)
+                yield indivisible("model.embed", model.embed, "model.heads", model.heads)
             if model.image_size % model.patch:
-                yield _indivisible("model.image_size", model.image_size, "model.patch", model.patch)
+                yield indivisible("model.image_size", model.image_size, "model.patch", model.patch)
         case Mlp():
             if model.categories < DIGIT_LEVELS:
                 given = f"model.categories={model.categories} must be at least {DIGIT_LEVELS} for data.source=digits"
@@ -199,15 +150,10 @@ def _own(cfg: Config) -> Iterator[str]:
         )
 
 
-def _indivisible(key: str, value: int, other: str, divisor: int) -> str:
-    use = nearest_numbers(divisor, divisors(value))
-    return f"{key}={value} is not divisible by {other}={divisor}; use {other}={use}"
-
-
 def _batch(cfg: Config) -> Iterator[str]:
     size, accumulate = cfg.batch.global_size, cfg.batch.accumulate
     if size % accumulate:
-        yield _indivisible("batch.global_size", size, "batch.accumulate", accumulate)
+        yield indivisible("batch.global_size", size, "batch.accumulate", accumulate)
 
 
 def _precision(cfg: Config) -> Iterator[str]:
@@ -292,7 +238,7 @@ RULES = (
     _run,
     _places_to_write,
     _paths,
-    _decoder,
+    check_decoder,
     _image_model,
     _objective,
     _own,

@@ -17,7 +17,7 @@ from jaxmem.config.mesh import (
     head_group_counts,
     replicated_dims,
 )
-from jaxmem.config.networks import Convnet, Decoder, OwnModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, OwnModel, Vit, pipelined_layers
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
@@ -195,10 +195,16 @@ def _stages(cfg: Config) -> Iterator[str]:
         yield unsupported(f"mesh.stage={stage}", f"model.family={model.family}", "mesh.stage=1")
         return
     rounds = cfg.pipeline.rounds
-    if stage * rounds > model.layers:
+    if stage * rounds > (layers := pipelined_layers(model)):
         each = f" x pipeline.rounds={rounds}" if rounds > 1 else ""
-        most = f"mesh.stage={model.layers // rounds}" if rounds <= model.layers else "fewer pipeline.rounds"
-        yield f"mesh.stage={stage}{each} exceeds model.layers={model.layers}; use {most}"
+        most = f"mesh.stage={layers // rounds}" if rounds <= layers else "fewer pipeline.rounds"
+        of = f"model.layers={layers}"
+        if layers < model.layers:
+            of = f"the {layers} layers, or groups of layers of several kinds, that stages can share"
+        yield f"mesh.stage={stage}{each} exceeds {of}; use {most}"
+    if cfg.memory.update == "during" and isinstance(model, Decoder) and len(model.stacks) > 1:
+        other = "memory.update=during with first layers of another kind (model.experts.dense_layers)"
+        yield unsupported(f"mesh.stage={stage}", other, "memory.update=after")
     size, rows = cfg.batch.global_size, cfg.mesh.row_shards
     counts = [count for count in divisors(size) if size // count % rows == 0]
     if rounds > 1 and micro % stage:

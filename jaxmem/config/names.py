@@ -80,6 +80,17 @@ def stack_name(layers: range) -> str:
     return f"[{layers.start}:{layers.stop}{f':{layers.step}' * (layers.step > 1)}]"
 
 
+def is_last_stack(name: str, layers: int) -> bool:
+    """Whether a weight is in the last stack, or group of stacks, of a model with `layers` layers: pipeline stages share
+    these layers; the layers before them are on all stages, like the embedding.
+
+    >>> is_last_stack("blocks[0:1].mlp.up", 9), is_last_stack("blocks[1:9].[1:9:2].mlp.up", 9)
+    (False, True)
+    """
+    stack = split_stack(name)[1]
+    return stack is None or stack.stop == layers
+
+
 _STACK = re.compile(r"\.?\[(\d+):(\d+)(?::(\d+))?\]")
 
 

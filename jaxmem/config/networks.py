@@ -259,5 +259,10 @@ class OwnModel(Family):
     preset: None = setting(None, _PRESET)
 
 
+def pipelined_layers(model: Family) -> int:
+    """The layers that pipeline stages share; layers of several kinds in a repeated pattern count as one."""
+    return len(model.stacks[-1][0]) if isinstance(model, Decoder) else getattr(model, "layers", 0)
+
+
 Model = Annotated[Decoder | Vit | Convnet | Mlp | OwnModel, Field(discriminator="family")]
 FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])}

@@ -256,9 +256,9 @@ def adapter_json(
     for end in dict.fromkeys(ends[path] for path in layers):
         paths = [path for path, other in ends.items() if other == end]
         stacks = {path: layers.get(path, (None,)) for path in paths}
-        own = {one for stack in stacks.values() for one in stack}
-        if len(own) == 1 and None not in own:
-            named[end] = own.pop()
+        different = {one for stack in stacks.values() for one in stack}
+        if len(different) == 1 and (only := next(iter(different))) is not None:
+            named[end] = only
             continue
         for path, stack in stacks.items():
             numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 from flax.traverse_util import flatten_dict
 
 from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, MIXTRAL, MODULES, WITH_POST_NORMS
-from jaxmem.config.names import split_stack
+from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
@@ -98,14 +98,20 @@ def module_names(params: Any) -> dict[str, str]:
 
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
     """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
-    names = module_names(params)
-    for path, array in flatten_dict(params).items():
+    names, flat = module_names(params), flatten_dict(params)
+    for path, array in flat.items():
         *module, kind = path
+        own = stack_indices(".".join(path), flat, indices)
         if (name := names.get(".".join(path))) is not None:
-            yield FileWeight.of(path, array, name, is_transposed=False, indices=indices)
+            yield FileWeight.of(path, array, name, is_transposed=False, indices=own)
             continue
         is_transposed = kind == "weight" and module != ["embedding"]
-        yield FileWeight.of(path, array, f"{names['.'.join(module)]}.{LEAVES[kind]}", is_transposed, indices)
+        yield FileWeight.of(path, array, f"{names['.'.join(module)]}.{LEAVES[kind]}", is_transposed, own)
+
+
+def stack_indices(name: str, paths: Iterable[WeightPath], indices: Sequence[int] | None) -> Sequence[int] | None:
+    """The position of each layer in the stack of this weight; `indices`: in the last stack, see `is_last_stack`."""
+    return indices if is_last_stack(name, count_layers(map(".".join, paths))) else None
 
 
 def tensor_shapes(weights: Iterable[FileWeight]) -> dict[str, tuple[int, ...]]:

@@ -39,6 +39,7 @@ from jaxmem.hf.names import (
     decoder_weights,
     is_ignored,
     module_names,
+    stack_indices,
     stacks_of,
     tensor_shapes,
 )
@@ -68,7 +69,8 @@ def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | Non
     for path, array in flat.items():
         if path[-2:] == ("lora", "a"):
             name = ".".join(path[:-2])
-            layers = array.shape[0] if indices is None else len(indices)
+            own = stack_indices(name, flat, indices)
+            layers = array.shape[0] if own is None else len(own)
             is_stacked = "{}" in MODULES[split_stack(name)[0]]
             found[name] = low_rank_layers(adapter, name, layers if is_stacked else None, total)
     stacks = stacks_of(params)
@@ -124,7 +126,7 @@ def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] 
             file_name = f"{ADAPTER_PREFIX}{names[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
             is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3
             experts = flat[(*path[:-1], "b")].shape[1] if is_shared else None
-            weight = _stacked(path, array, file_name, experts, indices)
+            weight = _stacked(path, array, file_name, experts, stack_indices(name, flat, indices))
             dim = RANK_DIMS.get(kind)
             tensors = [
                 one._replace(shape=tuple(own.rank if n == dim else size for n, size in enumerate(one.shape)))

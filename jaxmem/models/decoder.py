@@ -21,7 +21,7 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.network import STATISTICS, Execution, Network
 from jaxmem.models.rope import Angles, angles, select
 from jaxmem.sharding import constrain, current
-from jaxmem.stack import StackOptions, apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_stack, creating_for, stacked
 
 
 class _SharedInputs(NamedTuple):
@@ -57,8 +57,11 @@ class Decoder(Network):
     def __init__(self, cfg: networks.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)
-        for name, stacks in self._stacks.items():
-            setattr(self, name, stacked(partial(self._layers, stacks), len(stacks[0]), rngs))
+        *before, last = self._stacks.items()
+        with creating_for(None):  # pipeline stages share the layers of the last stack only
+            for name, stacks in before:
+                setattr(self, name, stacked(partial(self._layers, stacks), len(stacks[0]), rngs))
+        setattr(self, last[0], stacked(partial(self._layers, last[1]), len(last[1][0]), rngs))
         self.norm = self._norm()
         self.head = None if cfg.tie_embeddings else Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
         self.prompt: Any = nnx.data(None)  # trainable embeddings before the tokens (jaxmem.adapters)
@@ -160,7 +163,9 @@ class Decoder(Network):
                 return x, None
 
             each = tuple(map(take, stacks))
-            x, _ = apply_stack(getattr(self, name), group, x, each, shared, options=options)
+            # Pipeline stages share the layers of the last stack; the layers before it belong to the first stage.
+            own = options if name == [*self._stacks][-1] else dataclasses.replace(options, pipeline=None)
+            x, _ = apply_stack(getattr(self, name), group, x, each, shared, options=own)
         return x
 
     def _after_prompt(

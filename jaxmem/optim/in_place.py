@@ -84,9 +84,9 @@ def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only
     one loop per stage, with its own conditionals: under `jax.vmap` all stages would execute the branches that any of
     them needs."""
     over, parts = shard_axes("optimizer", axis), shard_count("optimizer", axis)
-    if parts == 1:
-        return loop(stack, read_only, jnp.zeros((), jnp.int32))
     layers = jax.tree.leaves(stack)[0].shape[0]
+    if parts == 1 or layers % parts:  # layers before those that the stages share are replicated
+        return loop(stack, read_only, jnp.zeros((), jnp.int32))
     first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
     return map_shards(lambda stack, own, first: loop(stack, own, first[0]), over, stack, read_only, first)
 

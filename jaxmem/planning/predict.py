@@ -211,6 +211,11 @@ class _Activations:
                     self.hidden = chosen * (3 * model.mlp / mlp + 2 * model.embed) * width / 4
                     self.hidden += tokens * mesh.expert * model.embed * width if mesh.expert > 1 else 0
                 units *= 1 if cfg.trainable_patterns else model.experts.count / mesh.expert
+                if (dense := model.experts.dense_mlp) is not None:
+                    # The gradients of a group of layers of both kinds are computed together.
+                    combine = sum if len(model.stacks[-1]) > 1 else max
+                    units = combine((units, dense / mlp))
+                    self.hidden = combine((self.hidden, tokens * dense * width / tensor))
             self.layer = model.embed * (attention / heads + 3 * units) * width
             largest = max(model.heads * model.head_dim / heads, units)
             self.matrix = model.embed * largest * width  # the largest matrix of a layer

@@ -144,9 +144,12 @@ def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
 
 
 def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, it shards the first one. If
-    an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over that axis
-    instead, so that block scales are not replicated on many devices."""
+    """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, it shards the first one.
+
+    If an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over that axis
+    instead, so that block scales are not replicated on many devices. Layers that are not divisible by the pipeline
+    stages are replicated: they are before the layers that the stages share, which are padded.
+    """
     if kind := KINDS.get(tuple(axis_name(axis) for axis in axes if axis not in ("layer", None))):
         table = {dim: table.get(f"{kind}.{dim}", over) for dim, over in table.items()}
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
@@ -177,7 +180,7 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
 
 
 def _is_if_even(axis: str | Axis | None) -> bool:
-    return isinstance(axis, Axis) and axis.if_even
+    return axis == "layer" or (isinstance(axis, Axis) and axis.if_even)
 
 
 def rules_for(cfg: Config) -> Rules:

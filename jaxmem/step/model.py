@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models
 from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
-from jaxmem.config.networks import OwnModel, Quantization
+from jaxmem.config.networks import OwnModel, Quantization, pipelined_layers
 from jaxmem.errors import UserError
 from jaxmem.models import own, own_layers
 from jaxmem.models.chunking import Chunking
@@ -292,7 +292,8 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
     """The pipeline of a config whose mesh is resolved; None: one stage."""
     if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | OwnModel):
         return None
-    return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds, cfg.pipeline.name)
+    layers = pipelined_layers(cfg.model)
+    return Pipeline(layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds, cfg.pipeline.name)
 
 
 def chunking(memory: Memory) -> Chunking:

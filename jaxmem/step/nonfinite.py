@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.config.names import split_stack
+from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.sharding import Axes, is_axes, path_name
 
 PartialStacks: TypeAlias = Mapping[Any, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
@@ -30,8 +30,11 @@ def gradient_names(
     leaves = jax.tree_util.tree_leaves_with_path(sizes)
     lengths = {path: leaf.shape[0] for path, leaf in leaves if leaf.ndim}
     names = []
+    count = count_layers(map(path_name, lengths))
     for path, _, position in _backward_order(axes, lengths, partial):
-        layer = position if order is None or position is None else order[position]
+        layer = position
+        if position is not None and order is not None and is_last_stack(path_name(path), count):
+            layer = order[position]
         name, stack = split_stack(path_name(path))
         layer = layer if layer is None else _number(stack, layer)
         names.append(name if layer is None else f"{name} of layer {layer}")

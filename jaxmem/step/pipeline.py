@@ -1,7 +1,8 @@
 """Gradients of all micro-batches of an update, and their evaluation, over pipeline stages (`stack.pipeline`).
 
 Embedding, last norm and output projection are replicated over stages and sharded over the other mesh axes. The first
-stage uses the embedding, and the last one the rest; their gradients are summed over the stages after the loop.
+stage uses the embedding, and the last one the rest; their gradients are summed over the stages after the loop. If a
+model has several stacks of layers, those before the last one are part of the embedding.
 
 Gradients of devices that have other rows but the same gradients (`Layout.local_gradient_axes`) are summed once, after
 the loop: the `jax.shard_map` is over these axes too.
@@ -18,6 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
+from jaxmem.config.names import split_stack
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, current, is_axes, map_stages
@@ -57,16 +59,19 @@ def pipeline_gradients(
     local = () if layout is None else layout.local_gradient_axes
     found = execute(pipeline.timetable, model, objective, params, (batch, keys), scale, gradient_dtype)
     axes = model.select(model.axes)
-    stack = stack_of(model)
+    stack = stacks_of(model)[-1]
     grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers.sums})
     if not local:
         return constrain_tree(grads, axes, "gradients"), found.sums
 
-    def reduce(names: Axes, g: jax.Array) -> jax.Array:
-        over = local if names[:1] == ("layer",) else (AXIS, *local)
+    def reduce(over: tuple[str, ...], names: Axes, g: jax.Array) -> jax.Array:
         return Reduce(layout, names, over, np.dtype(dtype)).of_all(g).astype(jnp.float32)
 
-    return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
+    def reduce_part(name: str) -> Params:
+        over = local if name == stack else (AXIS, *local)
+        return jax.tree.map(partial(reduce, over), axes[name], grads[name], is_leaf=is_axes)
+
+    return {name: reduce_part(name) for name in axes}, found.sums
 
 
 def pipeline_sums(model: ModelSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
@@ -83,7 +88,7 @@ def execute(
 ) -> Results:  # fmt: skip
     """Executes a schedule. With `visit`, gradients of devices that have other rows are summed in every backward pass,
     `Results.layers` is the new `stacked`, and `Results.sums` is the sums of the objective and the new `values`."""
-    layout, pipeline, name = current(), model.pipeline, stack_of(model)
+    layout, pipeline, (*before, name) = current(), model.pipeline, stacks_of(model)
     assert layout is not None
     assert pipeline is not None
     local = layout.local_gradient_axes if visit is None else ()
@@ -100,11 +105,11 @@ def execute(
         at = differentiable(trainable, gradient_dtype)
 
         def embed(at: Any, micro: Any) -> StackCall:
-            return _cut(partial(objective.features, _network(at), *micro))[0]
+            return _cut(partial(objective.features, _network(at), *micro), len(before))[0]
 
         def loss(at: Any, y: Any, micro: Any) -> tuple[jax.Array, Sums]:
             network = _network(at)
-            x = _cut(partial(objective.features, network, *micro), y)[1]
+            x = _cut(partial(objective.features, network, *micro), len(before), y)[1]
             sums = objective.sums(network, x, micro[0])
             return trained_sum(sums) * scale, sums
 
@@ -143,22 +148,23 @@ def _without(tree: Any, name: str) -> Any:
     return {key: value for key, value in tree.items() if key != name}
 
 
-def stack_of(model: ModelSpec) -> str:
-    """The name of the module that is the stack of layers."""
-    (name,) = {path[0] for path, axes in flatten_dict(model.axes).items() if axes[:1] == ("layer",)}
-    return name
+def stacks_of(model: ModelSpec) -> list[str]:
+    """The names of the stacks of layers, in order; pipeline stages share the layers of the last one."""
+    names = {path[0] for path, axes in flatten_dict(model.axes).items() if axes[:1] == ("layer",)}
+    return sorted(names, key=lambda name: (split_stack(name)[1] or range(1)).start)
 
 
-def _cut(features: Callable[[], Any], y: Any = None) -> tuple[StackCall, Any]:
-    """The stack that the network is about to apply; and its features, if `y` is the result of the stack."""
+def _cut(features: Callable[[], Any], before: int, y: Any = None) -> tuple[StackCall, Any]:
+    """The stack that the network is about to apply after `before` others; and its features, if `y` is the result of the
+    stack."""
     calls: list[StackCall] = []
 
     def known(part: Any) -> Any:
         if not isinstance(part, StackCall):
             return None
         calls.append(part)
-        return (part.x if y is None else y), None
+        return None if len(calls) <= before else ((part.x if y is None else y), None)
 
     with cut_by(known):
         x = features()
-    return calls[0], x
+    return calls[before], x

@@ -19,7 +19,7 @@ from jaxmem.sharding import is_axes
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective
-from jaxmem.step.pipeline import StageVisit, execute, stack_of
+from jaxmem.step.pipeline import StageVisit, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, add_squares, update_singly
 
@@ -32,7 +32,7 @@ def update_in_stages(
     """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
     the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
     model, params = spec.model, state.params
-    pipeline, name = model.pipeline, stack_of(model)
+    pipeline, (name,) = model.pipeline, stacks_of(model)
     assert pipeline is not None
     trainable, axes = model.select(params), model.select(model.axes)
     stack = {name: trainable[name]}

@@ -5,12 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from jaxmem.adapters import Lora, lora, merge
+from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank
 from jaxmem.errors import UserError
+from jaxmem.models import build
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.linear import Linear
+from jaxmem.optim.selection import Selection
+from jaxmem.sharding import path_name
 from jaxmem.stack import stacked
 
 
@@ -106,3 +111,25 @@ def test_layers_of_several_ranks_and_scales_equal_the_merged_stack():
         np.testing.assert_allclose(before, after, rtol=2e-4, atol=2e-5)
     with pytest.raises(UserError, match=r"alpha_pattern: blocks\[3:\] matches no layer"):
         lora(network, targets=targets, alpha_pattern={"blocks[3:]": 2.0})
+
+
+def test_targets_count_the_layers_of_all_stacks():
+    """Layers 0, 2 and 4 have no experts: the stacks are layer 0, layers 1 and 3, and layers 2 and 4."""
+    experts = {"count": 2, "top_k": 1, "every": 2, "dense_mlp": 8}
+    shape = {"vocab": 8, "layers": 5, "embed": 8, "mlp": 4, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    model = nnx.eval_shape(lambda: build(Decoder(**shape, experts=experts), nnx.Rngs(0)))
+    lora(model, targets={"blocks[1:3].mlp.up": 2, "blocks[-1:].attention.q": 4})
+    found = {".".join(map(str, path)): x.shape for path, x in flatten_dict(nnx.to_pure_dict(nnx.state(model))).items()}
+    assert {name.removesuffix(".lora.a"): shape for name, shape in found.items() if name.endswith("lora.a")} == {
+        "blocks[1:5].[1:5:2].mlp.up": (2, 2, 8, 2),
+        "blocks[1:5].[2:5:2].mlp.up": (2, 8, 2),
+        "blocks[1:5].[2:5:2].attention.q": (2, 8, 4),
+    }
+    with pytest.raises(UserError, match=r"blocks\[5:\].\* matches no layer"):
+        lora(model, targets=["blocks[5:].*"])
+    chosen = Selection.of(nnx.to_pure_dict(nnx.state(model)), ["blocks[:3].mlp.down.weight"])
+    assert sorted((path_name(path), layers) for path, layers in chosen.layers.items()) == [
+        ("blocks[0:1].mlp.down.weight", None),
+        ("blocks[1:5].[1:5:2].mlp.down.weight", (0,)),
+        ("blocks[1:5].[2:5:2].mlp.down.weight", (0,)),
+    ]

@@ -9,6 +9,7 @@ from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 
 TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 100}}
+MIXED = {**TEXT, "model": {"preset": "tiny", "qk_norm": True, "experts": {"count": 4, "top_k": 2}}}
 PICTURES = {
     "name": "x",
     "objective": "classify",
@@ -50,6 +51,10 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["adapter={kind: lora, targets: ['*']}", "memory.loss_chunk=64"],
             "memory.loss_chunk=64 ... memory.loss_chunk=auto",
         ),
+        (MIXED, ["model.experts.dense_layers=[4]"], "dense_layers contains 4 ... model.layers=4 ... from 0 to 3"),
+        (MIXED, ["model.experts.every=5"], "model.experts.every=5 ... no layer with experts ... model.experts=null"),
+        (MIXED, ["model.experts.every=2"], "layer 0 has no experts; set model.experts.dense_mlp"),
+        (MIXED, ["model.experts.dense_mlp=8"], "dense_mlp=8 requires ... set model.experts.dense_layers"),
         (TEXT, ["name=a/b"], "name=a/b ... use letters, digits"),
         (TEXT, ["name=.."], "name=.. ... use letters, digits"),
         (TEXT, ["train.tokens=5"], "train.steps and train.tokens are both set; set exactly one of them"),

@@ -38,9 +38,12 @@ def test_logits_are_those_of_transformers(name, directories, compare):
     np.testing.assert_allclose(np.asarray(found) * shown, PEERS[f"{name}.logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3.2", "mistral", "gemma2-types", "gemma3", "olmo2", "gpt-oss", "qwen2-moe", "phi4-mini"]
-)
+GENERATING = (
+    "llama3.2", "mistral", "gemma2-types", "gemma3", "olmo2", "gpt-oss", "qwen2-moe", "qwen3-moe-every", "phi4-mini",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GENERATING)
 def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
     assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()

@@ -20,9 +20,13 @@ SMALL = {"vocab": 257, "layers": 2, "embed": 32, "mlp": 16, "heads": 2, "kv_head
 ROWS = np.arange(24).reshape(2, 12)
 
 
-@pytest.fixture(params=[True, False], ids=["qwen3_moe", "mixtral"])
+FIRST_DENSE = {"dense_layers": [0], "dense_mlp": 24}
+
+
+@pytest.fixture(params=[(True, {}), (False, {}), (True, FIRST_DENSE)], ids=["qwen3_moe", "mixtral", "first dense"])
 def base(request, tmp_path):
-    cfg = Decoder(**SMALL, qk_norm=request.param, experts={"count": 3, "top_k": 2})
+    qk_norm, others = request.param
+    cfg = Decoder(**SMALL, qk_norm=qk_norm, experts={"count": 3, "top_k": 2, **others})
     hf.save(models.build(cfg, nnx.Rngs(0)), tmp_path / "base", tokenizer="bytes")
     return tmp_path / "base"
 
@@ -54,17 +58,23 @@ def test_adapters_of_experts_are_read_back(base, shared, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found, params)
     tensors = load_file(tmp_path / "out/adapter_model.safetensors")
     experts = [name for name in tensors if ".experts." in name]
-    assert len(experts) == 2 * 3 * 3 * 2  # layers, experts, matrices, A and B
+    assert len(experts) == sum(built.cfg.model.has_experts) * 3 * 3 * 2  # layers, experts, matrices, A and B
     gates = [name for name in experts if name.endswith(("gate_proj.lora_A.weight", "w1.lora_A.weight"))]
     assert {tensors[name].shape for name in gates} == {(2, 32)}
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())["r"] == 2
 
 
 @pytest.mark.parametrize(
-    "targets", [{"blocks.mlp.gate": 2, "blocks.mlp.up": 4}, ["blocks.mlp.gate"], ["blocks[1:].mlp.*"]]
+    ("targets", "others"),
+    [
+        ({"blocks.mlp.gate": 2, "blocks.mlp.up": 4}, {}),
+        (["blocks.mlp.gate"], {}),
+        (["blocks[1:].mlp.*"], {}),
+        (["blocks[1:].mlp.*"], FIRST_DENSE),
+    ],
 )
-def test_adapters_of_experts_that_peft_cannot_load(targets, tmp_path):
-    model = {**SMALL, "experts": {"count": 3, "top_k": 2}}
+def test_adapters_of_experts_that_peft_cannot_load(targets, others, tmp_path):
+    model = {**SMALL, "qk_norm": True, "experts": {"count": 3, "top_k": 2, **others}}
     adapter = {"kind": "lora", "rank": 2, "targets": targets}
     cfg = load_config({"name": "x", "model": model, "adapter": adapter, "train": {"steps": 1}})
     built = program(cfg, jax.devices()[:1])

@@ -7,10 +7,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import for_devices
 from jaxmem.config.optimizers import ApolloSettings, GaLoreSettings, QGaLoreSettings
 from jaxmem.errors import UserError
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264, "mlp": 32}
@@ -181,3 +183,56 @@ def test_what_is_not_possible_is_named(experts, sections, named):
 
     with pytest.raises(UserError, match=named):
         resolve()
+
+
+# Layers 0, 2 and 4 have a dense MLP: a stack of layer 0, and a group of the stacks of layers 1 and 3, and 2 and 4.
+MIXED = {"layers": 5, "qk_norm": True, "experts": {**EXPERTS, "every": 2, "dense_mlp": 48}}
+
+
+def mixed(**sections):
+    batch, optimizer = {"global_size": 16, "accumulate": 2}, {"epsilon": 1e-3, "clip_by": "previous"}
+    return config(**{"model": {**MODEL, **MIXED}, "batch": batch, "optimizer": optimizer, **sections})
+
+
+@pytest.fixture(scope="module")
+def mixed_alone():
+    return Trained(mixed(), updates=2)
+
+
+MIXED_WAYS = {
+    "expert x fsdp x tensor": {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}, "memory": {"remat": "sqrt"}},
+    "stage x fsdp": {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "memory": {"remat": "full"}},
+    "update during, offload": {
+        "memory": {"remat": "full", "update": "during", "offload": ["activations", "optimizer"]}
+    },
+}
+
+
+@pytest.mark.parametrize("way", MIXED_WAYS)
+def test_layers_of_two_kinds_train_as_on_one_device(way, mixed_alone):
+    sections = MIXED_WAYS[way]
+    devices = int(np.prod(list(sections.get("mesh", {"": 1}).values())))
+    Trained(mixed(**sections), devices, updates=2, begin=mixed_alone).agrees_with(mixed_alone)
+
+
+def test_other_pipeline_stages_read_layers_of_two_kinds():
+    """Layer 0 is not in the stack that the stages share; three periods of two layers are padded to four."""
+    cfg = mixed(model={**MODEL, **MIXED, "layers": 7}, mesh={"stage": 2})
+    staged, alone = program(cfg, jax.devices()[:2]), program(for_devices(cfg.replace(mesh={"stage": 1}), 1))
+
+    def number(x):
+        """Each layer, or each row of other arrays, is filled with its number."""
+        rows = np.arange(1, 1 + len(x), dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+        return np.broadcast_to(rows, x.shape)
+
+    params = jax.tree.map(number, alone.spec.state.params)
+    found = flatten_dict(SavedState(staged).restored_params(params, alone.cfg.model_dump(mode="json")), sep=".")
+    up = {name: np.asarray(x).reshape(len(x), -1)[:, 0].tolist() for name, x in found.items() if "mlp.up" in name}
+    assert up == {
+        "blocks[0:1].mlp.up.weight": [1],
+        "blocks[1:7].[1:7:2].mlp.up.weight": [1, 2, 3, 0],
+        "blocks[1:7].[2:7:2].mlp.up.weight": [1, 2, 3, 0],
+    }
+    names = staged.spec.gradient_names
+    order = [name for name in names if name.startswith("blocks.mlp.down.weight")]
+    assert order == [f"blocks.mlp.down.weight of layer {layer}" for layer in (8, 7, 6, 5, 4, 3, 2, 1, 0)]
