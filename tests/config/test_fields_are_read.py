@@ -37,6 +37,7 @@ READ_HERE = {
     **dict.fromkeys(("Quantization.format", "Quantization.block_size"), "Config.base_precision"),
     "Decoder.layer_types": "Decoder.windows",
     "Decoder.sliding_rope": "Decoder.ropes",
+    **dict.fromkeys(("Experts.every", "Experts.dense_layers"), "Experts.in_layers"),
     **dict.fromkeys(("trainable", "Adapter.layers"), "Config.trainable_patterns"),
     # Read by low_rank_layers, which returns the rank and scale of each layer.
     **dict.fromkeys([f"Adapter.{name}" for name in ("alpha", "alpha_pattern", "targets", "rslora")], "config.adapter"),
