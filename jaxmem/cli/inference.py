@@ -85,6 +85,8 @@ def chat(
                 answer += text
                 print_text(text)
             print_text("\n")
+            if model.is_cut and is_first_process():
+                print(f"(cut off after {tokens} tokens; --tokens N allows longer answers)", file=sys.stderr)
             messages.append({"role": "assistant", "content": answer})
 
 

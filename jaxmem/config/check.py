@@ -14,7 +14,7 @@ from jaxmem.config.check_sections import check_adapter, check_data, check_memory
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.mesh import MESH_AXES, Rules, weight_kinds
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, ImageInput, Mlp, OwnModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, ImageInput, ImageText, Mlp, OwnModel, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, one_of, unsupported
 
@@ -41,8 +41,10 @@ def _run(cfg: Config) -> Iterator[str]:
     else:
         if cfg.optimizer.warmup >= cfg.steps:
             key = "train.steps" if train.steps else "train.tokens"
-            line = f"optimizer.warmup={cfg.optimizer.warmup} must be less than the {cfg.steps} updates of the run"
-            yield f"{line}; use optimizer.warmup={cfg.steps - 1} or less, or increase {key}"
+            updates = "" if train.steps else f" ({cfg.steps} updates)"
+            line = f"the run ends before the warmup: optimizer.warmup={cfg.optimizer.warmup}, but {key}"
+            use = f"optimizer.warmup={cfg.steps - 1} or less, or a larger {key}"
+            yield f"{line}={getattr(train, key.removeprefix('train.'))}{updates}; use {use}"
         first, last = train.profile or (1, 1)
         if not first <= last <= cfg.steps:
             low, high = sorted(min(step, cfg.steps) for step in (first, last))
@@ -95,6 +97,8 @@ def _image_model(cfg: Config) -> Iterator[str]:
                 yield indivisible("model.embed", model.embed, "model.heads", model.heads)
             if model.image_size % model.patch:
                 yield indivisible("model.image_size", model.image_size, "model.patch", model.patch)
+            if isinstance(model, ImageText) and model.text.heads % model.text.kv_heads:
+                yield indivisible("model.text.heads", model.text.heads, "model.text.kv_heads", model.text.kv_heads)
         case Mlp():
             if model.categories < DIGIT_LEVELS:
                 given = f"model.categories={model.categories} must be at least {DIGIT_LEVELS} for data.source=digits"

@@ -16,7 +16,7 @@ from jaxmem.config.names import (
     is_offloaded,
     offloaded_activations,
 )
-from jaxmem.config.networks import Convnet, Decoder, ImageInput, Vit
+from jaxmem.config.networks import Convnet, Decoder, ImageInput, ImageText, Vit
 from jaxmem.config.recompute import Save, is_scheduled
 from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
@@ -82,7 +82,11 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         value, having = getattr(source, field), OF_SOURCES[f"data.{field}"][1]
         if kind not in having and value != getattr(Source(), field):
             yield required(f"{key}.{field}={value}", f"{key}.source", having, kind)
-    if (source.kind.contents == "images") == is_text:
+    if (kind == "image_texts") != isinstance(cfg.model, ImageText):
+        family = f"model.family={cfg.model.family}"
+        use = "data.source=image_texts" if kind != "image_texts" else "model.family=image_text"
+        yield unsupported(given, family, use)
+    elif (source.kind.contents == "images") == is_text:
         names = [name for name, one in SOURCES.items() if (one.contents == "images") != is_text]
         yield unsupported(given, f"model.family={cfg.model.family}", f"{key}.source={one_of(names)}")
 

@@ -108,9 +108,13 @@ CONFLICTS = (
     ("data.buckets!=[]", "data.packing=true", "data.packing=false"),
     # The number of tokens of an update depends on its bucket.
     ("data.buckets!=[]", "train.tokens!=null", "train.steps"),
-    ("model.family=vit|convnet|mlp", "data.mixture!=[]", "data.source=digits or images"),
+    ("model.family=vit|convnet|mlp|image_text", "data.mixture!=[]", "data.source=digits or images"),
     # Only data.source=digits has numeric labels, a second view of each image, and integer pixels.
     ("data.source=images", "objective.name=contrastive|regress_l1|regress_l2", "objective.name=classify or binary"),
+    ("model.family=image_text", "objective.name!=contrastive|own", "objective.name=contrastive"),
+    ("model.family=image_text", "mesh.stage!=1", "mesh.stage=1"),
+    *(("model.family=image_text", f"model.text.{key}!=null", "the fields of model.text") for key in ("preset", "hf")),
+    ("adapter.kind=last_layers|head", "model.family=image_text", "adapter.kind=patterns"),
     ("data.source=images", "model.family=own", "the argument data: train(cfg, model=..., data=...)"),
     ("data.source=images", "model.inputs=one_hot|embedding", "model.inputs=numbers"),
     *(

@@ -43,11 +43,12 @@ class Corpus:
                 f"use {'data.source=digits or images' if images else 'a source of text'}"
             )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
-        vocab = getattr(cfg.model, "vocab", 0)
+        text = getattr(cfg.model, "text", cfg.model)
+        key, vocab = "model.vocab" if text is cfg.model else "model.text.vocab", getattr(text, "vocab", 0)
         if vocab and self.tokenizer.vocab_size > vocab:
             raise UserError(
-                f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than model.vocab="
-                f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
+                f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than {key}="
+                f"{vocab}; use {key}={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
         self.sources: list[Any] = [opened(source, cfg.data, self.tokenizer) for source in self._sections]

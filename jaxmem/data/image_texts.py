@@ -1,22 +1,47 @@
-"""Batches of images with their texts, for the argument `data` of a script.
+"""Images with their texts: `data.source: image_texts`, and batches for the argument `data` of a script.
 
 A directory contains images, and `metadata.jsonl` or `metadata.csv` with the columns `file_name` and `text`, the form
 that `datasets` calls an image folder.
 """
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxmem.data.images import ImageForm, read_image
+from jaxmem.config.sections import Data, Source
+from jaxmem.data.images import ImageForm, ImageSource, read_image
 from jaxmem.data.jsonl import read_objects
-from jaxmem.data.tokenizer import tokenizer_for
+from jaxmem.data.packing import Batch
+from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, nearest
 
 FILES = ("metadata.jsonl", "metadata.csv")
+
+
+class ImageTextFolder(ImageSource):
+    """The images that the files of `data.path` name, with their texts, of at most `data.sequence_length` tokens."""
+
+    noun = "images"
+
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        self._pairs = [pair for path in paths for pair in _pairs(path)]
+        self.labels = np.zeros(len(self._pairs), np.int32)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def pixels(self, records: np.ndarray, form: ImageForm) -> np.ndarray:
+        images = [read_image(self._pairs[record][0], form) for record in records.ravel()]
+        return np.stack(images).reshape(*records.shape, form.size, form.size, form.channels)
+
+    def texts(self, records: np.ndarray) -> Batch:
+        texts = [self._pairs[record][1] for record in records.ravel()]
+        tokens, lengths = _tokens(self.tokenizer, texts, self.data.sequence_length)
+        return {"texts": tokens.reshape(*records.shape, -1), "lengths": lengths.reshape(records.shape)}
 
 
 class ImageTexts:
@@ -40,7 +65,10 @@ class ImageTexts:
         seed: int = 0,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        self._pairs = list(_pairs(Path(path)))
+        file = next((file for name in FILES if (file := Path(path, name)).is_file()), None)
+        if file is None:
+            raise UserError(f"{path} has neither {' nor '.join(FILES)}; write one with the columns file_name and text")
+        self._pairs = list(_pairs(file))
         if len(self._pairs) < rows or rows % share[1]:
             raise UserError(
                 f"{path} has {len(self._pairs)} pairs; rows={rows} must be at most as many, and divisible by the "
@@ -60,15 +88,9 @@ class ImageTexts:
         each = self._rows // processes
         start = place * self._rows + process * each
         pairs = [self._pairs[i] for i in order[start : start + each]]
-        end = self._tokenizer.end
-        ids = [
-            [*tokens[: self._length - 1], end] for tokens in self._tokenizer.encode_many([text for _, text in pairs])
-        ]
-        return {
-            "image": np.stack([read_image(file, self._form) for file, _ in pairs]),
-            "text": np.array([row + [end] * (self._length - len(row)) for row in ids], np.int32),
-            "length": np.array([len(row) for row in ids], np.int32),
-        }
+        tokens, lengths = _tokens(self._tokenizer, [text for _, text in pairs], self._length)
+        images = np.stack([read_image(file, self._form) for file, _ in pairs])
+        return {"image": images, "text": tokens, "length": lengths}
 
 
 class _Batches(Iterator[dict[str, np.ndarray]]):
@@ -86,10 +108,16 @@ class _Batches(Iterator[dict[str, np.ndarray]]):
         self._number = state["batch"]
 
 
-def _pairs(path: Path) -> Iterator[tuple[Path, str]]:
-    file = next((path / name for name in FILES if (path / name).is_file()), None)
-    if file is None:
-        raise UserError(f"{path} has neither {' nor '.join(FILES)}; write one with the columns file_name and text")
+def _tokens(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [texts, length], which end with the end-of-document token, and their numbers."""
+    ids = [[*tokens[: length - 1], tokenizer.end] for tokens in tokenizer.encode_many(texts)]
+    rows = [row + [tokenizer.end] * (length - len(row)) for row in ids]
+    return np.array(rows, np.int32), np.array([len(row) for row in ids], np.int32)
+
+
+def _pairs(file: Path) -> Iterator[tuple[Path, str]]:
+    """The images that a file names, and their texts."""
+    path = file.parent
     for number, row in _rows(file):
         for key in ("file_name", "text"):
             if not isinstance(row.get(key), str):

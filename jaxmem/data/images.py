@@ -33,6 +33,10 @@ class ImageSource(RecordSource):
         """The images with these numbers, [*records, size, size, channels]."""
         raise NotImplementedError
 
+    def texts(self, records: np.ndarray) -> Batch:  # noqa: ARG002
+        """The texts of the images: `texts` [*records, tokens] and `lengths` [*records]; nothing without texts."""
+        return {}
+
     def views(self, records: np.ndarray, places: np.ndarray, seed: int, form: ImageForm) -> np.ndarray:
         """Random other views of the images, which follow from their places in the stream."""
         raise NotImplementedError
@@ -105,8 +109,11 @@ class ImageRows(Rows):
         real = places < self._total
         records = np.zeros(places.shape, np.int64)
         records[real] = [self._order[int(place)][1] for place in places[real]]
-        batch, labels = {"inputs": self._data.pixels(records, self._form)}, self._data.labels[records]
-        match self._cfg.objective.name:
+        batch = {"inputs": self._data.pixels(records, self._form)} | self._data.texts(records)
+        labels = self._data.labels[records]
+        match "texts" if "texts" in batch else self._cfg.objective.name:
+            case "texts":
+                pass
             case "classify" | "own":
                 batch["targets"] = labels.astype(np.int32)
             case "binary":

@@ -31,6 +31,7 @@ class TextGenerator:
         self._tokenizer = tokenizer_of(program)
         self._template_file = program.cfg.data.chat_template
         self._tokens, self._stops = tokens, tuple(stop for stop in stops if stop)
+        self.is_cut = False  # whether the last answer ended only because it had `tokens` tokens
 
     def complete(self, prompt: str) -> Iterator[str]:
         """The continuation of a text, token by token."""
@@ -56,7 +57,12 @@ class TextGenerator:
         except TemplateError as error:
             raise UserError(f"{error}") from error
         ids = self._tokenizer.encode_with_offsets(text)[0]
-        return self._decode(self._conversation(ids, self._tokens, self._tokenizer.ends))
+        return self._decode(self._watched(self._conversation(ids, self._tokens, self._tokenizer.ends)))
+
+    def _watched(self, ids: Iterable[int]) -> Iterator[int]:
+        for count, token in enumerate(ids, 1):
+            self.is_cut = count == self._tokens and token not in self._tokenizer.ends
+            yield token
 
     def _encode(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)

@@ -11,6 +11,7 @@ FAMILIES: dict[str, Any] = {
     "decoder": ("jaxmem.models.decoder", "Decoder"),
     "vit": ("jaxmem.models.vit", "Vit"),
     "convnet": ("jaxmem.models.convnet", "Convnet"),
+    "image_text": ("jaxmem.models.image_text", "ImageText"),
     "mlp": ("jaxmem.models.mlp", "Mlp"),
 }
 __getattr__, __all__ = lazy_names(

@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass
 
-from jaxmem.config import Config, Decoder, Vit
+from jaxmem.config import Config, Decoder, ImageText, Vit
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice
@@ -65,7 +65,7 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
 def attention_request(cfg: Config, platform: str) -> Request | None:
     """Attention of one micro-batch for the heads of one device and complete sequences; None: the model has none."""
     model, mesh = cfg.model, cfg.mesh
-    if not isinstance(model, Decoder | Vit):
+    if not isinstance(model, Decoder | Vit) or isinstance(model, ImageText):  # its towers differ in their attention
         return None
     if isinstance(model, Decoder):
         length, dim, window, soft_cap = cfg.row_length, model.head_dim, model.window, model.attention_soft_cap

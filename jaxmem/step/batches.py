@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config
-from jaxmem.config.networks import ImageInput, OwnModel
+from jaxmem.config.networks import ImageInput, ImageText, OwnModel
 
 Array = tuple[tuple[int, ...], Any, tuple[str | None, ...]]  # shape, dtype, logical axes
 Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
@@ -34,6 +34,9 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     model = ImageInput() if isinstance(cfg.model, OwnModel) else cfg.model
     size, channels = model.image_size, model.channels  # type: ignore[union-attr]
     images: Array = ((*rows, size, size, channels), image_dtype(cfg), (*axes, "height", "width", "channels"))
+    if isinstance(model, ImageText):
+        tokens = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
+        return {"inputs": images, "texts": tokens, "lengths": (rows, np.int32, axes), "mask": (rows, np.float32, axes)}
     if cfg.objective.name == "contrastive":
         return {"inputs": images, "pairs": images, "mask": mask}
     labels: Array = (rows, np.int32 if cfg.objective.name in ("classify", "own") else np.float32, axes)

@@ -55,6 +55,8 @@ def objective(complete: config.Config) -> Objective:
         "regress_l2": (_images, partial(_regress, jnp.square)),
         "contrastive": (_pairs, partial(_contrastive, cfg)),
     }
+    if isinstance(complete.model, config.ImageText):
+        return Objective(_towers, _matched)
     return Objective(*parts[cfg.name])
 
 
@@ -173,6 +175,21 @@ def _contrastive(cfg: config.Objective, network: Network, pair: tuple[jax.Array,
     scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
     correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
     return _sums(losses.contrastive(scores), batch["mask"], correct)
+
+
+def _towers(network: Any, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, ...]:
+    return (*network(batch["inputs"], batch["texts"], batch["lengths"], keys), network.scale)
+
+
+def _matched(_network: Any, features: tuple[jax.Array, ...], batch: Batch) -> Sums:
+    """Images and texts of one micro-batch: the loss, and recall at 1, the share of texts whose image has the largest
+    similarity, and of images whose text has."""
+    images, texts, scale = features
+    scores = losses.similarities(texts, images, batch["mask"], 1.0) * scale
+    rows = jnp.arange(len(images))
+    found = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
+    recall = {name: jnp.sum(is_found * batch["mask"]) for name, is_found in found.items()}
+    return _sums(losses.contrastive(scores), batch["mask"]) | recall
 
 
 def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:

@@ -43,8 +43,8 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
             if spec.model.forward_state:
                 name = ".".join(min(spec.model.forward_state))
                 raise UserError(
-                    f"memory.update=during does not support a model whose forward pass changes state ({name}, as of "
-                    "BatchNorm); use memory.update=after"
+                    f"memory.update=during does not support {name}, which the forward pass changes (BatchNorm); use"
+                    " memory.update=after, or layers without such state, e.g. nnx.GroupNorm or nnx.LayerNorm"
                 )
             if spec.model.pipeline is not None:
                 from jaxmem.step.update_in_stages import update_in_stages as update

@@ -60,11 +60,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["train.tokens=5"], "train.steps and train.tokens are both set; set exactly one of them"),
         (TEXT, ["train.steps=null"], "train.steps and train.tokens are both null; set exactly one of them"),
         (PICTURES, ["train={tokens: 9}"], "train.tokens=9 ... model.family=decoder"),
-        (TEXT, ["optimizer.warmup=100"], "optimizer.warmup=100 must be less than the 100 updates of the run"),
+        (TEXT, ["optimizer.warmup=100"], "optimizer.warmup=100 ... train.steps=100 ... optimizer.warmup=99"),
         (
             TEXT,
             ["optimizer.warmup=2", "train={tokens: 16384}"],
-            "optimizer.warmup=2 must be less than the 2 updates of the run",
+            "optimizer.warmup=2 ... train.tokens=16384 (2 updates) ... optimizer.warmup=1",
         ),
         (TEXT, ["train.profile=[5, 4]"], "train.profile=[5, 4] must be ... use train.profile=[4, 5]"),
         (

@@ -119,7 +119,7 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert "one" + found[0]["text"] + "\n" == out
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n/new\nhello\n"))
     code, answers, err = run(capsys, "chat", str(model), "--system", "s", *some)
-    assert (code, err) == (0, "")
+    assert (code, err.count("cut off after 4 tokens"), err.count("\n")) == (0, 2, 2)
     half = len(answers) // 2
     assert answers[:half] == answers[half:]  # after /new it knows of nothing
     (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "a", "choices": ["b", "cd"], "answer": "A"}) + "\n")
