@@ -113,7 +113,10 @@ CONFLICTS = (
     ("data.source=images", "objective.name=contrastive|regress_l1|regress_l2", "objective.name=classify or binary"),
     ("model.family=image_text", "objective.name!=contrastive|own", "objective.name=contrastive"),
     ("model.family=image_text", "mesh.stage!=1", "mesh.stage=1"),
-    *(("model.family=image_text", f"model.text.{key}!=null", "the fields of model.text") for key in ("preset", "hf")),
+    *(
+        ("model.family=image_text", f"model.text.{key}!=null", "the sizes of a dense decoder")
+        for key in ("preset", "hf", "experts")
+    ),
     ("adapter.kind=last_layers|head", "model.family=image_text", "adapter.kind=patterns"),
     ("data.source=images", "model.family=own", "the argument data: train(cfg, model=..., data=...)"),
     ("data.source=images", "model.inputs=one_hot|embedding", "model.inputs=numbers"),

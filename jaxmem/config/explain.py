@@ -41,9 +41,8 @@ def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden" and len(rest) == 1:
         return f"{_dotted((*key, *rest))}: unknown key{_nearest_key(key, str(rest[0]), schema)}"
     if error["type"] == "missing" and isinstance(key[-1], str) and not rest:
-        return f"{_dotted(key)} is missing" + (
-            f"; {OTHER_NAMES['missing'][key[0]]}" if key[0] in OTHER_NAMES["missing"] else ""
-        )
+        hint = OTHER_NAMES["missing"].get(key[0]) if len(key) < 3 else None  # not for sections within sections
+        return f"{_dotted(key)} is missing" + (f"; {hint}" if hint else "")
     if error["type"] == "missing" and not rest:  # an item of a list
         key, schema, _ = _declared(key[:-1])
     if error["type"] == "union_tag_invalid":
