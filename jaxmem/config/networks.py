@@ -226,6 +226,7 @@ class ImageText(Vit):
     """Two towers that map images and texts to the same space (CLIP). These are the fields of the vision transformer;
     `text` has those of the decoder."""
 
+    activations = Decoder.activations
     family: Literal["image_text"] = setting("image_text", _FAMILY)  # type: ignore[assignment]
     outputs: Count = setting(512, "width of the common space")
     text: Decoder = setting(..., "the tower of the texts, as model.family: decoder, with random weights")
