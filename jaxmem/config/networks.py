@@ -207,7 +207,7 @@ class ImageInput(Family):
 class Vit(ImageInput):
     """Vision transformer: patches to tokens, learned positions, bidirectional attention."""
 
-    activations = (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out")
+    activations: ClassVar[tuple[str, ...]] = (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["vit"] = setting("vit", _FAMILY)
     preset: None = setting(None, _PRESET)
     patch: Count = setting(2, "height and width of a patch in pixels")
@@ -226,7 +226,7 @@ class ImageText(Vit):
     """Two towers that map images and texts to the same space (CLIP). These are the fields of the vision transformer;
     `text` has those of the decoder."""
 
-    activations = Decoder.activations
+    activations: ClassVar[tuple[str, ...]] = Decoder.activations  # which include those of the vision transformer
     family: Literal["image_text"] = setting("image_text", _FAMILY)  # type: ignore[assignment]
     outputs: Count = setting(512, "width of the common space")
     text: Decoder = setting(..., "the tower of the texts, as model.family: decoder, with random weights")
