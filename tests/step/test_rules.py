@@ -10,8 +10,9 @@ FIRST = ["tensor", "fsdp", "context"]
 TABLES = {
     # Only attention is sharded over tensor; each device computes a part of the sequence in the MLP and the logits.
     "attention": ({"mlp": ["fsdp"], "vocab": []}, {"fsdp": 4, "tensor": 2}),
-    # The other way round, and what can lies along a weight's first dimension.
-    # Logits are sharded over fsdp too, three kinds of weights are replicated, the optimizer state nowhere.
+    # Only the MLP is sharded over tensor; its weights are stored sharded over their first dimension.
+    "hidden units": ({"heads": [], "kv_heads": [], "mlp": FIRST}, {"fsdp": 4, "tensor": 2}),
+    # Logits are sharded over fsdp too, three kinds of weights are replicated, and replica shards the optimizer state.
     "kinds": (
         {"logits": ["fsdp"], "replicated": ["attention", "down", "head"], "optimizer": ["replica"]},
         {"replica": 2, "fsdp": 2, "tensor": 2},
@@ -19,7 +20,6 @@ TABLES = {
     ),
     # Gradients are summed over two mesh axes, one after the other, and sharded over both.
     "optimizer": ({"optimizer": ["replica"]}, {"replica": 2, "fsdp": 2, "context": 2}, {"zero": 1}),
-    "hidden units": ({"heads": [], "kv_heads": [], "mlp": FIRST}, {"fsdp": 4, "tensor": 2}),
 }
 
 
