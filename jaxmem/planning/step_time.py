@@ -93,10 +93,10 @@ class StepTime:
         mesh, weights, sides = self.cfg.mesh, self.weights, 1 if self.cfg.zero else 2
         within = self._ring(sides * weights["reduced"], mesh.fsdp, mesh.tensor * mesh.context)
         between = weights["scattered"] / self._split + weights["reduced"] / (mesh.fsdp if self.cfg.zero else 1)
-        replicas = 2 * self._ring(between, mesh.replica, mesh.tensor * self._split)
-        if self.cfg.rules.optimizer and self.cfg.zero == 3:  # new shards of weights are gathered over `replica`
+        replicas = self._ring(between, mesh.replica, mesh.tensor * self._split)
+        if self.cfg.rules.optimizer and self.cfg.zero == 3:  # reduce-scattered; new shards of weights are gathered
             return within + replicas + self._ring(weights["renewed"], mesh.replica, mesh.tensor * self._split)
-        return within + replicas + self._ring(weights["renewed"], self._split, mesh.tensor)
+        return within + 2 * replicas + self._ring(weights["renewed"], self._split, mesh.tensor)
 
     def _tensor(self) -> float:
         """Seconds of the reductions of the residual stream per layer and pass: one for attention and one for the MLP,

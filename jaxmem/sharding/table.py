@@ -188,7 +188,10 @@ def rules_for(cfg: Config) -> Rules:
     rules = cfg.rules
     if getattr(cfg.model, "tie_embeddings", False) and "head" in rules.replicated:
         rules = rules.replace(replicated=(*rules.replicated, "embedding"))
-    return make_rules(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
+    tables = make_rules(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
+    if rules.optimizer and cfg.zero >= 2 and cfg.batch.accumulate == 1:  # nothing to sum before gradients are sharded
+        tables = dataclasses.replace(tables, gradients={**tables.gradients, "embed": tables.optimizer["embed"]})
+    return tables
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:

@@ -16,7 +16,7 @@ TABLES = {
     "kinds": (
         {"logits": ["fsdp"], "replicated": ["attention", "down", "head"], "optimizer": ["replica"]},
         {"replica": 2, "fsdp": 2, "tensor": 2},
-        {"memory": {"loss_chunk": 16}},
+        {"memory": {"loss_chunk": 16}, "batch": {"global_size": 8}},
     ),
     # Gradients are summed over two mesh axes, one after the other, and sharded over both.
     "optimizer": ({"optimizer": ["replica"]}, {"replica": 2, "fsdp": 2, "context": 2}, {"zero": 1}),
@@ -30,7 +30,7 @@ def alone():
 
 def small(**sections):
     model = {"preset": "tiny", **SMALL, "vocab": 264, "layers": 1}
-    return config(model=model, batch={"global_size": 8, "accumulate": 2}, **sections)
+    return config(**{"model": model, "batch": {"global_size": 8, "accumulate": 2}, **sections})
 
 
 @pytest.mark.parametrize("name", TABLES)
