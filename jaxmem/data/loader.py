@@ -53,31 +53,36 @@ class Loader(AbstractContextManager["Loader"]):
         if not rows or min(rows) < 0 or max(rows) >= columns:
             raise ValueError(f"rows {rows}: expected some of the {columns} columns of the batch")
         self._cfg, self._rows, self._split = cfg, np.asarray(rows), split
-        self._shards = self._choose_shards(columns)  # 0: records have random access
+        self._shards = self._choose_shards(columns)
         self._ends = split != "train" or cfg.data.epochs is not None
         self._open = [_built_ahead(self._build())]  # empty when it is closed
         self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
         self._start = self._batches.get_state()
 
-    def _choose_shards(self, columns: int) -> int:
-        """With `data.streaming`: one shard per process, if each process has its own rows and can have its own files."""
+    def _choose_shards(self, columns: int) -> list[int] | None:
+        """The number of shards of the files, and the columns that are divided among them; None without streaming. Each
+        process has its own shard if it has its own rows, and there are files for each."""
         if self._split != "train" or not self._cfg.data.streaming:
-            return 0
+            return None
         count, first = len(self._rows), int(self._rows[0])
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
         files = min(len(stream.names) for stream in self.corpus.sources)
-        return columns // count if is_share and columns // count <= files and not self._cfg.data.buckets else 1
+        has_own = is_share and columns // count <= files and not self._cfg.data.buckets
+        return [columns // count if has_own else 1, columns]
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""
         cfg, data, corpus = self._cfg, self._cfg.data, self.corpus
         size, columns = cfg.batch.global_size, cfg.batch.global_size // cfg.batch.accumulate
         own = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
+        count, width = self._shards or (1, columns)
+        share = width // count  # row a * width + b belongs to shard b // share, and is row a * share + b % share of it
         if self._shards:
             for stream in corpus.sources:
                 stream.used.clear()
-            shards = sorted({int(column) * self._shards // columns for column in self._rows})
-            records = {shard: _streamed(cfg, corpus, (shard, self._shards)) for shard in shards}
+            records = {
+                shard: _streamed(cfg, corpus, (shard, count)) for shard in np.unique(own % width // share).tolist()
+            }
         else:
             order = corpus.order(self._split)
             epochs = data.epochs if self._split == "train" else 1
@@ -98,11 +103,9 @@ class Loader(AbstractContextManager["Loader"]):
         if data.buckets:
             return BucketRows(records[0], own, size, data.lengths)
         most = data.documents_per_row if data.packing else None
-        # Row a * columns + b belongs to shard b // share, and is row a * share + b % share of it.
-        share = columns // max(1, self._shards)
         streams = [
-            RowStream(records[column // share], turn * share + column % share, share * cfg.batch.accumulate, most)
-            for turn, column in (divmod(row, columns) for row in own.ravel().tolist())
+            RowStream(records[column // share], turn * share + column % share, size // count, most)
+            for turn, column in (divmod(row, width) for row in own.ravel().tolist())
         ]
         return TextRows(streams, own, data.sequence_length)
 
@@ -144,7 +147,7 @@ class Loader(AbstractContextManager["Loader"]):
             )
         for source, file, length in state.get("files", ()):
             self.corpus.sources[source].lengths[file] = length
-        if self._shards != state.get("shards", 0):
+        if self._shards != state.get("shards"):
             self._shards = state["shards"]
             self._open[0].close()
             self._open[0] = _built_ahead(self._build())

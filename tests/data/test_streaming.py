@@ -118,6 +118,11 @@ def test_processes_read_other_files_and_go_on_with_another_number(config: Make, 
     with data.Loader(cfg) as loader:  # one process
         loader.restore(merged)
         both = list(loader)
+    one_pass = config(path=str(shards), streaming=True, sequence_length=64, epochs=1, global_size=8)
+    with data.Loader(one_pass) as loader:  # and other micro-batches
+        loader.restore(merged)
+        rows = [{name: x.reshape(1, 8, *x.shape[2:]) for name, x in batch.items()} for batch in both]
+        assert_equal(list(loader), rows)
     for process, part in enumerate(parts):
         own = [{name: x[:, 2 * process : 2 * process + 2] for name, x in batch.items()} for batch in both]
         assert_equal(part[3:], own[: len(part) - 3])
