@@ -9,7 +9,7 @@
 
 A record is a document, or a piece of a document that is longer than max(16 KiB, 8 * sequence_length) bytes. The order
 of records is computed from their numbers (`record_order`); rows of a batch are streams of records (`packing`), or
-records of similar length (`buckets`).
+records of similar length (`buckets`). With `data.streaming`, files are read one after the other (`streaming`).
 """
 
 from jaxmem.lazy import lazy_names

@@ -2,7 +2,8 @@
 
 The rows of the global batch are numbered row-major over [accumulate, B], B = global_size / accumulate: row a * B + b. A
 process passes its columns b (by default all) and gets arrays [accumulate, its columns, ...]. The contents of a row
-depend only on its number (see `packing`, `buckets`), not on the number of processes.
+depend only on its number (see `packing`, `buckets`), not on the number of processes; with `data.streaming`, also on the
+number of processes at the start of the run (`streaming`).
 
 If a split ends (held-out data; training with `data.epochs`), rows end at different steps: a row that has ended is
 padding (mask 0) until all rows have ended, so that each record is seen exactly as often as requested. Then iteration

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxmem.config.networks import SHARDED
 from jaxmem.config.own import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
-from jaxmem.models.own_layers import Path, Stack, flat_state, new_randomness, numbered, reseed
+from jaxmem.models.own_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights
 from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks
 from jaxmem.stack import StackOptions
@@ -164,7 +164,7 @@ def axes_by_rule(
         return axes_of_shape(path, variable, variable.shape)
 
     def axes_of_shape(path: Path, variable: Any, shape: tuple[int, ...]) -> Axes:
-        name = _name(path)
+        name = dotted_name(path)
         if (declared := variable.get_metadata().get("axes")) is not None:
             return declared[len(declared) - len(shape) :]
         for pattern, axes in (by_pattern or {}).items():
@@ -177,7 +177,7 @@ def axes_by_rule(
 
     found = {path: axes_of(path, variable) for path, variable in shapes.items()}
     for pattern in set(by_pattern or ()) - used:
-        raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, map(_name, shapes))}")
+        raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, map(dotted_name, shapes))}")
     return found
 
 
@@ -190,7 +190,3 @@ def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axe
         if axis is not None and axis not in SHARDED:
             raise UserError(f"axes: {pattern} has the unknown axis {axis}{nearest(str(axis), SHARDED)}")
     return axes
-
-
-def _name(path: Any) -> str:
-    return ".".join(map(str, path))

@@ -36,7 +36,7 @@ Path = tuple[str, ...]
 def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
     """Replaces the lists of blocks whose names match by stacked blocks, in place. Returns the number of blocks of each,
     by its path."""
-    lists = {_name(path): path for path, node in nnx.iter_graph(network) if _is_list_of_blocks(node)}
+    lists = {dotted_name(path): path for path, node in nnx.iter_graph(network) if _is_list_of_blocks(node)}
     found = [path for name, path in lists.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in lists):
@@ -46,7 +46,7 @@ def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
     for path in found:
         blocks = list(_at(network, path))
         counts[tuple(map(str, path))] = len(blocks)
-        setattr(_at(network, path[:-1]), str(path[-1]), _stacked(_name(path), blocks))
+        setattr(_at(network, path[:-1]), str(path[-1]), _stacked(dotted_name(path), blocks))
     return counts
 
 
@@ -91,7 +91,7 @@ class Stack:
 
     @property
     def name(self) -> str:
-        return _name(self.path)
+        return dotted_name(self.path)
 
     def replace(self, keys: jax.Array | None) -> None:
         """Replaces the stacked block of the module by the list that the script sees."""
@@ -265,7 +265,7 @@ def _at(node: Any, path: tuple[Any, ...]) -> Any:
     return functools.reduce(lambda node, key: getattr(node, str(key)), path, node)
 
 
-def _name(path: Any) -> str:
+def dotted_name(path: Any) -> str:
     return ".".join(map(str, path))
 
 
