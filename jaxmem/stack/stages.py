@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.sharding import map_layers
-from jaxmem.sharding.host import fetch_from_host, send_like
+from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
 from jaxmem.stack.cuts import StackCall
 
 
@@ -111,8 +111,7 @@ def apply_in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
     def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
         group, place = layer // pipeline.group, layer % pipeline.group
         turn, stage = group // pipeline.stages, group % pipeline.stages
-        one = jax.lax.dynamic_index_in_dim(stacked, place, axis=1, keepdims=False)
-        one = jax.lax.dynamic_index_in_dim(one, turn, axis=1, keepdims=False)
+        one = fetch_from_host(take_layer(take_layer(stacked, place, dim=1), turn, dim=1))
         mine = (jnp.arange(pipeline.stages) == stage).reshape(-1, *[1] * (one.ndim - 1))
         return jnp.sum(jnp.where(mine, one, jnp.zeros_like(one)), axis=0, dtype=one.dtype)
 
