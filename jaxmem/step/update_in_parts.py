@@ -262,6 +262,7 @@ def _layer_by_layer(
     group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[Tree, Tree]:
     layers, stages = jax.tree.leaves(weights)[0].shape[0], shard_count("weights", "layer")
+    stages = 1 if layers % stages else stages  # layers before those that the stages share are replicated
 
     def update(grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array) -> tuple[Tree, Tree]:
         """Updates the layers of a pipeline stage."""
@@ -288,5 +289,5 @@ def _layer_by_layer(
 
     stored = stored_axes(group.axes, weights)
     axes = group.axes, group.state_axes, stored, (), ("layer",)
-    run = map_layers(update, axes, (stored, group.state_axes))
+    run = update if stages == 1 else map_layers(update, axes, (stored, group.state_axes))
     return run(grads, state, weights, norm, jnp.arange(stages, dtype=jnp.int32) * (layers // stages))
