@@ -25,7 +25,8 @@ class ImageText(nnx.Module):
     whose last token is projected to this space. The temperature is trained."""
 
     def __init__(self, cfg: networks.ImageText, rngs: nnx.Rngs, execution: Execution = Execution()):
-        self.image, self.text = Vit(cfg, rngs, execution), Decoder(cfg.text, rngs, execution)
+        text = cfg.text.replace(tie_embeddings=True)  # so that there is no output matrix, which nothing would use
+        self.image, self.text = Vit(cfg, rngs, execution), Decoder(text, rngs, execution)
         self.projection = Linear(rngs, cfg.text.embed, cfg.outputs, ("embed", "classes"))
         self.log_scale = new_constant(-math.log(START_TEMPERATURE), (), ())
 

@@ -45,7 +45,7 @@ def config(path, **settings):
     return {
         "name": "matching",
         "output": str(path),
-        "model": {"family": "image_text", **image, "text": text | {"tie_embeddings": True}},
+        "model": {"family": "image_text", **image, "text": text},
         "objective": "contrastive",
         "data": {"source": "image_texts", "path": str(path / "pairs"), "sequence_length": 16, "held_out": 0.1},
         "batch": {"global_size": 8},
