@@ -19,9 +19,9 @@ def check_decoder(cfg: Config) -> Iterator[str]:
         given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
         yield f"{given}; use model.experts.top_k={experts.count} or less"
     for rope in model.ropes:
-        yield from _rope(rope, model.head_dim)
+        yield from _rope(rope, model.head_dim if model.latent is None else model.latent.rope_dim)
     yield from _layer_types(model)
-    if wrong := list(_dense_layers(model)):
+    if wrong := [*_dense_layers(model), *_deepseek(model)]:
         yield from wrong
         return
     try:
@@ -45,6 +45,23 @@ def _dense_layers(model: Decoder) -> Iterator[str]:
     elif experts.dense_mlp is not None and all(model.has_experts):
         given = f"model.experts.dense_mlp={experts.dense_mlp} requires layers without experts"
         yield f"{given}; set model.experts.dense_layers, or remove model.experts.dense_mlp"
+
+
+def _deepseek(model: Decoder) -> Iterator[str]:
+    if (latent := model.latent) is not None:
+        for name in ("rope_dim", "value_dim"):
+            if (size := getattr(latent, name)) > model.head_dim - (name == "rope_dim"):
+                given = f"model.latent.{name}={size} exceeds model.head_dim={model.head_dim}, the width of a key"
+                yield f"{given}; use a smaller model.latent.{name}"
+        if model.kv_heads != model.heads:
+            given = f"model.latent computes keys of all heads, but model.kv_heads={model.kv_heads}"
+            yield f"{given}; use model.kv_heads={model.heads}"
+    if (experts := model.experts) is not None:
+        if experts.count % experts.groups:
+            yield indivisible("model.experts.count", experts.count, "model.experts.groups", experts.groups)
+        elif not (least := -(-experts.top_k * experts.groups // experts.count)) <= experts.top_groups <= experts.groups:
+            given = f"model.experts.top_groups={experts.top_groups} of model.experts.groups={experts.groups} groups"
+            yield f"{given}; use {least} to {experts.groups} for model.experts.top_k={experts.top_k}"
 
 
 def _rope(rope: Rope, head_dim: int) -> Iterator[str]:

@@ -3,10 +3,12 @@ projections have biases, where norms are, the defaults of absent keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from jaxmem.config.hf_modules import CONCATENATED, INTERLEAVED, Fused
-from jaxmem.config.hf_values import Size, UnsupportedError, read
+from jaxmem.config.hf_values import Number, Size, UnsupportedError, read
 from jaxmem.config.networks import Decoder
 
 # Names of `model.activation` in files.
@@ -16,6 +18,12 @@ MAX_EXPERTS = 10_000  # a limit above all models, checked before any array is cr
 EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "router_aux_loss_coef", "output_router_logits",
+)  # fmt: skip
+# Keys of DeepSeek-V2: fields of `model.latent`, and of mixtures of experts.
+LATENT = {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+DEEPSEEK = (
+    *LATENT.values(), "qk_nope_head_dim", "qk_head_dim", "n_shared_experts", "first_k_dense_replace",
+    "routed_scaling_factor", "n_group", "topk_group", "topk_method", "mscale", "mscale_all_dim", "n_routed_experts",
 )  # fmt: skip
 WINDOWS = Literal["sliding_attention", "full_attention"]
 
@@ -42,6 +50,7 @@ class HfFamily:
     longrope: tuple[str, ...] = ()  # other names of `rope_type: longrope`
     experts: tuple[str, str] | None = None  # the keys of the number of experts, and of their hidden width
     shared: str | None = None  # the key of the hidden width of a shared expert
+    is_latent: bool = False  # whether attention is multi-head latent attention
     renormalize: bool | None = None  # whether the weights of chosen experts sum to 1; None: `norm_topk_prob` decides
 
     @property
@@ -50,13 +59,14 @@ class HfFamily:
         of_windows = set() if self.sliding_theta is None else {"rope_local_base_freq", "sliding_window_pattern"}
         known = {*self.keys.values(), *of_windows, *(EXPERTS if self.experts else ())}
         known |= {"partial_rotary_factor"} if self.has_partial_rope else set()
+        known |= {*DEEPSEEK} if self.is_latent else set()
         known |= {"decoder_sparse_step", "mlp_only_layers"} if self.has_dense_layers else set()
         return known if self.shared is None else known | {self.shared}
 
     @property
     def has_dense_layers(self) -> bool:
         """Whether config.json may describe layers without experts."""
-        return self.experts is not None and self.experts[1] != "intermediate_size"
+        return self.experts is not None and self.experts[1] != "intermediate_size" and not self.is_latent
 
     def expert_fields(self, settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """The fields of a mixture of experts: `experts`, and the hidden width of an expert as `mlp`."""
@@ -73,6 +83,8 @@ class HfFamily:
         experts = {"count": count, "top_k": read(settings, "num_experts_per_tok", Size), "renormalize": renormalize}
         if self.shared is not None:
             experts["shared"] = read(settings, self.shared, Size)
+        if self.is_latent:
+            experts |= self._deepseek_experts(settings, layers, read(settings, width, Size))
         if self.has_dense_layers:
             every = read(settings, "decoder_sparse_step", Size, 1)
             dense = [n for n in read(settings, "mlp_only_layers", list[int], []) if n in range(layers)]
@@ -83,6 +95,38 @@ class HfFamily:
                 dense_mlp = read(settings, "intermediate_size", Size)
                 experts |= {"every": every, "dense_layers": dense, "dense_mlp": dense_mlp}
         return {"mlp": read(settings, width, Size), "experts": experts}
+
+    def _deepseek_experts(self, settings: Mapping[str, Any], layers: int, width: int) -> dict[str, Any]:
+        first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0)], 0)
+        if first >= layers:
+            raise UnsupportedError(f"first_k_dense_replace={first} leaves no layer with experts; set it below {layers}")
+        found: dict[str, Any] = {
+            "shared": width * read(settings, "n_shared_experts", Size),
+            "shared_gate": False,
+            "scale": read(settings, "routed_scaling_factor", Number, 1.0),
+        }
+        if first:
+            found |= {"dense_layers": list(range(first)), "dense_mlp": read(settings, "intermediate_size", Size)}
+        if settings.get("topk_method") == "group_limited_greedy":
+            found |= {"groups": read(settings, "n_group", Size), "top_groups": read(settings, "topk_group", Size)}
+        return found
+
+    def latent_fields(self, settings: Mapping[str, Any], heads: int) -> dict[str, Any]:
+        """The fields of multi-head latent attention."""
+        if not self.is_latent:
+            return {}
+        if (kv_heads := read(settings, "num_key_value_heads", Size, heads)) != heads:
+            raise UnsupportedError(f"num_key_value_heads={kv_heads} is not supported; expected {heads}, all heads")
+        latent = {name: read(settings, key, Size) for name, key in LATENT.items() if name != "q_rank"}
+        latent["q_rank"] = None if settings["q_lora_rank"] is None else read(settings, "q_lora_rank", Size)
+        return {"head_dim": read(settings, "qk_nope_head_dim", Size) + latent["rope_dim"], "latent": latent}
+
+    def latent_settings(self, model: Decoder) -> dict[str, Any]:
+        """The inverse: the keys of config.json for latent attention."""
+        if not self.is_latent or (latent := model.latent) is None:
+            return {}
+        found = {key: getattr(latent, name) for name, key in LATENT.items()}
+        return found | {"qk_nope_head_dim": model.head_dim - latent.rope_dim, "head_dim": latent.rope_dim}
 
     def expert_settings(self, model: Decoder) -> dict[str, Any]:
         """The inverse: the keys of config.json for a mixture of experts."""
@@ -95,6 +139,17 @@ class HfFamily:
         if self.has_dense_layers and model.experts.dense_mlp is not None:
             found |= {"decoder_sparse_step": model.experts.every, "mlp_only_layers": list(model.experts.dense_layers)}
             found["intermediate_size"] = model.experts.dense_mlp
+        if self.is_latent:
+            own = model.experts
+            found |= {
+                "n_shared_experts": (own.shared or 0) // model.mlp,
+                "first_k_dense_replace": model.has_experts.index(True),
+                "intermediate_size": own.dense_mlp or model.mlp,
+                "routed_scaling_factor": own.scale,
+                "n_group": own.groups,
+                "topk_group": own.top_groups,
+                "topk_method": "greedy" if own.groups == 1 else "group_limited_greedy",
+            }
         return found if self.renormalize else found | {"norm_topk_prob": model.experts.renormalize}
 
     @property
@@ -154,6 +209,11 @@ _GPT_OSS_DEFAULTS = {
     "rope_parameters": {
         "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
     },
+}  # fmt: skip
+
+_DEEPSEEK_DEFAULTS = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy",
 }  # fmt: skip
 
 FAMILIES = {
@@ -223,6 +283,21 @@ FAMILIES = {
         {"qk_norm": True},
         windows="asked",
         experts=("num_experts", "moe_intermediate_size"),
+    ),
+    "DeepseekV2ForCausalLM": HfFamily(
+        "deepseek_v2",
+        _DEEPSEEK_DEFAULTS,
+        biased=False,
+        only={
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "scoring_func": ("softmax", None),
+            "norm_topk_prob": (False, None),
+            "moe_layer_freq": (1, None),
+            "attention_bias": (False, None),
+        },
+        experts=("n_routed_experts", "moe_intermediate_size"),
+        is_latent=True,
+        renormalize=False,
     ),
     "Olmo2ForCausalLM": HfFamily("olmo2", {"rms_norm_eps": 1e-5}, {"norms": "post", "qk_norm": "all_heads"}),
 }

@@ -48,6 +48,20 @@ MIXTRAL = {
     "blocks.mlp.up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
     "blocks.mlp.down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 }
+# DeepSeek-V2: latent attention, and a shared expert without a gate.
+LATENT = {
+    "blocks.attention.q": "model.layers.{}.self_attn.q_proj",
+    "blocks.attention.q_a": "model.layers.{}.self_attn.q_a_proj",
+    "blocks.attention.q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
+    "blocks.attention.q_b": "model.layers.{}.self_attn.q_b_proj",
+    "blocks.attention.kv_a": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+    "blocks.attention.kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+    "blocks.attention.kv_b": "model.layers.{}.self_attn.kv_b_proj",
+    "blocks.mlp.shared.gate": "model.layers.{}.mlp.shared_experts.gate_proj",
+    "blocks.mlp.shared.up": "model.layers.{}.mlp.shared_experts.up_proj",
+    "blocks.mlp.shared.down": "model.layers.{}.mlp.shared_experts.down_proj",
+}
+ALL_MODULES = {**LATENT, **MODULES}  # modules of any family
 # In gpt-oss the weights of all experts of a layer are one tensor [expert, in, out]; its name and that of sinks have no
 # ".weight".
 GPT_OSS = {
@@ -106,9 +120,12 @@ def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
     """The names of the modules of a family in layers with or without experts, with {} for the layer and, in modules of
     experts, for the expert."""
     if model.experts is None or not has_experts:
-        return MODULES if model.norms == "pre" else WITH_POST_NORMS
+        own = MODULES if model.norms == "pre" else WITH_POST_NORMS
+        return own if model.latent is None else own | LATENT
     if model.attention_sinks:
         return GPT_OSS
+    if model.latent is not None:
+        return EXPERTS | LATENT
     return EXPERTS if model.qk_norm or model.experts.shared is not None else MIXTRAL
 
 
@@ -121,12 +138,13 @@ def modules_of(model: Decoder) -> list[HfModule]:
         model.norms, set()
     )
     absent |= {"router", "shared_gate"}  # PEFT adapts no routers
+    absent |= _absent_projections(model)
     if model.attention_sinks:  # the experts of gpt-oss are not linear layers in any version of transformers
         absent |= {"gate", "up", "down"}
     has_shared = model.experts is not None and model.experts.shared is not None
     each = [(names_of(model, has_experts=own), has_shared and own) for own in model.has_experts]
     found = []
-    for path, name in MODULES.items():
+    for path, name in ALL_MODULES.items():
         parent, _, last = path.rpartition(".")
         if "{}" not in name and last not in absent:
             found.append(HfModule(path, name, None, last in biased))
@@ -134,6 +152,14 @@ def modules_of(model: Decoder) -> list[HfModule]:
             if path in names and last not in absent and (is_shared or parent != "blocks.mlp.shared"):
                 found.append(HfModule(path, names[path].format(layer, 0), layer, last in biased))
     return found
+
+
+def _absent_projections(model: Decoder) -> set[str]:
+    """The projections of other kinds of attention."""
+    compressed = {"q_a", "q_a_norm", "q_b"}
+    if model.latent is None:
+        return {*compressed, "kv_a", "kv_a_norm", "kv_b"}
+    return {"k", "v", *({"q"} if model.latent.q_rank is not None else compressed)}
 
 
 def select_names(selection: str | Sequence[str], all_names: Sequence[str], key: str) -> set[str]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from jaxmem.config.hf_families import text_settings
-from jaxmem.config.hf_modules import EXPERTS, MODULES, match_names
+from jaxmem.config.hf_modules import EXPERTS, LATENT, MODULES, match_names
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.config.networks import Experts
 
@@ -71,10 +71,17 @@ def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     if scheme.method == "mxfp4":  # only experts
         return [f"blocks.mlp.{one}" for one in ("gate", "up", "down")]
     dense = {path: one for path, one in MODULES.items() if "shared" not in path}
+    experts = EXPERTS
+    if (latent := model.get("latent")) is not None:
+        absent = {"k", "v", *(("q_a", "q_b") if latent["q_rank"] is None else ("q",))}
+        dense, experts = (
+            {path: name for path, name in (names | LATENT).items() if path.rpartition(".")[2] not in absent}
+            for names in (dense, EXPERTS)
+        )
     kinds = [(dense, layer) for layer in range(model["layers"])]
     if "experts" in model:
         in_layers = Experts.model_validate(model["experts"]).in_layers(model["layers"])
-        kinds = [(EXPERTS if own else dense, layer) for layer, own in enumerate(in_layers)]
+        kinds = [(experts if own else dense, layer) for layer, own in enumerate(in_layers)]
     every: dict[str, list[str]] = {}
     for names, layer in kinds:
         for path, name in names.items():

@@ -38,7 +38,7 @@ _KINDS = {"truncate": bool, "short_factors": list[Number], "long_factors": list[
 _OPTIONS = (
     "activation", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
     "scale_embeddings", "attention_sinks", "attention_bias", "output_bias", "mlp_bias", "window", "layer_types",
-    "sliding_rope",
+    "sliding_rope", "latent",
 )  # fmt: skip
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Settings that change the outputs of a model, and the values that `Decoder` supports.
@@ -76,8 +76,9 @@ WITHOUT_EFFECT = (
     "max_sequence_length", "model_max_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
     "num_return_sequences", "temperature", "top_k", "top_p", "typical_p", "*_penalty",
     "*no_repeat_ngram_size", "bad_words_ids", "cache_implementation",
-    # transformers ignores these keys of Phi-4-mini and gpt-oss.
-    "full_attn_mod", "interpolate_factor", "experts_per_token", "initial_context_length",
+    # transformers ignores these keys of Phi-4-mini, gpt-oss and DeepSeek-V2.
+    "aux_loss_alpha", "seq_aux", "ep_size", "full_attn_mod", "interpolate_factor", "experts_per_token",
+    "initial_context_length",
 )  # fmt: skip
 
 
@@ -137,6 +138,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **(windows := _windows(settings, family, shape["layers"])),
         **_ropes(settings, family, windows),
         **family.expert_fields(settings, shape["layers"]),
+        **family.latent_fields(settings, shape["heads"]),
     }
     return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
 
@@ -211,6 +213,9 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
         return rope
     rope["scaling"] = kind
     rope |= {name: read(scaling, key, _KINDS.get(name, Number), default) for name, (key, default) in ROPE[kind].items()}
+    for name in ("mscale", "mscale_all_dim") if kind == "yarn" else ():
+        if scaling.get(name) is not None:
+            rope[name] = read(scaling, name, Number)
     if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
         rope["attention_factor"] = read(scaling, "attention_factor", Number)
     if kind != "linear":
@@ -261,7 +266,7 @@ def _comparable(model: Decoder) -> dict[str, Any]:
     unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
     unequal |= {"rope", "sliding_rope", "window", "layer_types"}
     ropes = [(rope.theta, rope.share, _rope_scaling(rope)) for rope in model.ropes]
-    compared = {"count", "top_k", "renormalize", "shared", "dense_mlp"}
+    compared = {"count", "top_k", "renormalize", "shared", "shared_gate", "dense_mlp", "scale", "groups", "top_groups"}
     experts = model.experts and (model.experts.model_dump(include=compared), model.has_experts)
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
 
@@ -292,6 +297,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         "sliding_window": model.window,
         **{key: getattr(model, name) for name, key in family.keys.items()},
         **family.expert_settings(model),
+        **family.latent_settings(model),
     }
     if family.sliding_theta is not None:
         found["rope_local_base_freq"] = (model.sliding_rope or model.rope).theta
@@ -309,8 +315,9 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     found: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
     found |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
     found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-    if rope.scaling in ("yarn", "longrope") and rope.attention_factor is not None:
-        found["attention_factor"] = rope.attention_factor
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        if rope.scaling in ("yarn", "longrope") and (value := getattr(rope, name)) is not None:
+            found[name] = value
     if rope.scaling != "linear":
         found[ORIGINAL_LENGTH] = rope.original_length
     return found

@@ -1,5 +1,6 @@
 """The families of networks: the fields of `model:`, the activations of a layer and the dimensions of its weights."""
 
+import math
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -66,6 +67,27 @@ class Rope(Section):
         "factor on cosine and sine; null: 0.1 ln(factor) + 1 (yarn), "
         "sqrt(1 + ln(factor) / ln(original_length)) (longrope)",
     )
+    mscale: Positive | None = setting(
+        None,
+        "yarn, with mscale_all_dim: the factor on cosine and sine is m(mscale) / m(mscale_all_dim), where m(x) is"
+        " 0.1 x ln(factor) + 1",
+    )
+    mscale_all_dim: Positive | None = setting(
+        None, "yarn: attention scores of model.latent are multiplied by the square of m(mscale_all_dim)"
+    )
+
+    def magnitude(self, mscale: float) -> float:
+        """m(mscale): the factor by which YaRN sharpens the softmax."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one vector per token."""
+
+    kv_rank: Count = setting(..., "size of the vector from which keys and values are computed")
+    q_rank: Count | None = setting(None, "size of the vector from which queries are computed; null: model.embed")
+    rope_dim: Count = setting(..., "last dimensions of queries and keys, which are rotated; heads share those of keys")
+    value_dim: Count = setting(..., "width of the values of a head; model.head_dim is the width of queries and keys")
 
 
 class Experts(Section):
@@ -79,9 +101,11 @@ class Experts(Section):
     )
     balance_loss: NotNegative = setting(0.0, "weight of the load-balance loss; 0.001 to 0.02 in published models")
     z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer of the router")
-    shared: Count | None = setting(
-        None, "hidden width of a shared expert, which computes every token, weighted by a sigmoid; null: none"
-    )
+    shared: Count | None = setting(None, "hidden width of a shared expert, which computes every token; null: none")
+    shared_gate: bool = setting(True, "multiply the output of the shared expert by the sigmoid of a linear layer")
+    scale: Positive = setting(1.0, "factor on the weights of the chosen experts")
+    groups: Count = setting(1, "groups of experts; a token uses experts of the top_groups groups only")
+    top_groups: Count = setting(1, "groups of a token: those with the largest probability of one expert")
     every: Count = setting(1, "every n-th layer has experts: layers n - 1, 2 n - 1, ..., where the first layer is 0")
     dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting(
         (), "numbers of further layers without experts, where the first layer is 0"
@@ -104,7 +128,8 @@ class Quantization(Section):
 
 
 class Decoder(Family):
-    """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4, Mixtral, gpt-oss: attention and a gated MLP, or experts."""
+    """Llama, Mistral, Qwen, Gemma 2/3, OLMo 2, Phi-3/4, Mixtral, gpt-oss, DeepSeek-V2: attention and a gated MLP, or
+    experts."""
 
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
@@ -153,6 +178,7 @@ class Decoder(Family):
         (),
         "attention of each layer, repeated if shorter; only sliding_attention has model.window; []: all have it",
     )
+    latent: Latent | None = setting(None, "multi-head latent attention instead of keys and values per head")
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")
     experts: Experts | None = setting(None, "a mixture of experts instead of one MLP, in all or some layers")
     quantization: Quantization | None = setting(None, "how model.hf stores quantized matrices; set by its config.json")

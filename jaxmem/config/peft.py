@@ -252,7 +252,7 @@ def adapter_json(
         return {"peft_type": "PROMPT_TUNING", **common, **own}
     named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
     # The last part; two parts for a shared expert, so that they are not names of the other experts.
-    ends = {path: ".".join(name.split(".")[-2 if "shared_expert." in name else -1 :]) for path, name in names.items()}
+    ends = {path: ".".join(name.split(".")[-2 if ".shared_expert" in name else -1 :]) for path, name in names.items()}
     for end in dict.fromkeys(ends[path] for path in layers):
         paths = [path for path, other in ends.items() if other == end]
         stacks = {path: layers.get(path, (None,)) for path in paths}

@@ -55,6 +55,9 @@ PHI4_MINI = {
         32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
     ),
 }  # fmt: skip
+DEEPSEEK_ROPE = {
+    "scaling": "yarn", "factor": 40.0, "original_length": 4096, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 QWEN = {"rope": {"theta": 1_000_000.0}, "norm_epsilon": 1e-6}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -105,6 +108,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         experts=_experts(60, 4, renormalize=False, shared=5632),
         **QWEN,
     ),
+    "deepseek-v2-lite": _decoder(
+        102_400,
+        27,
+        2048,
+        1408,
+        16,
+        16,
+        192,
+        norm_epsilon=1e-6,
+        rope=DEEPSEEK_ROPE,
+        latent={"kv_rank": 512, "rope_dim": 64, "value_dim": 128},
+        experts=_experts(64, 6, renormalize=False, shared=2816, shared_gate=False, dense_layers=(0,), dense_mlp=10_944),
+    ),
     "gpt-oss-20b": _decoder(201_088, 24, 2880, 2880, 64, 8, 64, experts=_experts(32, 4), **GPT_OSS),
     "gpt-oss-120b": _decoder(201_088, 36, 2880, 2880, 64, 8, 64, experts=_experts(128, 4), **GPT_OSS),
     "qwen3-30b-a3b": _decoder(151_936, 48, 2048, 768, 32, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
@@ -116,6 +132,11 @@ def parameter_count(model: Decoder, *, active: bool = False) -> int:
     """The number of parameters of a decoder; `active`: that a token uses, of mixtures of experts."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
+    if (latent := model.latent) is not None:
+        inputs, values = latent.q_rank or model.embed, model.heads * latent.value_dim
+        attention = inputs * queries + (model.embed + 1) * (latent.q_rank or 0) + model.embed * values
+        attention += model.embed * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        attention += latent.kv_rank * (model.heads * (model.head_dim - latent.rope_dim) + values)
     if model.attention_bias:
         attention += queries + 2 * keys
     if model.output_bias:
@@ -142,5 +163,6 @@ def _mlp_count(model: Decoder, has_experts: bool, active: bool) -> int:
     if experts is None or not has_experts:
         return mlp
     router = (model.embed + model.mlp_bias) * experts.count
-    shared = 0 if experts.shared is None else 3 * model.embed * experts.shared + model.embed  # with its gate
+    shared = 3 * model.embed * (experts.shared or 0)
+    shared += model.embed if experts.shared is not None and experts.shared_gate else 0
     return (experts.top_k if active else experts.count) * mlp + router + shared

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
-from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, MIXTRAL, MODULES, WITH_POST_NORMS
+from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, LATENT, MIXTRAL, MODULES, WITH_POST_NORMS
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.config.networks import Decoder
 
@@ -89,6 +89,7 @@ def module_names(params: Any) -> dict[str, str]:
             names = EXPERTS if "q_norm" in blocks["attention"] or has_shared else MIXTRAL
         else:
             names = WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
+        names = names | LATENT if "kv_b" in blocks["attention"] else names
         absent = () if "shared" in blocks["mlp"] else ("shared", "shared_gate")
         for path, name in names.items():
             if not path.startswith("blocks.mlp.") or path.split(".")[2] not in absent:

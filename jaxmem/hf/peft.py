@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
-from jaxmem.config.hf_modules import CONCATENATED, MODULES
+from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.names import count_layers, split_stack
@@ -71,7 +71,7 @@ def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | Non
             name = ".".join(path[:-2])
             own = stack_indices(name, flat, indices)
             layers = array.shape[0] if own is None else len(own)
-            is_stacked = "{}" in MODULES[split_stack(name)[0]]
+            is_stacked = "{}" in ALL_MODULES[split_stack(name)[0]]
             found[name] = low_rank_layers(adapter, name, layers if is_stacked else None, total)
     stacks = stacks_of(params)
     if experts := [stack for stack, own in stacks.items() if "router" in own["mlp"]]:
@@ -239,7 +239,7 @@ class InitializedTensors(Tensors):
         for path, stack in stacks.items():
             module, layers = split_stack(path)
             numbered = zip(layers or range(len(stack)), stack, strict=True)
-            self._scales |= {MODULES[module].format(layer): own.scale for layer, own in numbered if own}
+            self._scales |= {ALL_MODULES[module].format(layer): own.scale for layer, own in numbered if own}
         self._initial: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._own = dict(self.entries)
         for name, entry in self._own.items():

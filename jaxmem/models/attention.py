@@ -7,7 +7,7 @@ the communication of attention over `context`, one of the methods in `kernels/fu
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class AttentionSpec:
     joint_qk_norm: bool = False  # whether this norm is over all heads together, instead of each head
     norm_offset: float = 0.0
     sinks: bool = False  # whether each head has a trained logit in its softmax, without a value
+    values: int | None = None  # the first dimensions of values; the others are zeros. None: all
 
     def options(self, has_window: jax.Array | None) -> dict[str, Any]:
         """Options of `kernels.attention` for a layer. `has_window`: whether it has a window; None: all layers agree."""
@@ -63,6 +64,8 @@ class AttentionSpec:
 
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245)."""
+
+    inner: ClassVar = ("q", "k", "v", "q_norm", "k_norm", "sinks")  # the modules before the output projection
 
     def __init__(self, rngs: nnx.Rngs, spec: AttentionSpec, execution: Execution = Execution()):
         heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -92,6 +95,7 @@ class Attention(nnx.Module):
             implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
             options = {"implementation": implementation, "sinks": _sinks(self._inner)}
             mixed, cache = attend_to_cache(q, k, v, slot, self.spec.options(tokens.has_window) | options)
+            mixed = mixed[..., : self.spec.values]
         else:
             mixed = self._attend(q, k, v, tokens, _sinks(self._inner))
         joined = mixed.reshape(*x.shape[:-1], -1)
@@ -159,7 +163,7 @@ class Attention(nnx.Module):
     @property
     def _inner(self) -> dict[str, Any]:
         """Attention without the output projection."""
-        own = {name: getattr(self, name, None) for name in ("q", "k", "v", "q_norm", "k_norm", "sinks")}
+        own = {name: getattr(self, name, None) for name in self.inner}
         return {name: module for name, module in own.items() if module is not None}
 
     def _project(
@@ -172,7 +176,9 @@ class Attention(nnx.Module):
         return q, k, self._split_heads(own["v"](x, of_v), "kv_heads")
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
-        return sharded_attention(q, repeat_kv_heads(k), repeat_kv_heads(v), tokens, self.spec, self.execution, sinks)
+        k, v = repeat_kv_heads(k), repeat_kv_heads(v)
+        mixed = sharded_attention(q, k, v, tokens, self.spec, self.execution, sinks)
+        return mixed[..., : self.spec.values]
 
     def _split_heads(
         self,

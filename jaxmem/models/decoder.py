@@ -1,4 +1,4 @@
-"""Decoder-only language models: Llama, Mistral, Qwen, Gemma, OLMo 2, Phi, Mixtral, gpt-oss."""
+"""Decoder-only language models: Llama, Mistral, Qwen, Gemma, OLMo 2, Phi, Mixtral, gpt-oss, DeepSeek-V2."""
 
 import dataclasses
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class Decoder(Network):
             causal=True,
             window=cfg.window if windows else None,
             window_share=(len(windows), cfg.layers),
-            scale=None if cfg.query_pre_attn_scalar is None else cfg.query_pre_attn_scalar**-0.5,
+            scale=self._score_scale,
             soft_cap=cfg.attention_soft_cap,
             bias=cfg.attention_bias,
             output_bias=cfg.output_bias,
@@ -95,8 +95,15 @@ class Decoder(Network):
             joint_qk_norm=cfg.qk_norm == "all_heads",
             norm_offset=float(cfg.norm_offset),
             sinks=cfg.attention_sinks,
+            values=None if cfg.latent is None else cfg.latent.value_dim,
         )
-        attention = Attention(rngs, spec, self.execution)  # first: the order determines the random weights
+        # First: the order determines the random weights.
+        if cfg.latent is None:
+            attention = Attention(rngs, spec, self.execution)
+        else:
+            from jaxmem.models.latent_attention import LatentAttention
+
+            attention = LatentAttention(rngs, spec, cfg.latent, self.execution)
         mlp: Any
         if has_experts:
             from jaxmem.models.experts import Experts
@@ -109,6 +116,14 @@ class Decoder(Network):
         before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")
         pairs = [(self._norm(), self._norm()) if has_norms else (None, None) for has_norms in (before, after)]
         return Block(attention, mlp, pairs[0], cfg.dropout, pairs[1])
+
+    @property
+    def _score_scale(self) -> float | None:
+        """The factor on attention scores; None: 1 / sqrt(head_dim)."""
+        cfg = self.cfg
+        if cfg.latent is not None and cfg.rope.mscale_all_dim is not None:
+            return cfg.head_dim**-0.5 * cfg.rope.magnitude(cfg.rope.mscale_all_dim) ** 2
+        return None if cfg.query_pre_attn_scalar is None else cfg.query_pre_attn_scalar**-0.5
 
     def _norm(self) -> RMSNorm:
         return RMSNorm(self.cfg.embed, self.cfg.norm_epsilon, offset=float(self.cfg.norm_offset))
@@ -256,7 +271,8 @@ class Decoder(Network):
             order = context_order(current(), tokens.shape[1], self.execution.context_method, self.cfg.window)
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
             positions = jnp.broadcast_to(row, tokens.shape)
-        first, *others = (angles(positions, rope, cfg.head_dim) for rope in cfg.ropes)
+        rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
+        first, *others = (angles(positions, rope, rotated) for rope in cfg.ropes)
         return _SharedInputs(first, others[0] if others else None, segment_ids)
 
 

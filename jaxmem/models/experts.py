@@ -109,7 +109,7 @@ class Experts(nnx.Module):
         self.down = ExpertLinear(rngs, back, ("mlp", "embed"), bias=bias)
         if cfg.shared is not None:
             self.shared = GatedMlp(rngs, embed, cfg.shared, activation=model.activation)
-            self.shared_gate = Router(rngs, embed, 1)
+            self.shared_gate = Router(rngs, embed, 1) if cfg.shared_gate else None
 
     def __call__(self, x: Features, keys: Keys | None = None) -> tuple[Features, Float[Array, "batch time statistics"]]:
         """Also returns the statistics of the router for each token (STATISTICS)."""
@@ -128,15 +128,17 @@ class Experts(nnx.Module):
             y = mixture.over(layout).sharded(layout, axes, *arrays)
         y = checkpoint_name(y, MATMUL)
         if self.cfg.shared is not None:
-            y = y + jax.nn.sigmoid(self.shared_gate(x)).astype(x.dtype) * self.shared(x, keys)
+            shared = self.shared(x, keys)
+            y = y + (shared if (gate := self.shared_gate) is None else jax.nn.sigmoid(gate(x)).astype(x.dtype) * shared)
         return y, constrain(statistics, "batch", "stream", None)
 
     def _route(self, x: Features) -> tuple[Choices, Shares, jax.Array]:
         cfg, logits = self.cfg, self.router(x)
         probabilities = jax.nn.softmax(logits, axis=-1)
-        shares, choices = jax.lax.top_k(probabilities, cfg.top_k)
+        shares, choices = jax.lax.top_k(_of_top_groups(cfg, probabilities), cfg.top_k)
         if cfg.renormalize:
             shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+        shares = shares * cfg.scale if cfg.scale != 1 else shares
         loads = jnp.mean(jnp.sum(jax.nn.one_hot(choices, cfg.count), axis=-2), axis=(0, 1))  # choices per token
         loads = jax.lax.stop_gradient(mean_over_groups(loads))
         normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -145,3 +147,13 @@ class Experts(nnx.Module):
         largest = jnp.broadcast_to(jnp.max(loads) * (cfg.count / cfg.top_k), loss.shape)
         statistics = jnp.stack([loss, largest, jax.lax.stop_gradient(entropy)], axis=-1)
         return choices, shares, statistics
+
+
+def _of_top_groups(cfg: networks.Experts, x: Float[Array, "batch time experts"]) -> Float[Array, "batch time experts"]:
+    """The probabilities, with zeros for experts outside of the `top_groups` groups with the largest ones."""
+    if cfg.top_groups == cfg.groups:
+        return x
+    grouped = x.reshape(*x.shape[:-1], cfg.groups, -1)
+    chosen = jax.lax.top_k(jnp.max(grouped, axis=-1), cfg.top_groups)[1]
+    is_chosen = jnp.any(jax.nn.one_hot(chosen, cfg.groups, dtype=bool), axis=-2)
+    return jnp.where(is_chosen[..., None], grouped, jnp.zeros_like(grouped)).reshape(x.shape)

@@ -53,7 +53,10 @@ def frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> tuple[np
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     stretch = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
-    sharpen = rope.attention_factor or (0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
+    sharpen = rope.magnitude(1.0)
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        sharpen = rope.magnitude(rope.mscale) / rope.magnitude(rope.mscale_all_dim)
+    sharpen = rope.attention_factor or sharpen
     return stretch * stretched + (1 - stretch) * base, sharpen
 
 

@@ -51,7 +51,10 @@ EXPERTS = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-MODEL_TYPES = {"Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "Gemma3": "gemma3_text", "GptOss": "gpt_oss"}
+MODEL_TYPES = {
+    "Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "Gemma3": "gemma3_text", "GptOss": "gpt_oss",
+    "DeepseekV2": "deepseek_v2",
+}  # fmt: skip
 GPT_OSS = {
     "head_dim": 16, "sliding_window": 4, "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2,
     "attention_bias": True, "swiglu_limit": 7.0, "experts_per_token": 2, "initial_context_length": 16,
@@ -62,6 +65,19 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": 
 PHI4_MINI = {
     "pad_token_id": 0, "sliding_window": 262144, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
     "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "rope_scaling": LONGROPE,
+}  # fmt: skip
+
+DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+    "v_head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 6, "n_shared_experts": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False, "scoring_func": "softmax", "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "num_hidden_layers": 3, "aux_loss_alpha": 0.001, "seq_aux": True,
+    "rope_scaling": {**YARN, "type": "yarn", "mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1},
+}  # fmt: skip
+DEEPSEEK_GROUPS = {
+    "q_lora_rank": 16, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "rope_scaling": None,
+    "routed_scaling_factor": 2.5, "num_experts_per_tok": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True,
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,6 +142,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**QWEN, "head_dim": 16, **EXPERTS, "num_hidden_layers": 5, "decoder_sparse_step": 2},
     ),
     "qwen2-moe-dense": ("Qwen2Moe", {**QWEN, **SHARED, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK),
+    "deepseek-v2-groups": ("DeepseekV2", {**DEEPSEEK, **DEEPSEEK_GROUPS}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-all": (
         "GptOss",
@@ -159,7 +177,7 @@ def config(name: str) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key != "hidden_act" or "hidden_activation" not in own}
 
 
-def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: C901 - one branch per family
     """What a file of the architecture holds, written from the published layout."""
     embed, mlp, heads, kv = (
         given[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -187,8 +205,10 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = shape
         if name.split(".")[1] in biased:
             layer[f"{name}.bias"] = shape[:1]
+    if family == "deepseek_v2":
+        layer = {name: shape for name, shape in layer.items() if "self_attn" not in name} | latent(given)
     dense = layer
-    if family in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+    if family in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2"):
         layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | experts(given)
     if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         norms = {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
@@ -204,6 +224,7 @@ def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     found = {"model.embed_tokens.weight": (given["vocab_size"], embed), "model.norm.weight": (embed,)}
     for i in range(given["num_hidden_layers"]):
         is_dense = i in given.get("mlp_only_layers", []) or (i + 1) % given.get("decoder_sparse_step", 1)
+        is_dense = is_dense or i < given.get("first_k_dense_replace", 0)
         found |= {f"model.layers.{i}.{name}": shape for name, shape in (dense if is_dense else layer).items()}
     return found if given["tie_word_embeddings"] else found | {"lm_head.weight": (given["vocab_size"], embed)}
 
@@ -214,7 +235,7 @@ def experts(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return gpt_oss(given)
     embed, is_mixtral = given["hidden_size"], given["model_type"] == "mixtral"
     mlp = given["intermediate_size" if is_mixtral else "moe_intermediate_size"]
-    count = given["num_local_experts" if is_mixtral else "num_experts"]
+    count = next(given[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in given)
     place = "block_sparse_moe" if is_mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     one = {gate: (mlp, embed), up: (mlp, embed), down: (embed, mlp)}
@@ -222,7 +243,27 @@ def experts(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if (shared := given.get("shared_expert_intermediate_size")) is not None:
         found |= {f"mlp.shared_expert.{name}.weight": (shared, embed) for name in ("gate_proj", "up_proj")}
         found |= {"mlp.shared_expert.down_proj.weight": (embed, shared), "mlp.shared_expert_gate.weight": (1, embed)}
+    if (shared := mlp * given.get("n_shared_experts", 0)) > 0:
+        found |= {f"mlp.shared_experts.{name}.weight": (shared, embed) for name in ("gate_proj", "up_proj")}
+        found["mlp.shared_experts.down_proj.weight"] = (embed, shared)
     return found | {f"{place}.gate.weight": (count, embed)}
+
+
+def latent(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of multi-head latent attention."""
+    embed, heads, rank, q_rank = (
+        given[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank")
+    )
+    plain, rope, value = (given[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries: dict[str, tuple[int, ...]] = {"q_proj.weight": (heads * (plain + rope), embed)}
+    if q_rank is not None:
+        queries = {"q_a_proj.weight": (q_rank, embed), "q_a_layernorm.weight": (q_rank,)}
+        queries["q_b_proj.weight"] = heads * (plain + rope), q_rank
+    found = {
+        **queries, "kv_a_proj_with_mqa.weight": (rank + rope, embed), "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (plain + value), rank), "o_proj.weight": (embed, heads * value),
+    }  # fmt: skip
+    return {f"self_attn.{name}": shape for name, shape in found.items()}
 
 
 def gpt_oss(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
