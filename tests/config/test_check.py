@@ -10,6 +10,7 @@ from jaxmem.errors import UserError
 
 TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 100}}
 MIXED = {**TEXT, "model": {"preset": "tiny", "qk_norm": True, "experts": {"count": 4, "top_k": 2}}}
+LATENT = "{kv_rank: 8, rope_dim: 8, value_dim: 8}"
 PICTURES = {
     "name": "x",
     "objective": "classify",
@@ -55,6 +56,14 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (MIXED, ["model.experts.every=5"], "model.experts.every=5 ... no layer with experts ... model.experts=null"),
         (MIXED, ["model.experts.every=2"], "layer 0 has no experts; set model.experts.dense_mlp"),
         (MIXED, ["model.experts.dense_mlp=8"], "dense_mlp=8 requires ... set model.experts.dense_layers"),
+        (MIXED, ["model.experts.groups=3"], "model.experts.count=4 ... model.experts.groups=3 ... groups=2"),
+        (MIXED, ["model.experts.groups=4"], "top_groups=1 of model.experts.groups=4 ... use 2 to 4"),
+        (TEXT, [f"model.latent={LATENT}"], "model.latent ... model.kv_heads=4; use model.kv_heads=8"),
+        (
+            TEXT,
+            [f"model.latent={LATENT}", "model.head_dim=8", "model.kv_heads=8"],
+            "model.latent.rope_dim=8 exceeds model.head_dim=8",
+        ),
         (TEXT, ["name=a/b"], "name=a/b ... use letters, digits"),
         (TEXT, ["name=.."], "name=.. ... use letters, digits"),
         (TEXT, ["train.tokens=5"], "train.steps and train.tokens are both set; set exactly one of them"),

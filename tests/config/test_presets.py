@@ -28,6 +28,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     "qwen1.5-moe": 14_315_784_192,
+    "deepseek-v2-lite": 15_706_484_224,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "qwen3-0.6b": 596_049_920,
@@ -64,11 +65,11 @@ def test_published_count(name):
 
 def test_active_parameters():
     """Mixtral has 12.9 B and 39 B, Qwen3 3.3 B and 22 B, Qwen1.5 2.7 B, gpt-oss 3.6 B and 5.1 B, as their publishers
-    round them. The counts of gpt-oss (3.61 and 5.13 billion) do not include the embedding."""
+    round them. The counts of gpt-oss (3.61 and 5.13 billion) and DeepSeek-V2-Lite (2.4) do not include the embedding."""
     names = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen1.5-moe")
     found = [parameter_count(preset(name), active=True) for name in names]
     assert found == [12_879_925_248, 39_161_468_928, 3_353_032_704, 22_190_763_520, 2_689_173_504]
-    for name, published in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
+    for name, published in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13), ("deepseek-v2-lite", 2.45)):
         model = preset(name)
         active = parameter_count(model, active=True) - model.vocab * model.embed
         assert round(active / 1e9, 2) == published

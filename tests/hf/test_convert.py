@@ -32,7 +32,7 @@ STORED = {
     "mixtral": np.float32,
     "gpt-oss": ml_dtypes.bfloat16,
     "qwen2-moe": np.float32,
-    "qwen2-moe-dense": np.float32,
+    "deepseek-v2": np.float32,
     "qwen3-moe-every": ml_dtypes.bfloat16,
 }
 

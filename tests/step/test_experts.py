@@ -80,7 +80,13 @@ GPT_OSS = {
     "activation": "swiglu_clamped", "attention_sinks": True, "attention_bias": True, "output_bias": True,
     "mlp_bias": True, "window": 6, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
-SHARED = {"attention_bias": True, "experts": {**EXPERTS, "shared": 16}}
+DEEPSEEK = {
+    "kv_heads": 8, "latent": {"kv_rank": 32, "rope_dim": 4, "value_dim": 6},
+    "experts": {
+        **EXPERTS, "renormalize": False, "shared": 64, "shared_gate": False, "dense_layers": [0], "dense_mlp": 64,
+        "groups": 2, "top_groups": 1, "scale": 2.0,
+    },
+}  # fmt: skip
 
 
 def adapters_of(model, mesh=None, memory=None, begin=None):
@@ -112,9 +118,9 @@ def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
     assert not is_quantized(experts["up"]["bias"])
 
 
-def test_a_shared_expert_trains_as_on_one_device():
-    one = adapters_of(SHARED)
-    adapters_of(SHARED, {"expert": 2, "tensor": 2}, begin=one).agrees_with(one)
+def test_latent_attention_and_shared_experts_train_as_on_one_device():
+    one = adapters_of(DEEPSEEK)
+    adapters_of(DEEPSEEK, {"expert": 2, "tensor": 2}, begin=one).agrees_with(one)
 
 
 def test_a_low_rank_optimizer_of_sharded_experts():
