@@ -5,7 +5,19 @@ The modules that load, check and describe the sections are imported at their fir
 
 from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.mesh import MESH_AXES, Mesh, Pipeline, Rules
-from jaxmem.config.networks import Convnet, Decoder, Experts, ImageText, Mlp, Model, OwnModel, Quantization, Rope, Vit
+from jaxmem.config.networks import (
+    Convnet,
+    Decoder,
+    Experts,
+    ImageText,
+    Latent,
+    Mlp,
+    Model,
+    OwnModel,
+    Quantization,
+    Rope,
+    Vit,
+)
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.recompute import Memory, Save
 from jaxmem.config.sections import (
@@ -31,8 +43,42 @@ __getattr__, _ = lazy_names(
     presets="PRESETS parameter_count",
 )
 __all__ = [
-    "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data",
-    "Decoder", "Experts", "Generate", "ImageText", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer",
-    "OwnModel", "Pipeline", "Precision", "Quantization", "Rope", "Rules", "Save", "Source", "Train", "Vit", "check",
-    "for_devices", "json_schema", "load_config", "parameter_count", "save_config", "save_settings",
+    "LOW_RANK",
+    "MESH_AXES",
+    "PRESETS",
+    "Adapter",
+    "Batch",
+    "Checkpoint",
+    "Cluster",
+    "Config",
+    "Convnet",
+    "Data",
+    "Decoder",
+    "Experts",
+    "Generate",
+    "ImageText",
+    "Latent",
+    "Memory",
+    "Mesh",
+    "Mlp",
+    "Model",
+    "Objective",
+    "Optimizer",
+    "OwnModel",
+    "Pipeline",
+    "Precision",
+    "Quantization",
+    "Rope",
+    "Rules",
+    "Save",
+    "Source",
+    "Train",
+    "Vit",
+    "check",
+    "for_devices",
+    "json_schema",
+    "load_config",
+    "parameter_count",
+    "save_config",
+    "save_settings",
 ]  # fmt: skip

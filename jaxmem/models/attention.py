@@ -65,14 +65,8 @@ class AttentionSpec:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245)."""
 
-    inner: ClassVar[tuple[str, ...]] = (
-        "q",
-        "k",
-        "v",
-        "q_norm",
-        "k_norm",
-        "sinks",
-    )  # the modules before the output projection
+    # The modules before the output projection.
+    inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "q_norm", "k_norm", "sinks")
 
     def __init__(self, rngs: nnx.Rngs, spec: AttentionSpec, execution: Execution = Execution()):
         heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -59,11 +59,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (MIXED, ["model.experts.groups=3"], "model.experts.count=4 ... model.experts.groups=3 ... groups=2"),
         (MIXED, ["model.experts.groups=4"], "top_groups=1 of model.experts.groups=4 ... use 2 to 4"),
         (TEXT, [f"model.latent={LATENT}"], "model.latent ... model.kv_heads=4; use model.kv_heads=8"),
-        (
-            TEXT,
-            [f"model.latent={LATENT}", "model.head_dim=8", "model.kv_heads=8"],
-            "model.latent.rope_dim=8 exceeds model.head_dim=8",
-        ),
+        (TEXT, [f"model.latent={LATENT}", "model.head_dim=8", "model.kv_heads=8"], "model.latent.rope_dim=8 exceeds"),
         (TEXT, ["name=a/b"], "name=a/b ... use letters, digits"),
         (TEXT, ["name=.."], "name=.. ... use letters, digits"),
         (TEXT, ["train.tokens=5"], "train.steps and train.tokens are both set; set exactly one of them"),

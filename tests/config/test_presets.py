@@ -65,7 +65,7 @@ def test_published_count(name):
 
 def test_active_parameters():
     """Mixtral has 12.9 B and 39 B, Qwen3 3.3 B and 22 B, Qwen1.5 2.7 B, gpt-oss 3.6 B and 5.1 B, as their publishers
-    round them. The counts of gpt-oss (3.61 and 5.13 billion) and DeepSeek-V2-Lite (2.4) do not include the embedding."""
+    round them. The counts of gpt-oss (3.61 and 5.13 B) and DeepSeek-V2-Lite (2.4 B) do not include the embedding."""
     names = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen1.5-moe")
     found = [parameter_count(preset(name), active=True) for name in names]
     assert found == [12_879_925_248, 39_161_468_928, 3_353_032_704, 22_190_763_520, 2_689_173_504]
