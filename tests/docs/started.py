@@ -44,7 +44,7 @@ def _run(words: Sequence[str], place: Path, devices: Mapping[str, str], files: P
 def _do_less() -> None:
     """A part of the standard library is text enough. Tours have no settings: fewer updates, and fewer rows."""
     files = text.stdlib_files()[::30]
-    text.default_files = docstrings.stdlib_files = lambda: files
+    text.TextFiles.default_files = docstrings.stdlib_files = lambda *_: files
     for config in (finetune.PRETRAIN, finetune.FINETUNE):
         config["optimizer"]["warmup"], config["train"]["steps"], config["batch"]["global_size"] = 0, 2, 4
     finetune.QUESTIONS = 4

@@ -59,6 +59,8 @@ HERE = ("plan", "fit", "bench", "report")  # run in this process, which has star
 # What is typed stays as it is; these only do less of it.
 LESS = {
     "fit": ["--compiles", "2"],
+    "chat": ["--tokens", "4"],
+    "generate": ["--tokens", "4"],
     "--maximize": ["memory.budget=0.02"],
     "kernels": ["--seconds", "0.1"],
     "dry.json": ["--seconds", "0.1", "--only", "blockwise"],
