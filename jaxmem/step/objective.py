@@ -188,7 +188,7 @@ def _matched(_network: Any, features: tuple[jax.Array, ...], batch: Batch) -> Su
     scores = losses.similarities(texts, images, batch["mask"], 1.0) * scale
     rows = jnp.arange(len(images))
     found = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
-    recall = {name: jnp.sum(is_found * batch["mask"]) for name, is_found in found.items()}
+    recall = {name: jnp.sum(jnp.where(is_found, batch["mask"], 0.0)) for name, is_found in found.items()}
     return _sums(losses.contrastive(scores), batch["mask"]) | recall
 
 

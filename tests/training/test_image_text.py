@@ -74,7 +74,7 @@ def test_batches_of_a_config(tmp_path):
         batch = next(loader)
     spec = batch_spec(cfg)
     assert {name: x.shape for name, x in batch.items()} == {name: shape for name, (shape, _, _) in spec.items()}
-    rows = list(csv.DictReader((tmp_path / "pairs/metadata.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "pairs/metadata.csv").read_text().splitlines()))
     texts, lengths = batch["texts"][0], batch["lengths"][0]
     assert [bytes(text[: n - 1].tolist()).decode() for text, n in zip(texts, lengths, strict=True)] == [
         row["text"] for row in rows[:8]
