@@ -12,9 +12,9 @@ from jaxmem.config.adapter import Adapter
 from jaxmem.config.check_decoder import check_decoder, indivisible
 from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
-from jaxmem.config.mesh import MESH_AXES, Rules, weight_kinds
+from jaxmem.config.mesh import MESH_AXES, Rules, WeightKind
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, ImageInput, ImageText, Mlp, OwnModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, ImageText, Mlp, OwnModel, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, one_of, unsupported
 
@@ -256,3 +256,11 @@ RULES = (
     check_adapter,
     check_some_layers,
 )
+
+
+def weight_kinds(model: Family) -> tuple[WeightKind, ...]:
+    """The kinds of weights of a model, for `rules.replicated`. All matrices of a mixture are the kind `experts`."""
+    found, has_experts = model.dims(), getattr(model, "experts", None) is not None
+    mlp: tuple[WeightKind, ...] = ("experts",) if has_experts else ("gate_up", "down") if "mlp" in found else ()
+    attention: tuple[WeightKind, ...] = ("attention",) if "heads" in found else ()
+    return (*attention, *mlp, *(("head",) if "vocab" in found else ()))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import divisors
 from jaxmem.config.networks import Decoder, Rope
 from jaxmem.config.sections import Config
@@ -24,6 +23,8 @@ def check_decoder(cfg: Config) -> Iterator[str]:
     if wrong := [*_dense_layers(model), *_deepseek(model)]:
         yield from wrong
         return
+    from jaxmem.config.hugging_face import config_json
+
     try:
         config_json(model)
     except UserError as error:  # such a model could be trained, but not exported

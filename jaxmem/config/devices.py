@@ -12,12 +12,11 @@ from jaxmem.config.mesh import (
     MESH_AXES,
     Mesh,
     Rules,
-    divisible_dims,
     divisors,
     head_group_counts,
     replicated_dims,
 )
-from jaxmem.config.networks import Convnet, Decoder, OwnModel, Vit, pipelined_layers
+from jaxmem.config.networks import Convnet, Decoder, Family, OwnModel, Vit, pipelined_layers
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
@@ -94,7 +93,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
         yield f"{given} has {rows} rows per micro-batch, not a multiple of {over}; use batch.global_size={near}"
-    for axis, counts in divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
+    for axis, counts in _divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
         # Arrays that are sharded over `fsdp` are sharded over `expert` and `context` too.
         along = [
             name for name in ("expert", "context", *cfg.rules.optimizer) if axis == "fsdp" and getattr(mesh, name) > 1
@@ -239,3 +238,13 @@ def meshes(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for size in divisors(n):
             for rest in meshes(n // size, axes[1:]):
                 yield {**rest, axes[0]: size}
+
+
+def _divisible_dims(model: Family, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
+    """For each mesh axis that shards weights by the default rules, the dimensions that must be divisible by it."""
+    found = model.dims()
+    wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(rules, name)]
+    return {
+        "fsdp": found.get("embed", {}) if zero > 0 and rules.embed == Rules().embed else {},
+        "tensor": {key: size for name in wide for key, size in found[name].items()},
+    }

@@ -16,8 +16,6 @@ from pydantic import ValidationError
 from jaxmem.config.adapter import Adapter
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
-from jaxmem.config.hub import local_directory
-from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import Own
@@ -234,6 +232,8 @@ def _expand(raw: dict[str, Any]) -> None:
     for section in ("model", "adapter"):
         own = raw.get(section)
         if isinstance(own, dict) and isinstance(own.get("hf"), str):
+            from jaxmem.config.hub import local_directory
+
             raw[section] = {**own, "hf": local_directory(own["hf"], f"{section}.hf")}
     model = raw["model"]
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
@@ -247,6 +247,8 @@ def _expand_hf(raw: dict[str, Any], directory: str) -> None:
     """Adds the shape of the model and its tokenizer from a Hugging Face directory. A saved config has them already."""
     model = raw["model"]
     if not set(Decoder.model_fields) <= set(model):
+        from jaxmem.config.hugging_face import decoder_fields
+
         raw["model"] = _merge(decoder_fields(directory), model)
     if isinstance(data := raw.setdefault("data", {}), dict):
         data.setdefault("tokenizer", directory)

@@ -83,24 +83,6 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def divisible_dims(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
-    """For each mesh axis that shards weights by the default rules, the dimensions that must be divisible by it."""
-    found = model.dims()
-    wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(rules, name)]
-    return {
-        "fsdp": found.get("embed", {}) if zero > 0 and rules.embed == Rules().embed else {},
-        "tensor": {key: size for name in wide for key, size in found[name].items()},
-    }
-
-
-def weight_kinds(model: Model) -> tuple[WeightKind, ...]:
-    """The kinds of weights of a model, for `rules.replicated`. All matrices of a mixture are the kind `experts`."""
-    found, has_experts = model.dims(), getattr(model, "experts", None) is not None
-    mlp: tuple[WeightKind, ...] = ("experts",) if has_experts else ("gate_up", "down") if "mlp" in found else ()
-    attention: tuple[WeightKind, ...] = ("attention",) if "heads" in found else ()
-    return (*attention, *mlp, *(("head",) if "vocab" in found else ()))
-
-
 def replicated_dims(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """The dimensions that are not divisible by `mesh.tensor` and need not be: KV heads are then replicated over some of
     its devices; a vocabulary is stored replicated and padded for computation."""

@@ -1,17 +1,14 @@
 """Base classes of the networks of all families."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Num
 
 from jaxmem.models.chunking import Chunking
-from jaxmem.models.layers import RowKeys, split_keys
-from jaxmem.stack import StackOptions, apply_stack
+from jaxmem.stack import StackOptions
 
 # Statistics of the routers of mixtures of experts for each token; only the first has a gradient.
 STATISTICS = ("router_loss", "router_load", "router_entropy")
@@ -48,30 +45,3 @@ class Network(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError
-
-
-class ImageNetwork(Network):
-    """A network on images [batch, height, width, channels], with a linear `head`."""
-
-    def __call__(
-        self, images: Num[Array, "batch height width channels"], keys: RowKeys | None = None
-    ) -> Float[Array, "batch outputs"]:
-        """`keys` enables dropout."""
-        return self.logits(self.features(images, keys))
-
-    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
-        return self.head(x)
-
-
-def apply_blocks(
-    blocks: Any,
-    x: Any,
-    keys: RowKeys | None,
-    layers: int,
-    options: StackOptions,
-    apply: Callable[..., Any] = lambda block, x, keys, _: block(x, keys),
-    others: Any = None,
-) -> Any:
-    """Applies a stack of layers to `x`, each as `apply(block, x, dropout keys of the layer, others)`."""
-    layer_keys = None if keys is None else split_keys(keys, layers)
-    return apply_stack(blocks, lambda *inputs: (apply(*inputs), None), x, layer_keys, others, options=options)[0]

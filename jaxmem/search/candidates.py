@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config import Config, Optimizer, Rules
+from jaxmem.config.check import weight_kinds
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
-from jaxmem.config.mesh import weight_kinds
 from jaxmem.config.own import Own
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.machine.gpus import CPU

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Le
 
 from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimizer, Precision
+from jaxmem.config.check import weight_kinds
 from jaxmem.config.devices import meshes
-from jaxmem.config.mesh import weight_kinds
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
