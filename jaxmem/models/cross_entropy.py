@@ -25,7 +25,17 @@ from jaxtyping import Array, Float, Int
 from jaxmem.models.layers import Features, soft_cap, soft_cap_slope
 from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, constrain, gather, shard_axes, shard_count, weights
+from jaxmem.sharding import (
+    Axes,
+    constrain,
+    gather,
+    shard_axes,
+    shard_count,
+    sum_gradients,
+    sum_parts,
+    vocab_over,
+    weights,
+)
 from jaxmem.sharding.host import is_on_host
 from jaxmem.stack.cuts import cut
 
@@ -63,8 +73,11 @@ def cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    over: tuple[str, ...] = (),
 ) -> Float[Array, "*batch"]:
-    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass.
+    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass. `over`: mesh
+    axes of a `jax.shard_map` along which devices have the logits of other classes, and labels counted from their first
+    class.
 
     The label is picked by comparison, not by a gather, so that logits sharded over the classes are reduced in place.
     """
@@ -72,7 +85,15 @@ def cross_entropy(
     partition = jax.nn.logsumexp(logits, axis=-1)
     is_label = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
     label_logit = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    return Terms(label_smoothing, z_loss).loss(partition, label_logit, lambda: jnp.mean(logits, axis=-1))
+    mean = lambda: sum_parts(jnp.mean(logits, axis=-1), over) / _size(over)  # noqa: E731
+    if over:
+        top = jax.lax.pmax(jax.lax.stop_gradient(partition), over)
+        partition = top + jnp.log(sum_parts(jnp.exp(partition - top), over))
+    return Terms(label_smoothing, z_loss).loss(partition, sum_parts(label_logit, over), mean)
+
+
+def _size(over: tuple[str, ...]) -> int:
+    return jax.lax.axis_size(over) if over else 1
 
 
 def vocab_cross_entropy(
@@ -86,12 +107,19 @@ def vocab_cross_entropy(
     z_loss: float = 0.0,
 ) -> PerToken:
     """The loss per token of a decoder, from its features. The logits are computed at once, or in slices of `chunk`
-    entries (see `slices_for`). With an adapter on the output projection they are computed at once."""
-    slices, weight = slices_for(chunk, x, network.cfg.vocab, max_entries), network.projection
+    entries (see `slices_for`). With an adapter on the output projection they are computed at once. Pipeline stages
+    compute it together, each in its part of the vocabulary (Yeung et al., arXiv:2411.05288)."""
+    over, weight = vocab_over(), network.projection
+    entries = network.cfg.vocab // _size(over)
+    if over:
+        # The gradient is summed where `tensor` shards its tokens.
+        x = constrain(sum_gradients(x, over), "batch", "stream", "embed")
+        labels = labels - jax.lax.axis_index(over) * entries
+    slices = slices_for(chunk, x, entries, max_entries)
     if slices is None or weight is None:
-        return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss)
+        return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss, over=over)
     terms = Terms(label_smoothing, z_loss, getattr(network.cfg, "logit_soft_cap", None))
-    loss = SlicedLoss(weight.get_metadata()["axes"], slices, terms)
+    loss = SlicedLoss(weight.get_metadata()["axes"], slices, terms, over)
     return loss(constrain(x, "vocab_batch", "vocab_time", "embed"), weight.get_value(), labels)
 
 
@@ -147,6 +175,12 @@ class SlicedLoss:
     axes: Axes  # the logical axes of the weight
     slices: VocabSlices
     terms: Terms = Terms()
+    over: tuple[str, ...] = ()  # mesh axes of a `jax.shard_map` that shard the vocabulary
+
+    @property
+    def classes(self) -> int:
+        """The entries of the complete vocabulary."""
+        return self.slices.vocab * _size(self.over)
 
     def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
         # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.
@@ -198,8 +232,8 @@ class SlicedLoss:
         return update(carry, columns, numbers[-1])
 
     def statistics(self, x: Features, labels: Labels, fetch: Callable[[jax.Array], Columns]) -> Statistics:
-        """The first pass. Each device along `tensor` sums over its part of the vocabulary, followed by one
-        all-reduce."""
+        """The first pass. Each device along `tensor` and `over` sums over its part of the vocabulary, followed by
+        all-reduces."""
         slices = self.slices
         zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "vocab_batch", "vocab_time", "vocab")
 
@@ -225,8 +259,10 @@ class SlicedLoss:
         start = (zeros - jnp.inf, zeros, zeros, zeros)
         highest, total, label_logit, summed = self.fold(lambda j: fetch(depend(j)), add, start)
         top = jnp.max(highest, axis=-1)
-        partition = top + jnp.log(jnp.sum(total * jnp.exp(highest - top[..., None]), axis=-1))
-        return Statistics(partition, jnp.sum(label_logit, axis=-1), jnp.sum(summed, axis=-1) / slices.vocab)
+        top = jax.lax.pmax(top, self.over) if self.over else top
+        sums = total * jnp.exp(highest - top[..., None]), label_logit, summed
+        total, label_logit, summed = (sum_parts(jnp.sum(x, axis=-1), self.over) for x in sums)
+        return Statistics(top + jnp.log(total), label_logit, summed / self.classes)
 
     def gradients(
         self, x: Features, labels: Labels, weight: Columns, j: jax.Array, found: Statistics, g: PerToken
@@ -240,7 +276,7 @@ class SlicedLoss:
         logits = self.logits(x, weight)
         probability = jnp.exp(logits - per_token(found.partition))
         of_partition = 1.0 + 2.0 * self.terms.z_loss * found.partition
-        target = jnp.where(entries == per_token(labels), 1.0 - s, 0.0) + s / self.slices.vocab
+        target = jnp.where(entries == per_token(labels), 1.0 - s, 0.0) + s / self.classes
         of_logits = per_token(g) * (per_token(of_partition) * probability - target)
         if (cap := self.terms.soft_cap) is not None:
             of_logits = of_logits * soft_cap_slope(logits, cap)

@@ -31,6 +31,8 @@ from jaxmem.sharding import (
     map_devices,
     shard_count,
     stored_axes,
+    sum_parts,
+    vocab_over,
 )
 from jaxmem.sharding.host import fetch_from_host, is_on_host
 from jaxmem.sharding.weights import StoredWeight, Weight
@@ -68,8 +70,18 @@ def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
     tokens x embed elements sends the results to the devices of the tokens. The gradient needs the same all-to-all. An
     all-gather of the matrix and a reduce-scatter of its gradient would each send vocab x embed elements, and store it.
     Where rows are sharded (`tensor`), a device returns zeros for the rows of other devices, and the sum is
-    reduce-scattered over the sequence dimension.
+    reduce-scattered over the sequence dimension. Pipeline stages do the same, and all have the sum.
     """
+    if not (over := vocab_over()):
+        return _lookup_with_gradient(matrix, ids, axes, dtype)
+    ids = ids - jax.lax.axis_index(over) * matrix.shape[0]
+    inside = (ids >= 0) & (ids < matrix.shape[0])
+    # Other ids read different rows too: their gradients are zeros, which are fastest to add to different rows.
+    x = _lookup_with_gradient(matrix, ids % matrix.shape[0], axes, dtype)
+    return sum_parts(jnp.where(constrain(inside[..., None], *RESIDUAL[:2], None), x, jnp.zeros((), dtype)), over)
+
+
+def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
     stored, at = (matrix.stored, matrix.at) if isinstance(matrix, StoredWeight) else (matrix, None)
 
     def forward() -> VocabOpResult:

@@ -21,6 +21,7 @@ from jaxmem.planning.hlo import mean_runs
 from jaxmem.planning.share import layers_per_pass, loss_chunk, shards, vocab_entries
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
+from jaxmem.sharding.table import has_vocab_on_stages
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
 from jaxmem.step.model import pipeline_of
@@ -266,13 +267,18 @@ def on_one_device(cfg: Config) -> Program:
 
 
 def one_share(shape: Config, cfg: Config) -> Config:
-    """The shape of one device's part of a decoder that the config shards over `tensor`."""
+    """The shape of one device's part of a decoder that the config shards over `tensor`, and its vocabulary over
+    pipeline stages."""
     model, tensor = shape.model, cfg.mesh.tensor
-    if not isinstance(model, Decoder) or tensor == 1:
+    if not isinstance(model, Decoder):
         return shape
+    if has_vocab_on_stages(cfg):
+        model = model.replace(vocab=model.vocab // cfg.mesh.stage)
+    if tensor == 1:
+        return shape.replace(model=model)
     split = shards(cfg, "heads")
     heads = model.heads // split
     # If KV heads are not divisible by `tensor`, they are replicated; each device uses the KV heads of its query heads.
     keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
     share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
-    return shape.replace(model=share)
+    return shape.replace(model=model.replace(**share))

@@ -15,7 +15,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.table import Table, make_rules
+from jaxmem.sharding.table import Table, has_vocab_on_stages, make_rules
 from jaxmem.step import Program
 from jaxmem.step.model import chunking, pipeline_of
 
@@ -40,7 +40,8 @@ def rows_of(cfg: Config) -> float:
 
 def vocab_entries(cfg: Config) -> int:
     """Vocabulary entries for which one device computes logits."""
-    return -(-cfg.model.vocab // shards(cfg, "vocab")) if isinstance(cfg.model, Decoder) else 0
+    stages = cfg.mesh.stage if has_vocab_on_stages(cfg) else 1
+    return -(-cfg.model.vocab // (stages * shards(cfg, "vocab"))) if isinstance(cfg.model, Decoder) else 0
 
 
 def loss_chunk(cfg: Config, platform: str) -> int | None:

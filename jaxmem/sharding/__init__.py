@@ -24,7 +24,7 @@ __getattr__, __all__ = lazy_names(
     __name__,
     arrays=(
         "GROUPS constrain map_devices map_layers map_shards map_stages mean_over_groups per_device row_major_in_stages "
-        "shard_first_dim vmap_groups"
+        "shard_first_dim sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
     ),
     gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for shard_axes shard_count",

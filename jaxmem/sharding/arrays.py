@@ -1,6 +1,7 @@
 """Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays do not change."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Axis, Role, is_axes, relax_resized
+from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes, relax_resized
 
 GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
 
@@ -80,6 +81,31 @@ def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
+def vocab_over() -> tuple[str, ...]:
+    """The mesh axes of an enclosing `jax.shard_map` over which matrices are shards of the vocabulary."""
+    layout = current()
+    return layout.vocab_over if layout else ()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_parts(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """The sum over mesh axes of a `jax.shard_map`. Each device has the gradient of the sum, which is the gradient of
+    its part."""
+    return jax.lax.psum(x, over) if over else x
+
+
+sum_parts.defvjp(lambda x, over: (sum_parts(x, over), None), lambda _, __, g: (g,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_gradients(x: jax.Array, over: tuple[str, ...]) -> jax.Array:  # noqa: ARG001
+    """x, which is equal on all devices along mesh axes of a `jax.shard_map`; its gradient is the sum of theirs."""
+    return x
+
+
+sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (jax.lax.psum(g, over) if over else g,))
+
+
 def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
     """Applies `function(*arrays)` to each shard of the first dimension over these mesh axes. There is no communication
     along these axes, so the shards may take different branches of a `cond`. The partitioner handles the other axes."""
@@ -141,22 +167,34 @@ def map_devices(
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma, **over)
 
 
-def map_stages(function: Callable[..., Any], stage: str, groups: tuple[str, ...]) -> Callable[..., Any]:
+def vocab_parts(over: str, axes: Axes, x: Any) -> PartitionSpec:
+    """How a mesh axis shards the vocabulary of a stored weight, for `jax.shard_map`."""
+    layout = current()
+    assert layout is not None
+    split = assign_mesh_axes(axes, x.shape, layout.rules.weights, layout.mesh.shape)
+    names = [axis and axis_name(axis) for axis in axes]
+    return PartitionSpec(
+        *(over if name == "vocab" and over in mesh else None for name, mesh in zip(names, split, strict=True))
+    )
+
+
+def map_stages(
+    function: Callable[..., Any], stage: str, groups: tuple[str, ...], others: Any, results: Any
+) -> Callable[..., Any]:
     """`function(layers, others, batch, scalar) -> (layers, others, sums)` on each pipeline stage and, with `groups`,
     separately for the rows of each device along these mesh axes. Layers are sharded over stages, and rows, the second
-    dimension of the batch, over the groups. With groups, the first result is [groups, ...] and the second one
-    [stages x groups, ...]."""
+    dimension of the batch, over the groups. `others` and `results` are the shardings of the second argument and result
+    over stages (`vocab_parts`). With groups, the first two results are [groups, ...]."""
     layout = current()
     assert layout is not None
     leading = [groups] if groups else []
-    everywhere = [(stage, *groups)] if groups else []
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=(PartitionSpec(stage), PartitionSpec(), PartitionSpec(None, groups or None), PartitionSpec()),
+        in_specs=(PartitionSpec(stage), others, PartitionSpec(None, groups or None), PartitionSpec()),
         out_specs=(
             PartitionSpec(*leading, stage),
-            PartitionSpec(*everywhere),
+            jax.tree.map(lambda spec: PartitionSpec(*leading, *spec), results),
             PartitionSpec(),
         ),
         axis_names={stage, *groups},

@@ -24,6 +24,7 @@ class Layout:
     mesh: Any  # a Mesh; within a `jax.shard_map` its AbstractMesh
     rules: Rules
     vmapped: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.vmap(..., spmd_axis_name=)`
+    vocab_over: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.shard_map` that shard the vocabulary
 
     def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
@@ -108,7 +109,8 @@ class Layout:
     def inside_shard_map(self, manual: tuple[str, ...]) -> Layout:
         """The layout for code inside of a `jax.shard_map` over these mesh axes, in which arrays are shards."""
         mesh = self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual))
-        return Layout(mesh, self.rules.without(manual))
+        vocab_over = tuple(a for a in self.over("weights", "vocab") if a in manual)
+        return Layout(mesh, self.rules.without(manual), (), vocab_over)
 
     def without(self, *axes: str) -> Layout:
         """The layout for code in which the shards along these mesh axes are separate arrays."""

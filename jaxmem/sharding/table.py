@@ -8,8 +8,10 @@ from typing import Any, Literal, Self
 
 import jax
 
+from jaxmem.config.adapter import LOW_RANK, low_rank_layers
 from jaxmem.config.mesh import BATCH_AXES, replicated_dims
 from jaxmem.config.mesh import Rules as RulesSection
+from jaxmem.config.networks import Decoder
 from jaxmem.config.sections import Config
 
 
@@ -186,12 +188,24 @@ def _is_if_even(axis: str | Axis | None) -> bool:
 def rules_for(cfg: Config) -> Rules:
     """The sharding tables of a config."""
     rules = cfg.rules
+    if has_vocab_on_stages(cfg):
+        rules = rules.replace(vocab=("stage", *rules.vocab))
     if getattr(cfg.model, "tie_embeddings", False) and "head" in rules.replicated:
         rules = rules.replace(replicated=(*rules.replicated, "embedding"))
     tables = make_rules(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
     if rules.optimizer and cfg.zero >= 2 and cfg.batch.accumulate == 1:  # nothing to sum before gradients are sharded
         tables = dataclasses.replace(tables, gradients={**tables.gradients, "embed": tables.optimizer["embed"]})
     return tables
+
+
+def has_vocab_on_stages(cfg: Config) -> bool:
+    """Whether pipeline stages share the embedding and output matrices, each with a part of the vocabulary."""
+    if not isinstance(cfg.model, Decoder) or cfg.mesh.stage == 1:
+        return False
+    shards = math.prod(getattr(cfg.mesh, axis) for axis in ("stage", *cfg.rules.vocab))
+    low_rank = cfg.adapter.kind in LOW_RANK
+    has_adapter = low_rank and any(low_rank_layers(cfg.adapter, name, None)[0] for name in ("embedding", "head"))
+    return cfg.model.vocab % shards == 0 and not has_adapter
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:

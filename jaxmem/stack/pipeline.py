@@ -5,9 +5,12 @@ which each stage takes the branch of its operation, and then sends activations t
 the previous one by a collective-permute. The other mesh axes are automatic: a stage's layers communicate over them as
 without pipeline, inside of the branch, which all devices of a stage take.
 
-Nothing is differentiated through the loop: `stage_layers.py` has the forward and the backward pass of a work item. The
-first stage computes the embedding of a micro-batch, and the last one its loss and the gradient of it, right after its
-forward pass.
+Nothing is differentiated through the loop: `stage_layers.py` has the forward and the backward pass of a work item.
+
+All stages compute the embedding and the loss of a micro-batch together, each in its part of the vocabulary (Yeung et
+al., arXiv:2411.05288): the output of the last stage is sent to all stages, which compute the loss and its gradient
+right after the forward pass. So the loss takes 1 / p of the time, and a stage stores 1 / p of the embedding and output
+matrices, with their gradients and optimizer state.
 """
 
 from collections.abc import Callable
@@ -32,7 +35,8 @@ Tree = Any
 class PipelineNetwork:
     """A network around its stack of layers. `outside` are the trainable weights that are not in the stack."""
 
-    embed: Callable[[Tree, Any], StackCall]  # (outside, micro-batch) -> the stack, with its input
+    # Both are computed by all stages. (outside, micro-batch) -> the stack, with its input
+    embed: Callable[[Tree, Any], StackCall]
     loss: Callable[[Tree, Any, Any], tuple[jax.Array, Any]]  # (outside, output, micro-batch) -> (loss, sums)
     outside: Tree
     batch: Any  # leaves are [micro-batches, ...]
@@ -42,7 +46,7 @@ class Results(NamedTuple):
     """What the loop returns for one stage, of all its micro-batches."""
 
     layers: Gradients  # of its layers
-    outside: Tree  # the float32 gradients of the weights outside of the stack
+    outside: Tree  # the float32 gradients of the weights outside of the stack, which all stages compute
     sums: Tree
 
 
@@ -53,7 +57,7 @@ class _State(NamedTuple):
     inputs: Tree
     gradients: Tree
     results: Results
-    forward: Tree
+    forward: Tree  # before the operation, on the first stage: the embedding of its micro-batch
     backward: Tree
 
 
@@ -68,28 +72,40 @@ class _Run:
         self._table, self._network = table, network
         self._p = layers.pipeline
         self._stage = jax.lax.axis_index(AXIS)
-        call = network.embed(network.outside, self._micro(jnp.int32(0)))
+        call = self._call(jnp.int32(0))
         self._layers = StageLayers(table, layers, self._stage, call)
         self._x = jax.tree.map(jnp.zeros_like, call.x)
         # How often the planner counts the embedding and the loss: once per micro-batch.
-        self._per_item = f"runs_1_in_{table.rounds}"
+        self._per_item = f"runs_{table.micro_batches}_in_{table.ticks}"
 
     def __call__(self) -> Results:
         table = self._table
         columns = {"kind": table.kind, "micro": table.micro, "turn": table.turn, **vars(table.slots)}
         del columns["counts"]
-        # Whether any stage receives something: all devices take the same branch.
-        sends = {name: np.any(columns[name] >= 0, axis=1) for name in ("received", "returned")}
+        # Whether any stage receives something, and the micro-batches whose embedding, loss or gradient of the embedding
+        # is computed: all devices take the same branch.
+        every: dict[str, np.ndarray] = {
+            "received": np.any(table.slots.received >= 0, axis=1),
+            "returned": np.any(table.slots.returned >= 0, axis=1),
+            "embedded": table.micro_batch_of(0, FORWARD, 0),
+            "loss": table.micro_batch_of(table.stages - 1, FORWARD, table.rounds - 1),
+            "gradient": table.micro_batch_of(0, BACKWARD, 0),
+        }
         own = {name: jnp.asarray(x)[:, self._stage] for name, x in columns.items()}
-        state, _ = jax.lax.scan(self._tick, self._begin(), (own, sends))
+        state, _ = jax.lax.scan(self._tick, self._begin(), (own, every))
         return state.results
 
     def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
-        own, _ = row
+        own, every = row
+        state = when(every["embedded"] >= 0, partial(self._embed, every["embedded"]), state, self._per_item)
         operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind):
                 state = when(own["kind"] == kind, partial(operation, own), state, scope)
+        state = when(every["loss"] >= 0, partial(self._loss, every["loss"], own["gradients"]), state, self._per_item)
+        if self._table.trains:
+            embed = partial(self._embedding_gradient, every["gradient"])
+            state = when(every["gradient"] >= 0, embed, state, self._per_item)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
         gradients = self._receive("returned", -1, row, state.backward, state.gradients)
         return state._replace(inputs=inputs, gradients=gradients), None
@@ -102,54 +118,55 @@ class _Run:
 
         def receive(ring: Tree) -> Tree:
             arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), sent)
-            old = take_layer(ring, jnp.maximum(slot, 0))
-            new = jax.tree.map(lambda x, old: jnp.where(slot >= 0, x, old), arrived, old)
-            return put_layer(ring, jnp.maximum(slot, 0), new)
+            return _put_if(slot >= 0, ring, slot, arrived)
 
         return when(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
 
+    # ------------------------------------------------------------------ what all stages compute together
+
+    def _embed(self, micro: jax.Array, state: _State) -> _State:
+        return state._replace(forward=self._call(micro).x)
+
+    def _loss(self, micro: jax.Array, slot: jax.Array, state: _State) -> _State:
+        """The loss of a micro-batch whose forward pass the last stage has finished, and its gradient, which this stage
+        needs next."""
+        network, item, last = self._network, self._micro(micro), self._p.stages - 1
+        y, results = self._from_stage(last, state.forward), state.results
+        if not self._table.trains:
+            sums = network.loss(network.outside, y, item)[1]
+            return state._replace(results=results._replace(sums=_add(results.sums, sums)))
+        value, back, sums = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
+        dw, dy = back(jnp.ones_like(value))
+        results = results._replace(outside=_add(results.outside, dw), sums=_add(results.sums, sums))
+        return state._replace(results=results, gradients=_put_if(self._stage == last, state.gradients, slot, dy))
+
+    def _embedding_gradient(self, micro: jax.Array, state: _State) -> _State:
+        g = self._from_stage(0, state.backward)
+        (dw,) = jax.vjp(lambda at: self._network.embed(at, self._micro(micro)).x, self._network.outside)[1](g)
+        return state._replace(results=state.results._replace(outside=_add(state.results.outside, dw)))
+
+    def _from_stage(self, stage: int, x: Tree) -> Tree:
+        """The arrays of one stage, on all stages."""
+        return jax.tree.map(lambda x: jax.lax.psum(jnp.where(self._stage == stage, x, jnp.zeros_like(x)), AXIS), x)
+
+    # ------------------------------------------------------------------ what each stage computes
+
     def _forward(self, row: Any, state: _State) -> _State:
-        item, turn = self._micro(row["micro"]), row["turn"]
-        network, outside = self._network, self._network.outside
-        is_first = (self._stage == 0) & (turn == 0)
-        is_last = (self._stage == self._p.stages - 1) & (turn == self._p.rounds - 1)
-        call = self._layers.prepared(network.embed(outside, item))
-        slot = jnp.maximum(row["inputs"], 0)
-        embed = lambda _: network.embed(outside, item).x  # noqa: E731
-        x = when(is_first, embed, take_layer(state.inputs, slot), self._per_item)
+        is_first = (self._stage == 0) & (row["turn"] == 0)
+        received = take_layer(state.inputs, jnp.maximum(row["inputs"], 0))
+        x = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), state.forward, received)
+        call = self._layers.prepared(self._call(row["micro"]))
         y, saved = self._layers.forward(call, x, row, state.rings[0], state.results.layers)
-
-        def loss(carry: tuple[Tree, Results]) -> tuple[Tree, Results]:
-            gradients, results = carry
-            if not self._table.trains:
-                sums = network.loss(outside, y, item)[1]
-                return gradients, results._replace(sums=_add(results.sums, sums))
-            value, back, sums = jax.vjp(lambda at, y: network.loss(at, y, item), outside, y, has_aux=True)
-            dw, dy = back(jnp.ones_like(value))
-            gradients = put_layer(gradients, row["gradients"], dy)
-            return gradients, results._replace(outside=_add(results.outside, dw), sums=_add(results.sums, sums))
-
-        gradients, results = when(is_last, loss, (state.gradients, state.results), self._per_item)
-        return state._replace(rings=(saved, state.rings[1]), gradients=gradients, results=results, forward=y)
+        return state._replace(rings=(saved, state.rings[1]), forward=y)
 
     def _backward(self, row: Any, state: _State) -> _State:
-        item, turn = self._micro(row["micro"]), row["turn"]
-        network, outside = self._network, self._network.outside
-        call = self._layers.prepared(network.embed(outside, item))
+        call = self._layers.prepared(self._call(row["micro"]))
         g = take_layer(state.gradients, row["gradients"])
         g, rings, of_layers = self._layers.backward(call, g, row, state.rings, state.results.layers)
-
-        def embed(sums: Tree) -> Tree:
-            (dw,) = jax.vjp(lambda at: network.embed(at, item).x, outside)[1](g)
-            return _add(sums, dw)
-
-        is_first = (self._stage == 0) & (turn == 0)
-        of_outside = when(is_first, embed, state.results.outside, self._per_item)
-        results = state.results._replace(layers=of_layers, outside=of_outside)
-        return state._replace(rings=rings, results=results, backward=g)
+        return state._replace(rings=rings, results=state.results._replace(layers=of_layers), backward=g)
 
     def _weight_gradients(self, row: Any, state: _State) -> _State:
-        call = self._layers.prepared(self._network.embed(self._network.outside, self._micro(row["micro"])))
+        call = self._layers.prepared(self._call(row["micro"]))
         of_layers = self._layers.weight_gradients(call, row, state.rings[1], state.results.layers)
         return state._replace(results=state.results._replace(layers=of_layers))
 
@@ -168,8 +185,18 @@ class _Run:
         returned = ring(of_gradients) if table.trains else ()
         return _State(self._layers.empty_rings(), ring(of_inputs), returned, results, x, x if table.trains else ())
 
+    def _call(self, micro: jax.Array) -> StackCall:
+        return self._network.embed(self._network.outside, self._micro(micro))
+
     def _micro(self, micro: jax.Array) -> Any:
         return take_layer(self._network.batch, micro)
+
+
+def _put_if(condition: jax.Array, ring: Tree, slot: jax.Array, new: Tree) -> Tree:
+    """The ring, with one slot replaced where the condition is true."""
+    slot = jnp.maximum(slot, 0)
+    old = take_layer(ring, slot)
+    return put_layer(ring, slot, jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old))
 
 
 def _add(total: Tree, new: Tree) -> Tree:

@@ -62,6 +62,11 @@ class Timetable:
         """Whether weight gradients are operations of their own."""
         return bool(np.any(self.kind == WEIGHTS))
 
+    def micro_batch_of(self, stage: int, kind: int, turn: int) -> np.ndarray:
+        """In each tick, the micro-batch of which a stage executes this operation; -1: of none."""
+        is_executed = (self.kind[:, stage] == kind) & (self.turn[:, stage] == turn)
+        return np.where(is_executed, self.micro[:, stage], -1)
+
     def work(self) -> Iterator[tuple[int, int, WorkItem]]:
         """(tick, stage, operation), in the order of ticks."""
         for tick, stage in np.argwhere(self.kind != IDLE).tolist():

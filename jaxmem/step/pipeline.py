@@ -1,8 +1,8 @@
 """Gradients of all micro-batches of an update, and their evaluation, over pipeline stages (`stack.pipeline`).
 
-Embedding, last norm and output projection are replicated over stages and sharded over the other mesh axes. The first
-stage uses the embedding, and the last one the rest; their gradients are summed over the stages after the loop. If a
-model has several stacks of layers, those before the last one are part of the embedding.
+The vocabulary of the embedding and of the output projection is sharded over the stages, which compute the embedding and
+the loss together. Other weights outside of the layers are replicated over the stages, like their gradients. If a model
+has several stacks of layers, those before the last one are part of the embedding.
 
 Gradients of devices that have other rows but the same gradients (`Layout.local_gradient_axes`) are summed once, after
 the loop: the `jax.shard_map` is over these axes too.
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxmem.config.names import split_stack
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, current, is_axes, map_stages
+from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, Visitor, cut_by
 from jaxmem.stack.pipeline import AXIS, PipelineNetwork, Results, run
@@ -64,14 +64,10 @@ def pipeline_gradients(
     if not local:
         return constrain_tree(grads, axes, "gradients"), found.sums
 
-    def reduce(over: tuple[str, ...], names: Axes, g: jax.Array) -> jax.Array:
-        return Reduce(layout, names, over, np.dtype(dtype)).of_all(g).astype(jnp.float32)
+    def reduce(names: Axes, g: jax.Array) -> jax.Array:
+        return Reduce(layout, names, local, np.dtype(dtype)).of_all(g).astype(jnp.float32)
 
-    def reduce_part(name: str) -> Params:
-        over = local if name == stack else (AXIS, *local)
-        return jax.tree.map(partial(reduce, over), axes[name], grads[name], is_leaf=is_axes)
-
-    return {name: reduce_part(name) for name in axes}, found.sums
+    return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
 
 
 def pipeline_sums(model: ModelSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
@@ -131,16 +127,18 @@ def execute(
         return found._replace(layers=stacked), values
 
     def sum_over(found: Results, values: Any) -> Results:
-        sums = jax.lax.psum(found.sums, (AXIS, *local))
         if not local:
-            outside = jax.lax.psum(found.outside, AXIS)
-            return Results(found.layers, outside, sums if visit is None else (sums, values))
+            return found if visit is None else found._replace(sums=(found.sums, values))
         layers, outside = jax.tree.map(lambda x: x[None], (found.layers, found.outside))
-        return Results(layers, outside, sums)
+        return Results(layers, outside, jax.lax.psum(found.sums, local))
 
-    outside = {key: value for key, value in params.items() if key != name}
+    outside, axes = _without(params, name), _without(model.axes, name)
     stacked, values = ((), ()) if visit is None else (visit.stacked, visit.values)
-    found = map_stages(stage, AXIS, local)((params[name], stacked), outside, batch, (scale, values))
+    on_stage = partial(vocab_parts, AXIS)
+    stored = jax.tree.map(on_stage, stored_axes(axes, outside), outside, is_leaf=is_axes)
+    trained = [_without(model.select(tree), name) for tree in (model.axes, params)]
+    results = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.trains else ()
+    found = map_stages(stage, AXIS, local, stored, results)((params[name], stacked), outside, batch, (scale, values))
     return Results(*found)
 
 

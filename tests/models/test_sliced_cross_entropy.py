@@ -8,7 +8,7 @@ import pytest
 from jaxmem.models import cross_entropy
 from jaxmem.models.cross_entropy import SlicedLoss, Terms, slice_width
 from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.sharding import layout_for
+from jaxmem.sharding import layout_for, sum_gradients
 from tests.planning.conftest import config, module_of
 
 VOCAB, EMBED = 24, 8
@@ -64,6 +64,30 @@ def test_values_and_gradients_equal_those_of_the_whole(slices, axes, terms):
     by_slices = lambda x, weight: sliced(x, weight, labels, counts, slices, axes, **terms)  # noqa: E731
     loss, (of_x, of_weight) = jax.jit(jax.value_and_grad(by_slices, (0, 1)))(x, turned)
     found = loss, (of_x, of_weight if axes == UNTIED else of_weight.T)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("slices", [None, VocabSlices(VOCAB // 4, 4)])
+def test_devices_compute_the_loss_together_each_in_its_part_of_the_vocabulary(slices):
+    """As pipeline stages do. A value is equal on all devices; the gradient of x is the sum of theirs."""
+    x, weight, labels, counts = inputs()
+    terms = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    over, parts = ("stage",), jax.P(None, "stage")
+
+    def loss(x, weight, labels):
+        x, labels = sum_gradients(x, over), labels - jax.lax.axis_index(over) * (VOCAB // 4)
+        if slices is None:
+            return jnp.sum(counts * cross_entropy.cross_entropy(x @ weight, labels, **terms, over=over))
+        return jnp.sum(counts * SlicedLoss(UNTIED, slices, Terms(**terms), over)(x, weight, labels))
+
+    mesh = jax.make_mesh((4,), over, devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    found = jax.jit(
+        jax.shard_map(
+            jax.value_and_grad(loss, (0, 1)), mesh=mesh, in_specs=(jax.P(), parts, jax.P()),
+            out_specs=(jax.P(), (jax.P(), parts)), check_vma=False,
+        )
+    )(x, weight, labels)  # fmt: skip
+    expected = jax.value_and_grad(whole, (0, 1))(x, weight, labels, counts, **terms)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, expected)
 
 

@@ -48,7 +48,7 @@ LAYOUTS = {
     "stages x tensor": (
         {"stage": 2, "fsdp": 2, "tensor": 2},
         1,
-        {"collective-permute", "reduce-scatter", "all-gather"},
+        {"collective-permute", "reduce-scatter", "all-gather", "all-reduce"},
     ),
 }
 TARGET = parse_target("h100-80gb:8")

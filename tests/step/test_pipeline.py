@@ -193,6 +193,21 @@ def test_stages_send_activations_to_their_neighbours_and_no_weights():
             assert tuple(sorted(dims[-2:])) not in weights
 
 
+def test_stages_compute_embedding_and_loss_together():
+    """They store parts of both matrices, and sum activations and statistics of the logits, no weights or gradients of
+    weights."""
+    run = trained("layers filled up")
+    rows, length, embed = 4, run.built.cfg.data.sequence_length, MODEL["embed"]
+    params = run.state.params
+    for matrix, dim in ((params["embedding"]["weight"], 0), (params["head"]["weight"], 1)):
+        assert matrix.sharding.shard_shape(matrix.shape)[dim] == MODEL["vocab"] // 4
+    reduced = set()
+    for shapes in re.findall(r"= (.*?) all-reduce(?:-start)?\(", run.compiled.as_text()):
+        reduced |= {tuple(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w\[([\d,]*)\]", shapes)}
+    assert (rows, length, embed) in reduced
+    assert {dims for dims in reduced if len(dims) > 1} <= {(rows, length, embed), (rows, length)}
+
+
 def test_memory_follows_the_stages():
     """With 1F1B more micro-batches take no more memory; with GPipe each one its boundaries."""
     stages, layers, rows, length, embed = 2, 4, 2, 128, 32

@@ -23,10 +23,10 @@ recompute, where c = 2 finds both to be the same message), and c times their gra
 are sent in w bytes and the others in float32; with a window those of min(window - 1, (c - 1) T) tokens forward and
 back.
 
-`stage` with p devices: a device has P / p of the weights, and sends T D w in each tick after which a stage receives
-activations or gradients. Embedding and output matrix are on every stage; one stage uses each of them, and is counted.
-Their gradients are all-reduced over p: to zero 1 in w bytes and of the shards over f, from zero 2 on in 4 bytes and of
-the shards over n.
+`stage` with p devices: a device has P / p of the weights and E / p of the embedding, and sends T D w in each tick after
+which a stage receives activations or gradients. For each micro-batch, all-reduces of T D w over p send the output of
+the last stage and the gradient of the embedding to all stages, and sum the embeddings and the gradients of the output;
+three float32 per token, statistics of the logits, are summed too.
 """
 
 from dataclasses import dataclass, fields
@@ -79,18 +79,18 @@ def volume(built: Program) -> Volume:
     tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 
-    embedding = model.vocab * model.embed / t  # and so many for the logits
+    p = built.cfg.mesh.stage
+    embedding = model.vocab * model.embed / t / p  # and so many for the logits
     head = 0 if model.tie_embeddings else embedding
-    layers = built.model.parameters / t - embedding - head
-    executed, sends, p = a * model.layers, 0, 1
+    layers = built.model.parameters / t - p * (embedding + head)
+    executed, sends = a * model.layers, 0
     if (pipeline := built.model.pipeline) is not None:
-        p = pipeline.stages
         layers *= pipeline.stored / pipeline.layers / p
         executed, slots = a * pipeline.group * pipeline.rounds, pipeline.timetable.slots
         sends = sum(int(np.any(ring >= 0, axis=1).sum()) for ring in (slots.received, slots.returned))
     every = layers + embedding + head
     most = max_update_entries(cfg.memory.update, model.embed)
-    sliced = slice_width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
+    sliced = slice_width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // (t * p)), w, most)
     heads = 2 * a if sliced else a  # the logits' weights: gathered forward only, or in slices again
     split = cfg.zero >= 2
     gathered = {0: 0.0, 1: every * r, 2: every * r, 3: (2 * a * layers + heads * embedding) * sent}[cfg.zero]
@@ -101,7 +101,7 @@ def volume(built: Program) -> Volume:
     else:
         once = every * (_share(f) + 2 / f * _share(m)) if cfg.zero else 2 * every * _share(f * m)
         reduced = 2 * a * (layers + embedding + head) * _share(c) + once
-    over_stages = (embedding + head) * (FLOAT32 / n if split or f * m == 1 else w / f if cfg.zero else w)
+    over_stages = a * tokens * (4 * model.embed * w + 3 * t * FLOAT32)
     stream = tokens * t * model.embed * w * _share(t)  # one gather or scatter of the time
     keys = tokens * t * 2 * model.kv_heads * model.head_dim / t
     return Volume(
