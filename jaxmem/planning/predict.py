@@ -28,6 +28,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
+from jaxmem.step.model import pipeline_of
 
 FLOAT32 = 4  # bytes
 
@@ -50,7 +51,7 @@ def predict(built: Program) -> dict[str, int | None]:
     """Bytes of one device by part; None for parts without a formula."""
     parts = estimate(built.resolved, built.platform).parts
     known: dict[str, int | None] = {**parts, "total": sum(parts.values())}
-    if not isinstance(built.cfg.model, Decoder) or built.cfg.pipeline.schedule == "zero_bubble":
+    if not isinstance(built.cfg.model, Decoder):
         known |= {"activations": None, "total": None}
     return known
 
@@ -60,6 +61,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
     kinds = sizes.at_peak(passes.saved)
+    if pipeline := pipeline_of(cfg):  # what backward passes store for weight gradients
+        kinds[SAVED] += int(pipeline.timetable.slots.counts[-1] * passes.waiting * rows_of(cfg))
     parts: dict[str, int] = {}  # bytes of the state on the device, by part
     offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
     for part, role in STATE.items():

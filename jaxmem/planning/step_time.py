@@ -43,7 +43,10 @@ class StepTime:
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
         exposed += max(_EXPOSED * copies, copies - compute)
-        each = compute + exposed + self._offloaded_activations(compute) + 3 * parts["gradients"] / gpu.memory_rate
+        # Values for weight gradients are written and read once.
+        waiting = 2 * self.passes.waiting * self.cfg.pipeline.rounds * rows_of(self.cfg)
+        memory = (waiting + 3 * parts["gradients"]) / gpu.memory_rate
+        each = compute + exposed + self._offloaded_activations(compute) + memory
         # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
         # micro-batches; both directions are used at the same time.
         moved = self.offloaded_optimizer / gpu.host_rate

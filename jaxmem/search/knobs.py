@@ -84,10 +84,11 @@ def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
 
 
 def _schedules(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Pipeline schedules: 1F1B with one and with several groups of layers per stage. GPipe and the circular schedule
-    take as long, with more memory; the memory of zero bubble has no formula."""
-    for rounds in (1, 2, 4):
-        yield {"pipeline.schedule": "auto", "pipeline.rounds": rounds}
+    """Pipeline schedules: 1F1B and zero bubble with one and with several groups of layers per stage. GPipe and the
+    circular schedule take as long as 1F1B, with more memory."""
+    for schedule in ("auto", "zero_bubble"):
+        for rounds in (1, 2, 4):
+            yield {"pipeline.schedule": schedule, "pipeline.rounds": rounds}
 
 
 def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:

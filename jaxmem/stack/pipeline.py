@@ -100,7 +100,7 @@ class _Run:
         state = when(every["embedded"] >= 0, partial(self._embed, every["embedded"]), state, self._per_item)
         operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
         for kind, operation in operations.items():
-            if scope := self._table.scope(kind):
+            if scope := self._table.scope(kind, self._p.recomputes):
                 state = when(own["kind"] == kind, partial(operation, own), state, scope)
         state = when(every["loss"] >= 0, partial(self._loss, every["loss"], own["gradients"]), state, self._per_item)
         if self._table.trains:

@@ -175,7 +175,7 @@ class StageLayers:
             stored = [empty((of_items * group, *each.shape), each.dtype) for each in saved]
         if self._split is None:
             return stored, ()
-        each = jax.eval_shape(self._saved_for_weights)
+        each = jax.eval_shape(lambda: values_for_weights(self._call, self._example(), self._layers.at))
         return stored, [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
 
     def no_gradients(self) -> Gradients:
@@ -192,17 +192,6 @@ class StageLayers:
         call = self._call
         weights = self._weights(call, zero, zero, self._fetch(call, zero, zero))
         return weights, self._x, self._input(call, zero, zero), call.shared
-
-    def _saved_for_weights(self) -> list[jax.Array]:
-        """The values that the backward pass of a layer saves for W."""
-        weights, x, one, shared = self._example()
-        known = self._layers.at(weights), weights, one, shared
-        assert self._split is not None
-        if self._call.plan is None:
-            derivative = self._derivative.from_saved(*known, self._derivative.forward(weights, x, one, shared)[1])
-        else:
-            derivative = self._derivative.recomputed(*known, x)
-        return self._split.begin(derivative, x, known)[1]
 
     # ------------------------------------------------------------------ one layer
 
@@ -263,3 +252,14 @@ def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, sc
     runs."""
     with jax.named_scope(scope):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
+
+
+def values_for_weights(call: StackCall, example: tuple[Tree, Any, Any, Any], at: Callable[[Tree], Tree]) -> list[Any]:
+    """The values that the backward pass of a layer stores for W. `example`: the arguments of the layer."""
+    weights, x, one, shared = example
+    known, layer = (at(weights), weights, one, shared), LayerDerivative(call.run, at)
+    if call.plan is None:
+        derivative = layer.from_saved(*known, layer.forward(*example)[1])
+    else:
+        derivative = layer.recomputed(*known, x)
+    return SplitBackward().begin(derivative, x, known)[1]

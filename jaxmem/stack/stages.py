@@ -25,6 +25,7 @@ class Pipeline:
     micro_batches: int
     rounds: int = 1  # groups of layers per stage; a micro-batch passes through one group per round
     schedule: str = "1f1b"
+    recomputes: bool = False  # whether a backward pass repeats the forward pass
 
     @property
     def group(self) -> int:
@@ -50,7 +51,7 @@ class Pipeline:
         >>> Pipeline(layers=32, stages=4, micro_batches=8).bubble
         0.2727272727272727
         """
-        return self.timetable.idle()
+        return self.timetable.idle(self.recomputes)
 
     @cached_property
     def order(self) -> np.ndarray:

@@ -16,6 +16,7 @@ from jaxmem import adapters, models
 from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
 from jaxmem.config.networks import OwnModel, Quantization, pipelined_layers
+from jaxmem.config.recompute import repeats_forward
 from jaxmem.errors import UserError
 from jaxmem.models import own, own_layers
 from jaxmem.models.chunking import Chunking
@@ -292,8 +293,9 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
     """The pipeline of a config whose mesh is resolved; None: one stage."""
     if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | OwnModel):
         return None
-    layers = pipelined_layers(cfg.model)
-    return Pipeline(layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds, cfg.pipeline.name)
+    layers, recomputes = pipelined_layers(cfg.model), repeats_forward(cfg.memory.remat)
+    micro_batches, pipeline = cfg.batch.accumulate, cfg.pipeline
+    return Pipeline(layers, cfg.mesh.stage, micro_batches, pipeline.rounds, pipeline.name, recomputes)
 
 
 def chunking(memory: Memory) -> Chunking:

@@ -30,8 +30,8 @@ Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "m
 
 @dataclass(frozen=True)
 class Objective:
-    """(network, batch, dropout key of each row or None) -> sums. It has two parts, since the last stage
-    of a pipeline computes the loss."""
+    """(network, batch, dropout key of each row or None) -> sums. It has two parts, since all stages of a pipeline
+    compute the loss together."""
 
     features: Callable[[Any, Batch, jax.Array | None], Any]  # the output of the last layer
     sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
