@@ -97,18 +97,23 @@ class _Run:
 
     def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
         own, every = row
-        state = when(every["embedded"] >= 0, partial(self._embed, every["embedded"]), state, self._per_item)
+        # Only what changes is passed: XLA may copy the rest, such as weights that a visitor updates.
+        embed = lambda _: self._call(every["embedded"]).x  # noqa: E731
+        state = state._replace(forward=when(every["embedded"] >= 0, embed, state.forward, self._per_item))
         operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind, self._p.recomputes):
                 state = when(own["kind"] == kind, partial(operation, own), state, scope)
-        state = when(every["loss"] >= 0, partial(self._loss, every["loss"], own["gradients"]), state, self._per_item)
+        loss = partial(self._loss, every["loss"], own["gradients"], state.forward)
+        sums = state.gradients, state.results.outside, state.results.sums
+        gradients, outside, sums = when(every["loss"] >= 0, loss, sums, self._per_item)
         if self._table.trains:
-            embed = partial(self._embedding_gradient, every["gradient"])
-            state = when(every["gradient"] >= 0, embed, state, self._per_item)
+            embed = partial(self._embedding_gradient, every["gradient"], state.backward)
+            outside = when(every["gradient"] >= 0, embed, outside, self._per_item)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
-        gradients = self._receive("returned", -1, row, state.backward, state.gradients)
-        return state._replace(inputs=inputs, gradients=gradients), None
+        gradients = self._receive("returned", -1, row, state.backward, gradients)
+        results = state.results._replace(outside=outside, sums=sums)
+        return state._replace(inputs=inputs, gradients=gradients, results=results), None
 
     def _receive(self, name: str, by: int, row: Any, sent: Tree, ring: Tree) -> Tree:
         """Stores what the neighbour sent, in ticks in which any stage receives something."""
@@ -124,26 +129,21 @@ class _Run:
 
     # ------------------------------------------------------------------ what all stages compute together
 
-    def _embed(self, micro: jax.Array, state: _State) -> _State:
-        return state._replace(forward=self._call(micro).x)
-
-    def _loss(self, micro: jax.Array, slot: jax.Array, state: _State) -> _State:
-        """The loss of a micro-batch whose forward pass the last stage has finished, and its gradient, which this stage
-        needs next."""
-        network, item, last = self._network, self._micro(micro), self._p.stages - 1
-        y, results = self._from_stage(last, state.forward), state.results
+    def _loss(self, micro: jax.Array, slot: jax.Array, y: Tree, carry: Any) -> Any:
+        """Adds the loss of a micro-batch whose forward pass the last stage has finished, and its gradients. `y`: on the
+        last stage, the output of the layers; the ring of this stage receives its gradient."""
+        network, item, last, (ring, outside, sums) = self._network, self._micro(micro), self._p.stages - 1, carry
+        y = self._from_stage(last, y)
         if not self._table.trains:
-            sums = network.loss(network.outside, y, item)[1]
-            return state._replace(results=results._replace(sums=_add(results.sums, sums)))
-        value, back, sums = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
+            return ring, outside, _add(sums, network.loss(network.outside, y, item)[1])
+        value, back, own = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
         dw, dy = back(jnp.ones_like(value))
-        results = results._replace(outside=_add(results.outside, dw), sums=_add(results.sums, sums))
-        return state._replace(results=results, gradients=_put_if(self._stage == last, state.gradients, slot, dy))
+        return _put_if(self._stage == last, ring, slot, dy), _add(outside, dw), _add(sums, own)
 
-    def _embedding_gradient(self, micro: jax.Array, state: _State) -> _State:
-        g = self._from_stage(0, state.backward)
+    def _embedding_gradient(self, micro: jax.Array, g: Tree, outside: Tree) -> Tree:
+        g = self._from_stage(0, g)
         (dw,) = jax.vjp(lambda at: self._network.embed(at, self._micro(micro)).x, self._network.outside)[1](g)
-        return state._replace(results=state.results._replace(outside=_add(state.results.outside, dw)))
+        return _add(outside, dw)
 
     def _from_stage(self, stage: int, x: Tree) -> Tree:
         """The arrays of one stage, on all stages."""

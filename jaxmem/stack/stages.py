@@ -51,7 +51,7 @@ class Pipeline:
         >>> Pipeline(layers=32, stages=4, micro_batches=8).bubble
         0.2727272727272727
         """
-        return self.timetable.idle(self.recomputes)
+        return self.timetable.idle(recomputes=self.recomputes)
 
     @cached_property
     def order(self) -> np.ndarray:

@@ -49,14 +49,14 @@ class Timetable:
         """
         return ["".join(".FBW"[kind] for kind in stage) for stage in self.kind.T]
 
-    def costs(self, recompute: float = 0.0) -> np.ndarray:
-        """The time of each operation. `recompute`: the forward passes that a backward pass repeats."""
-        return np.asarray(COSTS[self.splits_backward]) + recompute * (np.arange(4) == BACKWARD)
+    def costs(self, recomputes: bool = False) -> np.ndarray:
+        """The time of each operation. `recomputes`: whether a backward pass repeats the forward pass."""
+        return np.asarray(COSTS[self.splits_backward]) + recomputes * (np.arange(4) == BACKWARD)
 
-    def scope(self, kind: int, recompute: float = 0.0) -> str | None:
+    def scope(self, kind: int, recomputes: bool = False) -> str | None:
         """The name of a scope that tells the planner how often a stage runs an operation, and in how many ticks the
         others wait for it, since it is the longest one; None: never."""
-        longest = np.argmax(self.costs(recompute)[self.kind], axis=1)
+        longest = np.argmax(self.costs(recomputes)[self.kind], axis=1)
         lasts = int(np.sum(self.kind[np.arange(self.ticks), longest] == kind))
         count = int(np.sum(self.kind == kind)) // self.stages
         return f"runs_{count}_in_{self.ticks}_lasts_{lasts}" if count else None
@@ -77,13 +77,13 @@ class Timetable:
             places = (self.kind, self.micro, self.turn)
             yield tick, stage, WorkItem(*(int(each[tick, stage]) for each in places))
 
-    def idle(self, recompute: float = 0.0) -> float:
+    def idle(self, recomputes: bool = False) -> float:
         """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
 
         >>> [round(timetable(name, 4, 16).idle(), 3) for name in ("gpipe", "1f1b", "zero_bubble")]
         [0.158, 0.158, 0.059]
         """
-        each = self.costs(recompute)[self.kind]
+        each = self.costs(recomputes)[self.kind]
         return float(1 - np.sum(each) / (self.stages * np.sum(np.max(each, axis=1))))
 
     @cached_property
