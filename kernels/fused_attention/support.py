@@ -113,7 +113,7 @@ def _mosaic(call: Request, capability: int | None) -> Limits:
 
 def _cudnn(call: Request, capability: int | None) -> Limits:
     """cuDNN 9 as XLA calls it (docs.nvidia.com/deeplearning/cudnn, "Scaled Dot Product Attention")."""
-    yield from _common(call, capability, 256 if capability == 90 else 128, SIXTEEN)
+    yield from _common(call, capability, 256 if capability in (None, 90) else 128, SIXTEEN)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
     yield call.soft_cap, "soft_cap is set", "does not support it"
     # cuDNN's deterministic backward pass stores the gradients of all scores.

@@ -194,6 +194,12 @@ def test_refusals_are_known_before_compiling(change, capability, words):
     assert choose(call, capability, "gpu").implementation != "cudnn"
 
 
+def test_wide_heads_are_compiled_for_a_gpu_that_is_not_installed():
+    call = Request("bfloat16", 4096, 4096, 8, 256)
+    assert choose(call, 90, "gpu").implementation == "cudnn"
+    assert refusal("cudnn", call, None) is None
+
+
 @pytest.mark.parametrize(
     ("call", "chosen"),
     [
