@@ -108,7 +108,7 @@ def _bind(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # a pair before jax 0.10.2
     results = eqn.primitive.bind(*functions, *inputs, **params)
-    return results if eqn.primitive.multiple_results else [results]
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _read(variables: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
