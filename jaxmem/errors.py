@@ -1,9 +1,7 @@
 """Errors that a user can correct, and functions that write their texts."""
 
 import difflib
-import errno
 import json
-import os
 from collections.abc import Iterable, Sequence
 
 MOST = 800  # largest number of characters of a line that is shown completely
@@ -27,29 +25,6 @@ class TemporaryError(UserError):
     """The input is valid, but a resource is missing: the same command works as soon as it is available again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h, for schedulers that requeue
-
-
-# Errors of system calls for files and directories that cannot be used, and for limits of the machine.
-_OF_THE_MACHINE = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ELOOP),
-    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ESTALE),
-)
-_MORE_FILES = "too many open files: raise the limit with `ulimit -n 4096`"
-
-
-def as_user_error(error: BaseException) -> BaseException:
-    """A UserError if the cause is the machine (a directory that cannot be written, a full disk, too few file
-    descriptors), otherwise the error itself."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE:
-            if cause.errno in (errno.EMFILE, errno.ENFILE):
-                return UserError(_MORE_FILES)
-            return UserError(f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause.strerror))
-        if not isinstance(cause, UserError) and os.strerror(errno.EMFILE) in str(cause):  # from a library in C++
-            return UserError(_MORE_FILES)
-        cause = cause.__cause__
-    return error
 
 
 def one_of(choices: Iterable[object]) -> str:

@@ -16,7 +16,7 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import Parts, own_of
+from jaxmem.config.own import Own, OwnBatches, Parts, passes_execution
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
@@ -205,3 +205,21 @@ def _apply(name: str, raw: dict[str, Any]) -> None:
         if isinstance(old, dict):  # otherwise the check of the config refuses it
             remaining = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
             raw[section] = {**remaining, **new}
+
+
+def own_of(parts: Parts) -> Own:
+    """The parts as the attribute `own` of a config."""
+    if parts.get("axes") is not None and parts.get("model") is None:
+        raise UserError("the argument axes requires the argument model; remove axes, or pass model")
+    layers = parts.get("layers") or ()
+    model = parts.get("model")
+    if layers and (model is None or passes_execution(model)):
+        raise UserError(
+            "the argument layers requires a Flax model that is called as model(rngs); remove the argument layers"
+        )
+    if parts.get("held_out") is not None and parts.get("data") is None:
+        raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
+    given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
+    given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
+    return Own(**given)

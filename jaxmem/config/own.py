@@ -64,7 +64,7 @@ class Own:
     @property
     def passes_execution(self) -> bool:
         """Whether the model consists of jaxmem's layers, which receive the settings of the computation."""
-        return self.model is not None and _passes_execution(self.model)
+        return self.model is not None and passes_execution(self.model)
 
     @property
     def loss_needs_keys(self) -> bool:
@@ -118,7 +118,7 @@ class OwnBatches:
         return found
 
 
-def _passes_execution(model: Callable[..., Any]) -> bool:
+def passes_execution(model: Callable[..., Any]) -> bool:
     return _arguments(model, with_defaults=False) >= 2
 
 
@@ -130,21 +130,3 @@ def _arguments(function: Callable[..., Any], *, with_defaults: bool = True) -> i
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     counted = [one for one in parameters if one.kind in kinds and (with_defaults or one.default is one.empty)]
     return len(counted) - (described is not function)  # without `self`
-
-
-def own_of(parts: Parts) -> Own:
-    """The parts as the attribute `own` of a config."""
-    if parts.get("axes") is not None and parts.get("model") is None:
-        raise UserError("the argument axes requires the argument model; remove axes, or pass model")
-    layers = parts.get("layers") or ()
-    model = parts.get("model")
-    if layers and (model is None or _passes_execution(model)):
-        raise UserError(
-            "the argument layers requires a Flax model that is called as model(rngs); remove the argument layers"
-        )
-    if parts.get("held_out") is not None and parts.get("data") is None:
-        raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
-    given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
-    given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
-    return Own(**given)

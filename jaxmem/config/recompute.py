@@ -135,12 +135,6 @@ def is_scheduled(remat: object) -> bool:
     return policy is not None and policy.splits is not None
 
 
-def repeats_forward(remat: object) -> bool:
-    """Whether the backward pass of a layer repeats some of its forward pass."""
-    policy = policy_of(remat)
-    return policy is None or policy.saved is not None
-
-
 def split_of(remat: object, layers: int) -> Split | None:
     """The split of a scheduled policy for this number of layers; None: the policy saves every boundary."""
     policy = policy_of(remat)

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.config.own import ModelParts, OwnData, own_of
+from jaxmem.config.methods import own_of
+from jaxmem.config.own import ModelParts, OwnData
 from jaxmem.data import Corpus, Split
 from jaxmem.data.corpus import source_of
 from jaxmem.data.jsonl import read_objects

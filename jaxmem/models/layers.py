@@ -62,7 +62,7 @@ def axes_of(param: nnx.Param, ndim: int) -> Axes:
     return axes[len(axes) - ndim :]
 
 
-def _normalize(
+def normalize(
     epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, *, offset: float = 0.0
 ) -> jax.Array:
     """RMS norm, or layer norm if it has a bias; multiplied by scale + offset."""
@@ -82,20 +82,8 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        normalize = partial(_normalize, self.epsilon, offset=self.offset)
-        return recompute_from_inputs(normalize, x, fetch(self.scale, jnp.float32))
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / standard deviation * scale + bias, in float32."""
-
-    def __init__(self, size: int):
-        self.scale = new_constant(1.0, (size,), ("norm",))
-        self.bias = new_constant(0.0, (size,), ("norm",))
-
-    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
-        return recompute_from_inputs(partial(_normalize, 1e-5), x, scale, bias)
+        norm = partial(normalize, self.epsilon, offset=self.offset)
+        return recompute_from_inputs(norm, x, fetch(self.scale, jnp.float32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

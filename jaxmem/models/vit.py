@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from jaxmem.config import networks
 from jaxmem.models.attention import Attention, AttentionSpec
 from jaxmem.models.block import Block, DenseMlp
-from jaxmem.models.image_network import ImageNetwork, apply_blocks
-from jaxmem.models.layers import LayerNorm, RowKeys, fetch, new_weight
+from jaxmem.models.image_network import ImageNetwork, LayerNorm, apply_blocks
+from jaxmem.models.layers import RowKeys, fetch, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.sharding import constrain

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
-from jaxmem.config.recompute import repeats_forward
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import BALANCED
@@ -28,7 +27,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.model import pipeline_of
+from jaxmem.step.model import pipeline_of, repeats_forward
 
 FLOAT32 = 4  # bytes
 

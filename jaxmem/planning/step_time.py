@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
-from jaxmem.config.recompute import repeats_forward
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import layers_per_pass, passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH
 from jaxmem.step.attention_choice import context_traffic
+from jaxmem.step.model import repeats_forward
 
 _EXPOSED = 0.3  # least share of the communication that is exposed
 _WAITED = 0.8  # exposed share of the copies between a device and its host, from compiled decoders with remat=dots

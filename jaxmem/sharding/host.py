@@ -102,13 +102,6 @@ def _write(dim: int) -> Any:
     return lambda x, new, i: write(x, new, i) if is_on_host(x) else jax.lax.dynamic_update_index_in_dim(x, new, i, dim)
 
 
-def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
-    """One layer of the leaves in host memory, copied to the device. An index beyond either end is clipped; its result
-    is not used."""
-
-    return jax.tree.map(lambda x: to_device(take_layer(x, jnp.clip(layer, 0, x.shape[0] - 1))), host_leaves(stacked))
-
-
 def fill(tree: Any, others: Any) -> Any:
     """`device_leaves`, with None replaced by the leaves copied from the host."""
     return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=lambda x: x is None)

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmem.sharding import shard_count
-from jaxmem.sharding.host import fetch_layer, take_layer
+from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.cuts import Run, StackCall
 from jaxmem.stack.schedule import Schedule
-from jaxmem.stack.scheduled import first_pass, layer_with, recompute, scan_layers
+from jaxmem.stack.scheduled import fetch_layer, first_pass, layer_with, recompute, scan_layers
 
 # (carry, layer, gradient of its weights, result of `fetch`) -> carry
 Visit = Callable[[Any, jax.Array, Any, Any], Any]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxmem.sharding import GROUPS, current
-from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer
+from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, take_layer, to_device
 from jaxmem.sharding.weights import StoredWeight, hooks_in_place, is_in_place
 from jaxmem.stack.cuts import Run, StackCall
 from jaxmem.stack.schedule import Schedule
@@ -198,3 +198,9 @@ def _is_stored_weight(x: Any) -> bool:
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
     """The weights of one layer, some of which have been copied from host memory."""
     return fill(take_layer(device_leaves(stacked), layer), fetched)
+
+
+def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
+    """One layer of the leaves in host memory, copied to the device. An index beyond either end is clipped; its result
+    is not used."""
+    return jax.tree.map(lambda x: to_device(take_layer(x, jnp.clip(layer, 0, x.shape[0] - 1))), host_leaves(stacked))

@@ -16,7 +16,7 @@ from jaxmem import adapters, models
 from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
 from jaxmem.config.networks import OwnModel, Quantization, pipelined_layers
-from jaxmem.config.recompute import repeats_forward
+from jaxmem.config.recompute import policy_of
 from jaxmem.errors import UserError
 from jaxmem.models import own, own_layers
 from jaxmem.models.chunking import Chunking
@@ -316,3 +316,9 @@ def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
 
 def _count(shapes: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def repeats_forward(remat: object) -> bool:
+    """Whether the backward pass of a layer repeats some of its forward pass."""
+    policy = policy_of(remat)
+    return policy is None or policy.saved is not None
