@@ -256,8 +256,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     options = {name: info.default for name, info in Decoder.model_fields.items() if name in _OPTIONS}
     used = ", ".join(f"model.{name}" for name, usual in options.items() if getattr(model, name) != usual)
     raise UserError(
-        f"{used}: no Hugging Face architecture that export supports has this combination; train with the settings of "
-        f"{one_of(FAMILIES)}"
+        f"{used or 'model'}: no Hugging Face architecture that export supports has this combination; train "
+        f"with the settings of {one_of(FAMILIES)}"
     )
 
 
