@@ -39,7 +39,7 @@ class _SharedInputs(NamedTuple):
 
 
 class LayerGroup(nnx.Module):
-    """Consecutive layers of several kinds, to which a stack applies as to one layer."""
+    """One period of layers of several kinds; a stack treats it as one layer."""
 
     def __init__(self, blocks: dict[str, Block]):
         for name, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Tokens to the devices that store their experts, and their results back, over n devices along the mesh axis `expert`.
+"""Sends tokens to the devices that store their experts, and results back, over n devices along the mesh axis `expert`.
 
 Each of these devices has other tokens. `all_gather` sends every token to all of them, and reduce-scatters the results.
 `all_to_all` (Lepikhin et al., arXiv:2006.16668) sends a token to the devices of its `top_k` experts, once to each of

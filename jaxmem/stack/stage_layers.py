@@ -133,7 +133,7 @@ class StageLayers:
         return jax.lax.fori_loop(0, group, step, gradients)
 
     def _with_weights(self, call: StackCall, gradients: Gradients) -> StackCall:
-        """The call with the weights of this moment."""
+        """The call with the current weights of the stage."""
         visitor = self._visitor
         return call if visitor is None else replace(call, weights=visitor.weights(gradients.visited))
 

@@ -54,7 +54,7 @@ def sort_rows(groups: Int[Array, "rows choices"], count: int, capacity: int | No
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sum_of_groups(y: Float[Array, "sorted width"], groups: Groups, rows: int) -> Float[Array, "rows width"]:
-    """The sum of the results of each of `rows` rows over its groups, in float32, rounded to the dtype of y."""
+    """For each of `rows` rows, the sum of its results over its groups, in float32, rounded to the dtype of y."""
     places = (
         jnp.zeros_like(groups.order)
         .at[groups.order]
