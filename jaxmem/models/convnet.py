@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmem.config import networks
-from jaxmem.models.image_network import ImageNetwork, LayerNorm, apply_blocks
 from jaxmem.models.layers import RowKeys, dropout, fetch, new_weight, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
+from jaxmem.models.simple_networks import ImageNetwork, LayerNorm, apply_blocks
 from jaxmem.sharding import Axes, constrain
 from jaxmem.stack import stacked
 

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 from jaxmem.config import networks
 from jaxmem.models.attention import Attention, AttentionSpec
 from jaxmem.models.block import Block, DenseMlp
-from jaxmem.models.image_network import ImageNetwork, LayerNorm, apply_blocks
 from jaxmem.models.layers import RowKeys, fetch, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
+from jaxmem.models.simple_networks import ImageNetwork, LayerNorm, apply_blocks
 from jaxmem.sharding import constrain
 from jaxmem.stack import stacked
 

@@ -62,11 +62,21 @@ def _names(annotation: Any) -> Iterable[Any]:
             yield from _names(part)
 
 
+# 1F1B and zero bubble, with one and with several groups of layers per stage. GPipe and the circular schedule take as
+# long as 1F1B, with more memory.
+_SCHEDULES: list[Change] = [
+    {"pipeline.schedule": schedule, "pipeline.rounds": rounds}
+    for schedule in ("auto", "zero_bubble")
+    for rounds in (1, 2, 4)
+]
+
+
 def _meshes(cfg: Config, target: Target) -> Iterable[Change]:
-    """Every factorization of the device count over the mesh axes."""
+    """Every factorization of the device count over the mesh axes; with stages, each with every schedule."""
     axes = [axis for axis in MESH_AXES if axis != "expert" or getattr(cfg.model, "experts", None) is not None]
     for sizes in meshes(target.count, axes):
-        yield {f"mesh.{axis}": sizes[axis] for axis in axes}
+        mesh: Change = {f"mesh.{axis}": sizes[axis] for axis in axes}
+        yield from (mesh | schedule for schedule in (_SCHEDULES if sizes["stage"] > 1 else _SCHEDULES[:1]))
 
 
 def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
@@ -81,14 +91,6 @@ def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
     for name in values("memory.remat"):
         if name not in ("recursive", "constant", "auto"):
             yield {"memory.remat": name}
-
-
-def _schedules(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Pipeline schedules: 1F1B and zero bubble with one and with several groups of layers per stage. GPipe and the
-    circular schedule take as long as 1F1B, with more memory."""
-    for schedule in ("auto", "zero_bubble"):
-        for rounds in (1, 2, 4):
-            yield {"pipeline.schedule": schedule, "pipeline.rounds": rounds}
 
 
 def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
@@ -193,7 +195,6 @@ KERNELS, RULES = "kernels", "rules"
 KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
-    Knob("mesh", _schedules),
     Knob(RULES, _attention_rules),
     Knob(RULES, _mlp_rules),
     Knob(RULES, _logit_rules),

@@ -44,6 +44,7 @@ class Timetable:
     def rows(self) -> list[str]:
         """What each stage does, with a letter per tick.
 
+        >>> from jaxmem.stack.pipeline_schedules import timetable
         >>> timetable("1f1b", 2, 3).rows()
         ['FF.FB.BB', '.FBFBFB.']
         """
@@ -80,6 +81,7 @@ class Timetable:
     def idle(self, recomputes: bool = False) -> float:
         """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
 
+        >>> from jaxmem.stack.pipeline_schedules import timetable
         >>> [round(timetable(name, 4, 16).idle(), 3) for name in ("gpipe", "1f1b", "zero_bubble")]
         [0.158, 0.158, 0.059]
         """

@@ -36,7 +36,7 @@ def kinds() -> dict[str, Kind]:
     import jax.numpy as jnp
 
     from jaxmem.models import attention as attentions
-    from jaxmem.models import block, convnet, cross_entropy, image_network, layers
+    from jaxmem.models import block, convnet, cross_entropy, layers, simple_networks
     from jaxmem.models.embedding import Embedding
     from jaxmem.models.linear import Linear
     from jaxmem.models.network import Execution
@@ -69,7 +69,7 @@ def kinds() -> dict[str, Kind]:
         "linear": Kind(linear, apply),
         "linear that does not learn": Kind(linear, apply, frozen=True),
         "RMS norm": Kind(lambda _: layers.RMSNorm(EMBED, 1e-5), apply),
-        "layer norm": Kind(lambda _: image_network.LayerNorm(EMBED), apply),
+        "layer norm": Kind(lambda _: simple_networks.LayerNorm(EMBED), apply),
         "attention, blockwise": Kind(attention, lambda layer, x: layer(x)[0]),
         "gated MLP": Kind(lambda rngs: block.GatedMlp(rngs, EMBED, HIDDEN), apply),
         "MLP with GELU": Kind(lambda rngs: block.DenseMlp(rngs, EMBED, HIDDEN), apply),

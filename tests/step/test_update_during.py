@@ -212,7 +212,6 @@ def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
             {"batch": {"global_size": 8, "accumulate": 2}, "remat": "full", "offload": "activations"},
             "batch.accumulate",
         ),
-        ({"mesh": {"stage": 2}}, "mesh.stage"),
         ({"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision.loss_scale"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What networks on images share: their base class, stacks of layers without further inputs, and LayerNorm."""
+"""What networks of equal layers share: stacks without further inputs, LayerNorm, and the base class for images."""
 
 from collections.abc import Callable
 from functools import partial
