@@ -75,8 +75,8 @@ def _meshes(cfg: Config, target: Target) -> Iterable[Change]:
     """Every factorization of the device count over the mesh axes; with stages, each with every schedule."""
     axes = [axis for axis in MESH_AXES if axis != "expert" or getattr(cfg.model, "experts", None) is not None]
     for sizes in meshes(target.count, axes):
-        mesh: Change = {f"mesh.{axis}": sizes[axis] for axis in axes}
-        yield from (mesh | schedule for schedule in (_SCHEDULES if sizes["stage"] > 1 else _SCHEDULES[:1]))
+        mesh = {f"mesh.{axis}": sizes[axis] for axis in axes}
+        yield from ({**mesh, **schedule} for schedule in (_SCHEDULES if sizes["stage"] > 1 else _SCHEDULES[:1]))
 
 
 def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
