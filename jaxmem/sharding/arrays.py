@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout as InMemory
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
@@ -87,11 +88,23 @@ def vocab_over() -> tuple[str, ...]:
     return layout.vocab_over if layout else ()
 
 
+def all_reduce(x: jax.Array, over: str | tuple[str, ...]) -> jax.Array:
+    """`jax.lax.psum`. XLA's compiler for CPUs fails for 16-bit floats where other mesh axes are sharded by the
+    partitioner, so there the sum is computed in float32."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return jax.lax.psum(x, over)
+    return jax.lax.platform_dependent(
+        x,
+        cpu=lambda x: jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype),
+        default=lambda x: jax.lax.psum(x, over),
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_parts(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
     """The sum over mesh axes of a `jax.shard_map`. Each device has the gradient of the sum, which is the gradient of
     its part."""
-    return jax.lax.psum(x, over) if over else x
+    return all_reduce(x, over) if over else x
 
 
 sum_parts.defvjp(lambda x, over: (sum_parts(x, over), None), lambda _, __, g: (g,))
@@ -103,7 +116,7 @@ def sum_gradients(x: jax.Array, over: tuple[str, ...]) -> jax.Array:  # noqa: AR
     return x
 
 
-sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (jax.lax.psum(g, over) if over else g,))
+sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (all_reduce(g, over) if over else g,))
 
 
 def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:

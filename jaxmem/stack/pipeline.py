@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
 from jaxmem.stack.cuts import StackCall
 from jaxmem.stack.stage_layers import Gradients, Layers, StageLayers, when
@@ -147,7 +148,7 @@ class _Run:
 
     def _from_stage(self, stage: int, x: Tree) -> Tree:
         """The arrays of one stage, on all stages."""
-        return jax.tree.map(lambda x: jax.lax.psum(jnp.where(self._stage == stage, x, jnp.zeros_like(x)), AXIS), x)
+        return jax.tree.map(lambda x: all_reduce(jnp.where(self._stage == stage, x, jnp.zeros_like(x)), AXIS), x)
 
     # ------------------------------------------------------------------ what each stage computes
 
