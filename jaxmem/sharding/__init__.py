@@ -11,7 +11,7 @@ derives the communication. An array takes 1/F of its bytes on each of F devices 
     arrays.py     sharding constraints and communication along a mesh axis
     gathering.py  weights from storage to compute, and gradients back
     weights.py    stored weights, the arrays that receive their gradients, and how new weights are stored
-    leaves.py     how optimizer state relates to its parameter
+    leaves.py     how optimizer state relates to its parameter, and operations on its shards
     host.py       host memory
 
 No other package uses PartitionSpec. Models call `constrain` and `gather`, which do nothing outside of `with layout:`,
@@ -23,11 +23,12 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     arrays=(
-        "GROUPS constrain map_devices map_layers map_shards map_stages mean_over_groups per_device row_major_in_stages "
-        "shard_first_dim sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
+        "GROUPS constrain map_devices map_layers map_stages mean_over_groups row_major_in_stages shard_first_dim "
+        "sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
     ),
     gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for shard_axes shard_count",
+    leaves="map_shards per_device",
     table=(
         "Axes Axis RULE_AXES Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules path_name "
         "rules_for"

@@ -1,6 +1,6 @@
 """Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays do not change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes, relax_resized
+from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes
 
 GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
 
@@ -119,19 +119,6 @@ def sum_gradients(x: jax.Array, over: tuple[str, ...]) -> jax.Array:  # noqa: AR
 sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (all_reduce(g, over) if over else g,))
 
 
-def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
-    """Applies `function(*arrays)` to each shard of the first dimension over these mesh axes. There is no communication
-    along these axes, so the shards may take different branches of a `cond`. The partitioner handles the other axes."""
-    layout = current()
-    if layout is None:
-        return function(*arrays)
-    spec = PartitionSpec(over)
-    run = jax.shard_map(
-        function, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names=set(over), check_vma=False
-    )
-    return run(*arrays)
-
-
 def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """`function` on the layers of each pipeline stage. Arrays whose axes begin with `layer` are sharded over them;
     others are the same on all stages."""
@@ -149,24 +136,6 @@ def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Cal
 
     how = {"in_specs": specs(in_axes), "out_specs": specs(out_axes), "axis_names": {*over}}
     return jax.shard_map(run, mesh=layout.mesh, check_vma=False, **how)
-
-
-def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
-    """Applies `function(*arrays)` to the shards of each device, for operations that XLA's partitioner does not support.
-    Arrays with `len(shape)` dimensions are sharded like optimizer state with these axes. A dimension in which one of
-    them (e.g. block scales) is not divisible is replicated, and so are all other arrays."""
-    layout = current()
-    if layout is None:
-        return function(*arrays)
-    alike = [x.shape for x in jax.tree.leaves(arrays) if x.ndim == len(shape)]
-    least = [min(sizes) for sizes in zip(*alike, strict=True)]
-    own = layout.sharding("optimizer", relax_resized(axes, least, shape), least).spec
-
-    def specs(tree: Any) -> Any:
-        return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)
-
-    results = specs(jax.eval_shape(function, *arrays))
-    return map_devices(function, specs(arrays), results)(*arrays)
 
 
 def map_devices(

@@ -13,16 +13,22 @@ The value may be a tree of such arrays, e.g. a QTensor. An array that is shorter
 (packed codes, block scales) is sharded like the parameter if that dimension is divisible by the mesh axes; otherwise it
 is replicated along this dimension and sharded along another one. A leaf that is not wrapped is an error, so that no
 array is replicated by mistake.
+
+`per_device` and `map_shards` apply functions to the shards of such state.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxmem.errors import UserError
-from jaxmem.sharding.table import Axes, if_even, is_axes, path_name
+from jaxmem.sharding.arrays import map_devices
+from jaxmem.sharding.layout import current
+from jaxmem.sharding.table import Axes, if_even, is_axes, path_name, relax_resized
 from jaxmem.sharding.weights import is_quantized
 
 
@@ -81,3 +87,34 @@ def _derived_axes(leaf: Derived, parameter: Axes, shape: tuple[int, ...]) -> Der
         return (*parameter[:stacked], *own)
 
     return dataclasses.replace(leaf, value=jax.tree.map(axes, leaf.value))
+
+
+def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
+    """Applies `function(*arrays)` to each shard of the first dimension over these mesh axes. There is no communication
+    along these axes, so the shards may take different branches of a `cond`. The partitioner handles the other axes."""
+    layout = current()
+    if layout is None:
+        return function(*arrays)
+    spec = PartitionSpec(over)
+    run = jax.shard_map(
+        function, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names=set(over), check_vma=False
+    )
+    return run(*arrays)
+
+
+def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
+    """Applies `function(*arrays)` to the shards of each device, for operations that XLA's partitioner does not support.
+    Arrays with `len(shape)` dimensions are sharded like optimizer state with these axes. A dimension in which one of
+    them (e.g. block scales) is not divisible is replicated, and so are all other arrays."""
+    layout = current()
+    if layout is None:
+        return function(*arrays)
+    alike = [x.shape for x in jax.tree.leaves(arrays) if x.ndim == len(shape)]
+    least = [min(sizes) for sizes in zip(*alike, strict=True)]
+    own = layout.sharding("optimizer", relax_resized(axes, least, shape), least).spec
+
+    def specs(tree: Any) -> Any:
+        return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)
+
+    results = specs(jax.eval_shape(function, *arrays))
+    return map_devices(function, specs(arrays), results)(*arrays)
