@@ -121,16 +121,18 @@ class OfExperts(MatrixRule):
         return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=_is_derived)
 
     def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
-        def one(own: tuple[jax.Array, State], w: Any, i: jax.Array) -> tuple[jax.Array, State]:
-            g, state = own
-            key = jax.random.fold_in(at.key, i)
-            at_expert = dataclasses.replace(at, weight=w, spec=self.expert, key=key)
+        def one(own: tuple[jax.Array, State], read_only: Any, i: jax.Array) -> tuple[jax.Array, State]:
+            (g, state), (weight, count, layer, key) = own, read_only
+            inputs = {"weight": weight, "count": count, "layer": layer, "key": jax.random.fold_in(key, i)}
+            at_expert = dataclasses.replace(at, spec=self.expert, **inputs)
             layout = current()
             with nullcontext() if layout is None else layout.without("expert"):
                 u, new = self.rule.update(g, state, at_expert)
             return u.astype(g.dtype), new
 
-        return update_layers(one, (g, state), at.weight, "expert")
+        # Arguments, since a nested `shard_map` (pipeline stages) cannot read scalars of the outer one.
+        scalars = (jnp.broadcast_to(x, g.shape[:1]) for x in (at.count, at.layer, at.key))
+        return update_layers(one, (g, state), (at.weight, *scalars), "expert")
 
 
 class ByLayerState(NamedTuple):

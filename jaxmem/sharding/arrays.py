@@ -1,6 +1,6 @@
 """Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays do not change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,14 +139,16 @@ def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Cal
 
 
 def map_devices(
-    function: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = False
+    function: Callable[..., Any], in_specs: Any, out_specs: Any, *, over: Sequence[str] = (), check_vma: bool = False
 ) -> Callable[..., Any]:
-    """`function` on the shards of each device, in the current layout. Inside of another `jax.shard_map`, over the mesh
-    axes of the partitioner that are left."""
+    """`function` on the shards of each device, in the current layout. `over`: the mesh axes; by default all, or inside
+    of another `jax.shard_map` the mesh axes of the partitioner that are left."""
     layout, mesh = current(), jax.sharding.get_abstract_mesh()
     assert layout is not None
-    over: dict[str, Any] = {"axis_names": {*mesh.auto_axes}} if mesh.manual_axes else {"mesh": layout.mesh}
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma, **over)
+    names = {*(over or (mesh.auto_axes if mesh.manual_axes else layout.mesh.axis_names))}
+    inside = None if mesh.manual_axes else layout.mesh
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(function, mesh=inside, axis_names=names, check_vma=check_vma, **specs)
 
 
 def vocab_parts(over: str, axes: Axes, x: Any) -> PartitionSpec:

@@ -96,10 +96,7 @@ def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any
     if layout is None:
         return function(*arrays)
     spec = PartitionSpec(over)
-    run = jax.shard_map(
-        function, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names=set(over), check_vma=False
-    )
-    return run(*arrays)
+    return map_devices(function, spec, spec, over=over)(*arrays)
 
 
 def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
