@@ -91,10 +91,10 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
 
     def forward(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
         x, outputs, slots = first_pass(replace(call, weights=weights, x=x, inputs=inputs, shared=shared), plan)
-        return (x, outputs), (weights, slots, inputs, shared)
+        return (x, outputs), (weights, slots, inputs, shared, after(x, jnp.int32(call.layers - 1)))
 
     def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-        stored, slots, inputs, shared = saved
+        stored, slots, inputs, shared, last = saved
         hooks = inexact_leaves(stored) if hooks_in_place(stored) else None
         weights = jax.tree.map(lambda w: w.stored if is_in_place(w) else w, stored, is_leaf=is_in_place)
         saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
@@ -120,7 +120,7 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
         each = [jnp.asarray(values, jnp.int32) for values in (layers, plan.at, plan.begin, plan.end)]
         ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
         results = jax.tree.map(lambda w: w.argument, hooks, is_leaf=is_in_place)
-        carry = (slots, ahead, fetch_layer(weights, jnp.int32(layers[-1])), gradients[0], zeros, results)
+        carry = (slots, ahead, fetch_layer(weights, last), gradients[0], zeros, results)
         carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
         *_, g, of_shared, results = carry
         if hooks is not None:
@@ -198,6 +198,12 @@ def _is_stored_weight(x: Any) -> bool:
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
     """The weights of one layer, some of which have been copied from host memory."""
     return fill(take_layer(device_leaves(stacked), layer), fetched)
+
+
+def after(x: Any, layer: jax.Array) -> jax.Array:
+    """The number of a layer, available only after `x` is computed. Otherwise XLA copies the first weights of the
+    backward pass from host memory before the forward pass, and stores them during all of it."""
+    return jax.lax.optimization_barrier((x, layer))[1]
 
 
 def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
