@@ -129,4 +129,4 @@ def update_choice(cfg: Config, capability: int | None) -> Choice | None:
         why = f"triton does not support precision.rounding={cfg.precision.rounding}"
     if why is not None:
         return Choice("none", why, kind, ())
-    return Choice("triton", "reads and writes a quarter of the bytes of plain JAX, or less", kind, ())
+    return Choice("triton", "reads and writes less than half of the bytes of plain JAX", kind, ())

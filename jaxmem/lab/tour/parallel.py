@@ -28,7 +28,7 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
     link, ring = busiest_link(plans["data parallel"]["bytes_per_device"]["parameters"], GPUS)
     sent = rows[0]["sent, GiB"] * link / ring  # in the dtype that the all-reduce sends
     server = {"layout": "parameter server: the link of the server", "sent, GiB": sent, "exposed, %": 100.0}
-    rows.append({**dict.fromkeys(rows[0]), **server, "most bytes": "push, and as many for pull"})
+    rows.append({**dict.fromkeys(rows[0]), **server, "most bytes": "push; pull sends the same number"})
     devices.simulate(SIMULATED)  # after the steps, which run on GPUs if this machine has them
     memory = [
         {"layout": name, **{part: gib(plan["bytes_per_device"][part]) for part in PARTS}}
