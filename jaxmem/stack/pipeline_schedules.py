@@ -52,7 +52,7 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
     if name == "zero_bubble":  # with more of W waiting, fewer places are idle, up to a limit
         rows = min((_with_weight_gradients(rows, p, most) for most in range(2 * p)), key=len)
     table = _table(p, m, v, rows)
-    check(table, table.slots)
+    check(table)
     return table
 
 

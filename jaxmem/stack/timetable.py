@@ -1,9 +1,12 @@
 """A pipeline schedule as a table: what each stage does in each tick, and where it stores the results.
 
 A tick ends when all stages have finished it, since neighbours then send each other results. `pipeline_schedules.py`
-makes the tables, on the host; `check` runs one and finds what would deadlock or read a result that is not there.
+makes the tables, on the host. `Timetable.slots` runs one and refuses a table that reads a result before it is there;
+`check` also refuses a table without all operations.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,11 +122,15 @@ class Slots:
     counts: tuple[int, int, int, int]  # the sizes of the rings of `saved`, `inputs`, `gradients` and `waiting`
 
 
+_SAVED, _INPUTS, _GRADIENTS, _WAITING = range(4)  # the rings
+_RINGS = ("saved activations", "inputs", "gradients", "values for the weight gradients")
+
+
 def _slots(table: Timetable) -> Slots:  # noqa: C901
-    """Assigns the lowest free slot to each result when it is written."""
+    """Runs the table, and assigns the lowest free slot to each result when it is written."""
     shape = (6, table.ticks, table.stages)
     saved, waiting, inputs, gradients, received, returned = np.full(shape, -1, np.int32)
-    rings = [[_Ring() for _ in range(table.stages)] for _ in _RINGS]
+    rings = [[_Ring(contents) for _ in range(table.stages)] for contents in _RINGS]
     arriving: list[tuple[np.ndarray, int, int, int, tuple[int, int]]] = []
     now = -1
 
@@ -163,7 +170,8 @@ def _slots(table: Timetable) -> Slots:  # noqa: C901
 class _Ring:
     """The slots of one stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, contents: str) -> None:
+        self._contents = contents
         self._held: dict[tuple[int, int], int] = {}
         self.size = 0
 
@@ -172,99 +180,20 @@ class _Ring:
         self._held[key], self.size = slot, max(self.size, slot + 1)
         return slot
 
-    def find(self, key: tuple[int, int]) -> int:
-        if key not in self._held:
-            raise ValueError(f"micro-batch {key[0]} of round {key[1]} is read before it is there")
-        return self._held[key]
-
     def take(self, key: tuple[int, int]) -> int:
-        slot = self.find(key)
-        del self._held[key]
-        return slot
+        if key not in self._held:
+            raise ValueError(f"reads {self._contents} of micro-batch {key[0]}, round {key[1]} before they are there")
+        return self._held.pop(key)
 
 
-def check(table: Timetable, slots: Slots) -> None:
-    """Runs a table and raises ValueError if an operation is missing or repeated, if it reads a result that has not been
-    sent by a neighbour in an earlier tick or is not in its slot, or if a result is overwritten before it is used. A
-    table that passes cannot deadlock: in each tick every stage executes its operation without waiting, and then all
-    neighbours send each other their results."""
-    _Check(table, slots)()
-
-
-_SAVED, _INPUTS, _GRADIENTS, _WAITING = range(4)  # the rings
-_RINGS = ("saved activations", "inputs", "gradients", "values for the weight gradients")
-
-
-class _Check:
-    def __init__(self, table: Timetable, slots: Slots) -> None:
-        self._table, self._slots = table, slots
-        # For each ring and stage: the (micro-batch, round) in each slot.
-        self._rings: list[list[dict[int, tuple[int, int]]]] = [[{} for _ in range(table.stages)] for _ in _RINGS]
-        self._sent: list[tuple[int, int, np.ndarray, tuple[int, int]]] = []
-        self._tick = 0
-
-    def __call__(self) -> None:
-        table, done = self._table, set[tuple[int, WorkItem]]()
-        run = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
-        for tick, stage, one in table.work():
-            if tick != self._tick:
-                self._deliver()
-            self._tick = tick
-            if (stage, one) in done:
-                self._fail(stage, f"repeats {KINDS[one.kind]} of micro-batch {one.micro}, round {one.turn}")
-            done.add((stage, one))
-            run[one.kind](stage, one)
-        self._deliver()
-        kinds = [FORWARD, *([BACKWARD] * table.trains), *([WEIGHTS] * table.splits_backward)]
-        expected = {
-            (stage, WorkItem(kind, micro, turn))
-            for stage in range(table.stages) for kind in kinds
-            for micro in range(table.micro_batches) for turn in range(table.rounds)
-        }  # fmt: skip
-        if missing := sorted(expected - done):
-            self._fail(missing[0][0], f"{KINDS[missing[0][1].kind]} of micro-batch {missing[0][1].micro} is missing")
-
-    def _forward(self, stage: int, one: WorkItem) -> None:
-        table, slots = self._table, self._slots
-        if table.previous_stage(stage, one.turn) is not None:
-            self._read(_INPUTS, stage, slots.inputs, one)
-        if table.trains:
-            self._write(_SAVED, stage, slots.saved, (one.micro, one.turn))
-        if (after := table.next_stage(stage, one.turn)) is not None:
-            self._sent.append((_INPUTS, after[0], slots.received, (one.micro, after[1])))
-        elif table.trains:
-            self._write(_GRADIENTS, stage, slots.gradients, (one.micro, one.turn))
-
-    def _backward(self, stage: int, one: WorkItem) -> None:
-        table, slots = self._table, self._slots
-        self._read(_GRADIENTS, stage, slots.gradients, one)
-        self._read(_SAVED, stage, slots.saved, one)
-        if table.splits_backward:
-            self._write(_WAITING, stage, slots.waiting, (one.micro, one.turn))
-        if (before := table.previous_stage(stage, one.turn)) is not None:
-            self._sent.append((_GRADIENTS, before[0], slots.returned, (one.micro, before[1])))
-
-    def _weights(self, stage: int, one: WorkItem) -> None:
-        self._read(_WAITING, stage, self._slots.waiting, one)
-
-    def _deliver(self) -> None:
-        for ring, stage, slots, key in self._sent:
-            self._write(ring, stage, slots, key)
-        self._sent.clear()
-
-    def _write(self, ring: int, stage: int, slots: np.ndarray, key: tuple[int, int]) -> None:
-        slot, held = int(slots[self._tick, stage]), self._rings[ring][stage]
-        if not 0 <= slot < self._slots.counts[ring]:
-            self._fail(stage, f"slot {slot} of {_RINGS[ring]} does not exist")
-        if slot in held:
-            self._fail(stage, f"overwrites the {_RINGS[ring]} of micro-batch {held[slot][0]} before they are read")
-        held[slot] = key
-
-    def _read(self, ring: int, stage: int, slots: np.ndarray, one: WorkItem) -> None:
-        slot, held = int(slots[self._tick, stage]), self._rings[ring][stage]
-        if held.get(slot) != (one.micro, one.turn):
-            self._fail(stage, f"reads {_RINGS[ring]} of micro-batch {one.micro}, which are not in slot {slot}")
-        del held[slot]
-
-    def _fail(self, stage: int, what: str) -> None:
-        raise ValueError(f"pipeline schedule: tick {self._tick}, stage {stage}: {what}")
+def check(table: Timetable) -> None:
+    """Raises ValueError if an operation is missing or repeated, or reads a result that has not been sent by a neighbour
+    in an earlier tick. A table that passes cannot deadlock: in each tick every stage executes its operation without
+    waiting, and then all neighbours send each other their results."""
+    kinds = [FORWARD, *([BACKWARD] * table.trains), *([WEIGHTS] * table.splits_backward)]
+    items = itertools.product(range(table.stages), kinds, range(table.micro_batches), range(table.rounds))
+    expected, found = Counter(items), Counter((stage, *one) for _, stage, one in table.work())
+    for wrong, what in ((found - expected, "repeated or unknown"), (expected - found, "missing")):
+        for stage, kind, micro, turn in sorted(wrong)[:1]:
+            raise ValueError(f"stage {stage}: {KINDS[kind]} of micro-batch {micro}, round {turn} is {what}")
+    assert table.slots
