@@ -33,7 +33,7 @@ from jaxmem.errors import UserError
 from jaxmem.inference.generate import length_for
 from jaxmem.inference.load import is_run, model_config, open_model, open_run, tokenizer_of
 from jaxmem.inference.reference import Reference, file_for, read
-from jaxmem.models.cross_entropy import cross_entropy
+from jaxmem.models.losses import cross_entropy
 from jaxmem.step import Program
 from jaxmem.step.objective import Sums, means
 

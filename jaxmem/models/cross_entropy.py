@@ -1,4 +1,4 @@
-"""Cross entropy over classes or a vocabulary, from logits, or from features in slices of the vocabulary.
+"""Cross entropy over a vocabulary, from features: all logits at once, or in slices of the vocabulary.
 
 With T tokens on a device, E features each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
 gradient, which overwrites them, take 2 T V bytes. Slices of v entries take 2 T v bytes, 4 E v for the weight and its
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmem.models.layers import Features, soft_cap, soft_cap_slope
+from jaxmem.models.losses import Terms, axis_size, cross_entropy
 from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import (
@@ -50,52 +51,6 @@ _Carry = TypeVar("_Carry")
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-@dataclass(frozen=True)
-class Terms:
-    """`label_smoothing` s adds s / classes to the target probability of every class (Szegedy et al., arXiv:1512.00567).
-    `z_loss` is the coefficient of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5). `soft_cap`
-    is applied to the logits first."""
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    soft_cap: float | None = None
-
-    def loss(self, partition: jax.Array, label_logit: jax.Array, mean: Callable[[], jax.Array]) -> jax.Array:
-        """The loss, from the log of the partition function, the logit of the label and the mean of all logits."""
-        s = self.label_smoothing
-        loss = partition - (1.0 - s) * label_logit - s * mean() if s else partition - label_logit
-        return loss + self.z_loss * partition * partition if self.z_loss else loss
-
-
-def cross_entropy(
-    logits: Float[Array, "*batch classes"],
-    labels: Int[Array, "*batch"],
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    over: tuple[str, ...] = (),
-) -> Float[Array, "*batch"]:
-    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass. `over`: mesh
-    axes of a `jax.shard_map` along which devices have the logits of other classes, and labels counted from their first
-    class.
-
-    The label is picked by comparison, not by a gather, so that logits sharded over the classes are reduced in place.
-    """
-    logits = logits.astype(jnp.float32)
-    partition = jax.nn.logsumexp(logits, axis=-1)
-    is_label = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
-    label_logit = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    mean = lambda: sum_parts(jnp.mean(logits, axis=-1), over) / _size(over)  # noqa: E731
-    if over:
-        top = jax.lax.pmax(jax.lax.stop_gradient(partition), over)
-        partition = top + jnp.log(sum_parts(jnp.exp(partition - top), over))
-    return Terms(label_smoothing, z_loss).loss(partition, sum_parts(label_logit, over), mean)
-
-
-def _size(over: tuple[str, ...]) -> int:
-    return jax.lax.axis_size(over) if over else 1
-
-
 def vocab_cross_entropy(
     network: Any,
     x: Features,
@@ -110,7 +65,7 @@ def vocab_cross_entropy(
     entries (see `slices_for`). With an adapter on the output projection they are computed at once. Pipeline stages
     compute it together, each in its part of the vocabulary (Yeung et al., arXiv:2411.05288)."""
     over, weight = vocab_over(), network.projection
-    entries = network.cfg.vocab // _size(over)
+    entries = network.cfg.vocab // axis_size(over)
     if over:
         # The gradient is summed where `tensor` shards its tokens.
         x = constrain(sum_gradients(x, over), "batch", "stream", "embed")
@@ -174,13 +129,13 @@ class SlicedLoss:
 
     axes: Axes  # the logical axes of the weight
     slices: VocabSlices
-    terms: Terms = Terms()
+    terms: Terms = Terms()  # noqa: RUF009 - immutable
     over: tuple[str, ...] = ()  # mesh axes of a `jax.shard_map` that shard the vocabulary
 
     @property
     def classes(self) -> int:
         """The entries of the complete vocabulary."""
-        return self.slices.vocab * _size(self.over)
+        return self.slices.vocab * axis_size(self.over)
 
     def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
         # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.

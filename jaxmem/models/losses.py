@@ -1,16 +1,67 @@
 """Losses per element, in float32. The objective sums them.
 
-Cross entropy is in `cross_entropy.py`. The contrastive loss of B rows compares B x B pairs and saves 4 B^2 bytes.
+`cross_entropy.py` has the cross entropy over a vocabulary, from features. The contrastive loss of B rows compares B x B
+pairs and saves 4 B^2 bytes.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxmem.models.cross_entropy import cross_entropy
+from jaxmem.sharding import sum_parts
 
 # A score whose exponential is zero; finite, so that the loss of a row with only masked scores is defined.
 _MASKED = -1e9
+
+
+@dataclass(frozen=True)
+class Terms:
+    """`label_smoothing` s adds s / classes to the target probability of every class (Szegedy et al., arXiv:1512.00567).
+    `z_loss` is the coefficient of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5). `soft_cap`
+    is applied to the logits first."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+
+    def loss(self, partition: jax.Array, label_logit: jax.Array, mean: Callable[[], jax.Array]) -> jax.Array:
+        """The loss, from the log of the partition function, the logit of the label and the mean of all logits."""
+        s = self.label_smoothing
+        loss = partition - (1.0 - s) * label_logit - s * mean() if s else partition - label_logit
+        return loss + self.z_loss * partition * partition if self.z_loss else loss
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch classes"],
+    labels: Int[Array, "*batch"],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    over: tuple[str, ...] = (),
+) -> Float[Array, "*batch"]:
+    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass. `over`: mesh
+    axes of a `jax.shard_map` along which devices have the logits of other classes, and labels counted from their first
+    class.
+
+    The label is picked by comparison, not by a gather, so that logits sharded over the classes are reduced in place.
+    """
+    logits = logits.astype(jnp.float32)
+    partition = jax.nn.logsumexp(logits, axis=-1)
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    label_logit = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    mean = lambda: sum_parts(jnp.mean(logits, axis=-1), over) / axis_size(over)  # noqa: E731
+    if over:
+        top = jax.lax.pmax(jax.lax.stop_gradient(partition), over)
+        partition = top + jnp.log(sum_parts(jnp.exp(partition - top), over))
+    return Terms(label_smoothing, z_loss).loss(partition, sum_parts(label_logit, over), mean)
+
+
+def axis_size(over: tuple[str, ...]) -> int:
+    """The number of devices along mesh axes of a `jax.shard_map`; 1 outside."""
+    return jax.lax.axis_size(over) if over else 1
 
 
 def preference(margins: Float[Array, "*pairs"], label_smoothing: float = 0.0) -> Float[Array, "*pairs"]:

@@ -17,7 +17,7 @@ from jaxmem import config
 from jaxmem.config.own import Own
 from jaxmem.errors import UserError
 from jaxmem.models import losses
-from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
+from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Network
 from jaxmem.models.own import PlainNetwork
@@ -156,7 +156,7 @@ def _cross_entropy(
 
 def _classify(cfg: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
     logits, labels = network.logits(x), batch["targets"]
-    loss = cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+    loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
     return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
 

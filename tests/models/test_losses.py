@@ -10,7 +10,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.models import losses
-from jaxmem.models.cross_entropy import cross_entropy
+from jaxmem.models.losses import cross_entropy
 from jaxmem.sharding import constrain, layout_for
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.models import cross_entropy
-from jaxmem.models.cross_entropy import SlicedLoss, Terms, slice_width
+from jaxmem.models import cross_entropy, losses
+from jaxmem.models.cross_entropy import SlicedLoss, slice_width
+from jaxmem.models.losses import Terms
 from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.sharding import layout_for, sum_gradients
 from tests.planning.conftest import config, module_of
@@ -29,7 +30,7 @@ def sliced(x, weight, labels, counts, slices, axes, **terms):
 
 def whole(x, weight, labels, counts, soft_cap=None, **terms):
     logits = x @ weight if soft_cap is None else soft_cap * jnp.tanh(x @ weight / soft_cap)
-    return jnp.sum(counts * cross_entropy.cross_entropy(logits, labels, **terms))
+    return jnp.sum(counts * losses.cross_entropy(logits, labels, **terms))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_devices_compute_the_loss_together_each_in_its_part_of_the_vocabulary(sl
     def loss(x, weight, labels):
         x, labels = sum_gradients(x, over), labels - jax.lax.axis_index(over) * (VOCAB // 4)
         if slices is None:
-            return jnp.sum(counts * cross_entropy.cross_entropy(x @ weight, labels, **terms, over=over))
+            return jnp.sum(counts * losses.cross_entropy(x @ weight, labels, **terms, over=over))
         return jnp.sum(counts * SlicedLoss(UNTIED, slices, Terms(**terms), over)(x, weight, labels))
 
     mesh = jax.make_mesh((4,), over, devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))

@@ -8,8 +8,8 @@ import pytest
 from jaxmem.config import Precision, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.kernels import attention
-from jaxmem.models.cross_entropy import cross_entropy
 from jaxmem.models.layers import RMSNorm
+from jaxmem.models.losses import cross_entropy
 from jaxmem.quant.precision import compute_dtype, rounded
 from jaxmem.sharding import layout_for
 from jaxmem.sharding.weights import Storage, store

@@ -25,7 +25,7 @@ from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS, rows_of, train_all
 from jaxmem.lab.tour.docstrings import questions, source_files
 from jaxmem.lab.tour.table import Bars, Row, Table
-from jaxmem.models.cross_entropy import cross_entropy
+from jaxmem.models.losses import cross_entropy
 
 BASE, KINDS = CONFIGS["adapters"]["base"], rows_of("adapters", "kinds")
 STEPS = 60  # of each fine-tuning run
