@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, StoredFormat, Texts, setting
 from jaxmem.config.names import split_layers, split_stack
+from jaxmem.config.networks import Convnet, Decoder, Family
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
@@ -72,6 +73,22 @@ class Adapter(Section):
     base_run: str | None = setting(
         None, "directory of a run with the frozen weights; null: model.hf, or random weights"
     )
+
+    def trainable_patterns(self, model: Family) -> tuple[str, ...]:
+        """Patterns of the names of the parameters of a model that `kind` trains; empty: all."""
+        match self.kind:
+            case "none":
+                return ()
+            case "patterns":
+                return tuple(self.targets)
+            case "prompt" | "head":
+                return (f"{self.kind}.*",)
+            case "last_layers":  # the weights after the layers are trainable too
+                stack = f"stage_{len(model.stages) - 1}.blocks" if isinstance(model, Convnet) else "blocks"
+                tied = isinstance(model, Decoder) and model.tie_embeddings
+                return (f"{stack}[-{self.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
+            case _:
+                return (LORA_WEIGHTS, EMBEDDING_ROWS) if self.token_indices else (LORA_WEIGHTS,)
 
 
 class LowRank(NamedTuple):

@@ -87,8 +87,6 @@ def _layer_types(model: Decoder) -> Iterator[str]:
     if len(types) > model.layers:
         given = f"model.layer_types has {len(types)} values, but model.layers={model.layers}"
         yield f"{given}; use {model.layers} or fewer"
-    if "sliding_attention" in types and model.window is None:
-        yield "model.layer_types contains sliding_attention, but model.window=null; use e.g. model.window=1024 (tokens)"
     if model.window is not None and not any(model.windows):
         given = f"model.window={model.window} requires sliding_attention in model.layer_types"
         yield f"{given}; add it, or use model.window=null"

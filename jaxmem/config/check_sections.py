@@ -31,6 +31,7 @@ def check_data(cfg: Config) -> Iterator[str]:
     if cfg.own.data is not None:
         return
     sources = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)} or {"data": data}
+    kinds = {source.source for source in sources.values()}
     for key, source in sources.items():
         yield from _source(cfg, key, source)
     if data.mixture:
@@ -40,8 +41,9 @@ def check_data(cfg: Config) -> Iterator[str]:
     elif data.weight != Source().weight:
         yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
     yield from _buckets(data)
-    if data.streaming:
-        yield from _streaming(cfg, {source.source for source in sources.values()})
+    streams = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
+    for kind in sorted(kinds - {*streams}) if data.streaming else ():
+        yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(streams)}")
     if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
@@ -52,7 +54,7 @@ def check_data(cfg: Config) -> Iterator[str]:
             given = f"model.image_size={model.image_size} with model.channels={model.channels}"
             yield f"{given} does not match data.source=digits; use model.image_size=8 and model.channels=1"
     elif isinstance(model, Decoder):
-        yield from _text(data, model, {source.source for source in sources.values()})
+        yield from _text(data, model, kinds)
 
 
 def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
@@ -92,14 +94,6 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         yield unsupported(given, f"model.family={cfg.model.family}", f"{key}.source={one_of(names)}")
 
 
-def _streaming(cfg: Config, kinds: set[str]) -> Iterator[str]:
-    can = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
-    for kind in sorted(kinds - {*can}):
-        yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(can)}")
-    if cfg.data.mixture and cfg.data.epochs is not None:
-        yield unsupported("data.streaming=true with data.mixture", f"data.epochs={cfg.data.epochs}", "data.epochs=null")
-
-
 def _buckets(data: Data) -> Iterator[str]:
     lengths = tuple(sorted({length for length in data.buckets if length < data.sequence_length}))
     if data.buckets != lengths:
@@ -122,8 +116,6 @@ def check_memory(cfg: Config) -> Iterator[str]:
     for key, value, other in kernels:
         if value == "triton" and find_spec("jax_triton") is None:
             yield f"{key}=triton requires jax-triton; run pip install 'jaxmem[cuda13]', or use {key}={other}"
-    if cfg.memory.experts != "auto" and getattr(cfg.model, "experts", None) is None:
-        yield f"memory.experts={cfg.memory.experts} has no effect without model.experts; use memory.experts=auto"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _update(cfg)
@@ -153,8 +145,10 @@ def _offload(cfg: Config) -> Iterator[str]:
             yield unsupported(offload, remat, "memory.remat=full, dots or {save: [names]}")
         if cfg.model.family == "convnet":  # a layer takes less time than its transfer
             yield unsupported(offload, "model.family=convnet", "memory.offload=none")
-    if is_offloaded(memory.offload, "optimizer"):
-        yield from _state_offloaded(cfg, offload)
+    optimizer = cfg.optimizer
+    has_state = optimizer.name != "sgd" or optimizer.momentum or cfg.precision.master != "none"
+    if is_offloaded(memory.offload, "optimizer") and not has_state:
+        yield f"{offload} has no effect: sgd with optimizer.momentum=0 has no state; use memory.offload=none"
     if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
         yield f"{offload} has no effect: all parameters are trainable; use memory.offload=none or optimizer"
     named = [name for name in away if name != BOUNDARY]
@@ -164,18 +158,6 @@ def _offload(cfg: Config) -> Iterator[str]:
         chunk = getattr(memory, key)
         if chunk not in ("auto", 1) and set(named) & set(hidden):
             yield unsupported(offload, f"memory.{key}={chunk}", f"memory.{key}=auto")
-
-
-def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
-    optimizer = cfg.optimizer
-    if optimizer.name == "sgd" and not optimizer.momentum and cfg.precision.master == "none":
-        yield f"{offload} has no effect: sgd with optimizer.momentum=0 has no state; use memory.offload=none"
-    # Even a skipped update would have to copy the state.
-    if cfg.train.on_nan == "skip":
-        yield unsupported(offload, "train.on_nan=skip", "train.on_nan=stop, or memory.offload without optimizer")
-    if cfg.precision.loss_scale != "none":
-        use = "precision.loss_scale=none, or memory.offload without optimizer"
-        yield unsupported(offload, f"precision.loss_scale={cfg.precision.loss_scale}", use)
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
@@ -263,17 +245,12 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
 
 def _base(cfg: Config) -> Iterator[str]:
     adapter, base, run = cfg.adapter, cfg.base_precision, cfg.precision
-    kind, given = f"adapter.kind={adapter.kind}", f"adapter.base={adapter.base}"
-    if adapter.kind == "qlora" and not base.is_quantized:
-        yield unsupported(kind, given, "adapter.base=nf4 or adapter.kind=lora")
-    if adapter.kind == "lora" and base.is_quantized and not run.is_quantized:
-        yield unsupported(kind, given, "adapter.kind=qlora, or adapter.base=float32 or bfloat16")
     if not base.is_quantized and not adapter.double_quant:
         use = "use adapter.kind=qlora, or remove adapter.double_quant"
         yield f"adapter.double_quant=false requires quantized base weights, not {base.parameters}; {use}"
     if run.is_quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
         use = f"precision.parameters=float32 or bfloat16 with adapter.kind=qlora and adapter.base={run.parameters}"
-        yield unsupported(kind, f"precision.parameters={run.parameters}", use)
+        yield unsupported(f"adapter.kind={adapter.kind}", f"precision.parameters={run.parameters}", use)
 
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:

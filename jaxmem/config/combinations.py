@@ -68,19 +68,27 @@ NEEDS = (
     ("adapter.hf!=null", "model.hf", "set model.hf to the directory of the base model"),
     ("adapter.shared_a=true", "model.experts", "use a mixture of experts, or remove adapter.shared_a"),
     ("adapter.experts!=null", "model.experts", "use a mixture of experts, or remove adapter.experts"),
+    ("memory.experts!=auto", "model.experts", "use memory.experts=auto"),
+    ("model.layer_types=sliding_attention", "model.window", "use e.g. model.window=1024 (tokens)"),
 )
 BOTH = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
 # (setting, a setting that it does not support, what to use instead). `=a|b`: one of these values; `!=a`: any other.
-# `a=b with c=d`: both settings.
+# `a=b with c=d`: both settings. `a=b` also describes a list a that contains b.
 CONFLICTS = (
     (
         "precision.rounding=stochastic",
         "precision.parameters=float32",
         "precision.parameters=bfloat16 or a quantized format",
     ),
+    ("train.evaluate_every!=null", "data.held_out=0", "e.g. data.held_out=0.02"),
     # With a master copy, rounding to nearest loses no update.
     ("precision.rounding=stochastic", "precision.master!=none", "precision.rounding=nearest or precision.master=none"),
     ("memory.attention=cudnn|mosaic", "precision.compute=float32", "memory.attention=triton or auto"),
+    ("pipeline.schedule=gpipe", "pipeline.rounds!=1", "pipeline.schedule=circular"),
+    ("pipeline.schedule=1f1b", "pipeline.rounds!=1", "pipeline.schedule=interleaved_1f1b"),
+    ("pipeline.schedule=circular|interleaved_1f1b", "pipeline.rounds=1", "pipeline.rounds=2"),
+    ("pipeline.rounds!=1", "mesh.stage=1", "pipeline.rounds=1"),
+    ("mesh.stage!=1", "rules.logits=fsdp", "rules.logits=[]"),
     ("mesh.context_method!=auto", "mesh.context=1", "mesh.context=2 or more, or mesh.context_method=auto"),
     ("mesh.context!=1", "memory.attention=reference", "memory.attention=auto"),
     ("mesh.context_method=ring|all_gather with model.window!=null", "memory.attention=cudnn", "memory.attention=auto"),
@@ -95,17 +103,36 @@ CONFLICTS = (
     # During the backward pass, overflow and NaN are known only after most layers have been updated.
     ("memory.update=during", "train.on_nan=skip", "train.on_nan=stop or rollback, or memory.update=after"),
     ("memory.update=during", "precision.loss_scale!=none", "precision.loss_scale=none or memory.update=after"),
+    # Even a skipped update would have to copy the state.
+    ("memory.offload=optimizer", "train.on_nan=skip", "train.on_nan=stop, or memory.offload without optimizer"),
+    (
+        "memory.offload=optimizer",
+        "precision.loss_scale!=none",
+        "precision.loss_scale=none, or memory.offload without optimizer",
+    ),
+    (
+        "optimizer.kernel=triton",
+        "optimizer.name!=adamw8bit with precision.parameters!=int8",
+        "optimizer.kernel=none, optimizer.name=adamw8bit or precision.parameters=int8",
+    ),
+    (
+        "optimizer.kernel=triton with precision.parameters=int8",
+        "precision.rounding=nearest",
+        "optimizer.kernel=none or precision.rounding=auto",
+    ),
     # A pipeline needs the layers and the loss as separate functions; a script passes one function for both.
     ("objective.name=own", "mesh.stage!=1", "mesh.stage=1"),
     # With `context`, tokens are in another order, on which the loss of a script may depend.
     ("objective.name=own", "mesh.context!=1", "mesh.context=1"),
     # Negatives are the other rows of a micro-batch.
     ("objective.name=contrastive", "batch.accumulate!=1", "batch.accumulate=1"),
+    ("objective.name=contrastive", "batch.global_size=1", "batch.global_size=2"),
     # The log-probabilities of the reference model are stored next to a single source.
     ("objective.name=dpo", "data.mixture!=[]", "data.source and data.path"),
     ("objective.name=dpo", "data.packing=true", "data.packing=false"),
     # Packed rows have no padding at any length.
     ("data.buckets!=[]", "data.packing=true", "data.packing=false"),
+    ("data.streaming=true with data.mixture!=[]", "data.epochs!=null", "data.epochs=null"),
     # The number of tokens of an update depends on its bucket.
     ("data.buckets!=[]", "train.tokens!=null", "train.steps"),
     ("model.family=vit|convnet|mlp|image_text", "data.mixture!=[]", "data.source=digits or images"),
@@ -123,6 +150,12 @@ CONFLICTS = (
     *(
         ("adapter.kind=none", f"adapter.{key}", "adapter.kind=lora, qlora or another kind")
         for key in ("base!=null", "double_quant=false", "matmul!=auto", "base_run!=null")
+    ),
+    ("adapter.kind=qlora", "adapter.base=float32|bfloat16", "adapter.base=nf4 or adapter.kind=lora"),
+    (
+        "adapter.kind=lora",
+        "adapter.base!=null|float32|bfloat16",
+        "adapter.kind=qlora or adapter.base=float32 or bfloat16",
     ),
     ("adapter.kind=dora", "adapter.lora_bias=true", "adapter.lora_bias=false"),
     ("adapter.kind=dora", "model.experts!=null", "adapter.kind=lora or qlora"),
@@ -172,7 +205,8 @@ def _matching(cfg: Config, term: str) -> str:
     for part in term.split(" with "):
         key, operator, expected = re.split("(!?=)", part)
         value = _value(cfg, key)
-        if (as_yaml(value) in expected.split("|")) == (operator == "!="):
+        items = map(as_yaml, (value, *value) if isinstance(value, tuple) else (value,))
+        if any(item in expected.split("|") for item in items) == (operator == "!="):
             return ""
         found.append(key if expected == "[]" or isinstance(value, Section) else f"{key}={as_yaml(value)}")
     return " with ".join(found)

@@ -7,15 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem.config.check import check
-from jaxmem.config.mesh import (
-    BATCH_AXES,
-    MESH_AXES,
-    Mesh,
-    Rules,
-    divisors,
-    head_group_counts,
-    replicated_dims,
-)
+from jaxmem.config.mesh import BATCH_AXES, MESH_AXES, Mesh, Rules, divisors, head_group_counts, replicated_dims
 from jaxmem.config.networks import Convnet, Decoder, Family, OwnModel, Vit, pipelined_layers
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported

@@ -5,27 +5,13 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from jaxmem.config.base import (
-    Count,
-    Fraction,
-    ListOf,
-    NotNegative,
-    Positive,
-    Section,
-    StoredFormat,
-    Texts,
-    setting,
-)
+from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Texts, setting
 from jaxmem.config.names import layer_stacks
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
 )  # fmt: skip
-_FAMILY, _PRESET, _DROPOUT = (
-    "kind of network",
-    "only model.family: decoder has presets",
-    "dropout rate: share of activations set to 0 in training",
-)
+_FAMILY, _DROPOUT = "kind of network", "dropout rate: share of activations set to 0 in training"
 SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weights, as the section `rules` names them
 
 
@@ -33,6 +19,7 @@ class Family(Section):
     """Base of all families: activations and sharded dimensions."""
 
     activations: ClassVar[tuple[str, ...]] = ()  # names for `memory.remat: {save: [names]}` and `memory.offload`
+    preset: None = setting(None, "only model.family: decoder has presets")
 
     def dims(self) -> dict[str, dict[str, int]]:
         """For each dimension of weights that can be sharded: {field of the config: size}."""
@@ -133,7 +120,9 @@ class Decoder(Family):
 
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
-    preset: str | None = setting(None, "a published shape, with random weights; sets the fields below that are not set")
+    preset: str | None = setting(  # type: ignore[assignment]
+        None, "a published shape, with random weights; sets the fields below that are not set"
+    )
     hf: str | None = setting(
         None, "a Hugging Face directory, or org/name of the hub; sets the weights, and the fields that are not set"
     )
@@ -235,7 +224,6 @@ class Vit(ImageInput):
 
     activations: ClassVar[tuple[str, ...]] = (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["vit"] = setting("vit", _FAMILY)
-    preset: None = setting(None, _PRESET)
     patch: Count = setting(2, "height and width of a patch in pixels")
     layers: Count = setting(4, "number of layers")
     embed: Count = setting(64, "width of the residual stream")
@@ -267,7 +255,6 @@ class Convnet(ImageInput):
     """Residual convolutions with normalization and pooling between stages."""
 
     family: Literal["convnet"] = setting("convnet", _FAMILY)
-    preset: None = setting(None, _PRESET)
     stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = setting(
         (32, 64), "channels of each stage"
     )
@@ -284,7 +271,6 @@ class Mlp(ImageInput):
 
     activations = ("mlp_up", "mlp_hidden")
     family: Literal["mlp"] = setting("mlp", _FAMILY)
-    preset: None = setting(None, _PRESET)
     layers: Count = setting(3, "number of layers")
     embed: Count = setting(128, "width of the residual stream")
     mlp: Count = setting(256, "hidden width of a layer")
@@ -297,7 +283,6 @@ class OwnModel(Family):
     """A Flax NNX module that a script passes: `jaxmem.train(cfg, model=...)`."""
 
     family: Literal["own"] = setting("own", _FAMILY)
-    preset: None = setting(None, _PRESET)
 
 
 def pipelined_layers(model: Family) -> int:

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
-from jaxmem.config.adapter import EMBEDDING_ROWS, LORA_WEIGHTS, Adapter
+from jaxmem.config.adapter import Adapter
 from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
-from jaxmem.config.networks import Convnet, Decoder, Model, OwnModel, Quantization
+from jaxmem.config.networks import Decoder, Model, OwnModel, Quantization
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import NO_PARTS, Own
 from jaxmem.config.recompute import Memory
@@ -246,32 +246,12 @@ class Config(Section):
 
     def at_length(self, length: int) -> Config:
         """This config with all sequences of one length."""
-        return self.model_copy(update={"data": self.data.model_copy(update={"sequence_length": length, "buckets": ()})})
+        return self.replace(data={"sequence_length": length, "buckets": ()})
 
     @property
     def trainable_patterns(self) -> tuple[str, ...]:
         """Patterns of the names of trainable parameters; empty: all are trainable."""
-        return (*self._own_patterns, *self.optimizer.trainable)
-
-    @property
-    def _own_patterns(self) -> tuple[str, ...]:
-        """Patterns of the parameters that `adapter.kind` trains."""
-        model, adapter = self.model, self.adapter
-        match adapter.kind:
-            case "none":
-                return ()
-            case "prompt":
-                return ("prompt.*",)
-            case "head":
-                return ("head.*",)
-            case "patterns":
-                return tuple(adapter.targets)
-            case "last_layers":  # the weights after the layers are trainable too
-                stack = f"stage_{len(model.stages) - 1}.blocks" if isinstance(model, Convnet) else "blocks"
-                tied = isinstance(model, Decoder) and model.tie_embeddings
-                return (f"{stack}[-{adapter.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
-            case _:
-                return (LORA_WEIGHTS, EMBEDDING_ROWS) if adapter.token_indices else (LORA_WEIGHTS,)
+        return (*self.adapter.trainable_patterns(self.model), *self.optimizer.trainable)
 
     @property
     def prompt_length(self) -> int:
@@ -296,15 +276,15 @@ class Config(Section):
     def base_precision(self) -> Precision:
         """`precision` with the stored format of the frozen base model."""
         if (own := self.base_quantization) is not None:
-            return self.precision.model_copy(update={"parameters": own.format, "block_size": own.block_size})
+            return self.precision.replace(parameters=own.format, block_size=own.block_size)
         base = self.adapter.base or ("nf4" if self.adapter.kind == "qlora" else None)
-        return self.precision if base is None else self.precision.model_copy(update={"parameters": base})
+        return self.precision if base is None else self.precision.replace(parameters=base)
 
     @property
     def expert_precision(self) -> Precision:
         """`precision` with the stored format of frozen experts."""
         form = self.adapter.experts
-        return self.base_precision if form is None else self.precision.model_copy(update={"parameters": form})
+        return self.base_precision if form is None else self.precision.replace(parameters=form)
 
     @property
     def needs_global_norm_first(self) -> bool:

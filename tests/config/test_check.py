@@ -241,7 +241,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["model.preset=gemma2-2b", "model.window=null"],
-            "model.layer_types contains sliding_attention, but model.window=null",
+            "model.layer_types=[sliding_attention, full_attention] ... model.window",
         ),
         (TEXT, ["model.layer_types=[full_attention]", "model.window=8"], "model.window=8 requires sliding_attention"),
         (
