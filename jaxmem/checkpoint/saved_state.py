@@ -59,7 +59,7 @@ class SavedState:
 
         base = flatten_dict(read_base(self._program))
         merged = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
-        return self._model.replace(merged, params)
+        return self._model.selection.merge(merged, params)
 
     @cached_property
     def base(self) -> str | None:

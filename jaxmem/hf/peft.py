@@ -164,7 +164,7 @@ def saved_names(program: Program) -> set[str]:
         names = [one.name for one in weight.tensors]
         found |= in_file.intersection(names)
         path = tuple(jax.tree_util.DictKey(name) for name in weight.path)
-        if model.selection is not None and path in model.selection.layers:
+        if path in model.selection.layers:
             found |= {names[layer] for layer in model.selection.layers[path] or range(len(names))}
     return found
 

@@ -149,7 +149,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
         """Saved values, and gradients."""
 
         def forward(at: Any, *inputs: Any) -> Any:
-            return run(with_gradients(params, at, built.model.partial_stacks), batch, *inputs)
+            return run(with_gradients(params, at, built.model.selection.partial_stacks), batch, *inputs)
 
         y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
         return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))

@@ -26,9 +26,8 @@ from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.weights import Storage, storing_as
 from jaxmem.stack import Pipeline, StackOptions, creating_for
 
-_ADAPTER_KEY = (
-    2**31 - 1
-)  # folded into the key of the seed for new adapters, so that they do not depend on the weights of the model
+# Folded into the key of the seed for new adapters, so that they do not depend on the weights of the model.
+_ADAPTER_KEY = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,11 @@ class ModelSpec:
 
     @cached_property
     def _split(self) -> tuple[Any, Any, Any]:
-        def network() -> models.Network:
-            """The network with adapters, without the identity layers that pad pipeline stages."""
-            network = self._build(jax.random.key(0))
-            adapters.attach(network, self._adapter, jax.random.key(0))
-            return network
-
         if (plain := self.plain) is not None:
             shapes = {path: variable.get_value() for path, variable in plain.variables.items()}
             return plain.graphdef, unflatten_dict(dict(plain.axes)), unflatten_dict(shapes)
-        graphdef, state = nnx.split(nnx.eval_shape(network))
+        # Without the identity layers that pad pipeline stages.
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self._build(jax.random.key(0)))))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
 
@@ -77,8 +71,7 @@ class ModelSpec:
 
         def build() -> tuple[Any, Mapping[tuple[str, ...], int]]:
             network, stacks = self._build_plain(jax.random.key(0))
-            adapters.attach(network, self._adapter, jax.random.key(0))
-            return network, stacks
+            return self._with_new_adapters(network), stacks
 
         return own.PlainModel.of(build, self.cfg.own.axes, shards)
 
@@ -119,8 +112,7 @@ class ModelSpec:
     @property
     def _parameter_shapes(self) -> Any:
         """`shapes`, with None for what the forward pass changes."""
-        flat = flatten_dict(self.shapes)
-        return unflatten_dict({path: None if path in self.forward_state else x for path, x in flat.items()})
+        return Selection.of(self.shapes, ("*",)).without(self.forward_state).select(self.shapes)
 
     @cached_property
     def parameters(self) -> int:
@@ -150,33 +142,22 @@ class ModelSpec:
         return _count(shapes) - in_experts + in_experts * experts.top_k // experts.count
 
     @cached_property
-    def selection(self) -> Selection | None:
-        """Which parameters are trainable; None: all."""
-        patterns = self.cfg.trainable_patterns
-        if not patterns and not self.forward_state:
-            return None
+    def selection(self) -> Selection:
+        """Which parameters are trainable."""
+        patterns = self.cfg.trainable_patterns or ("*",)
         Selection.of(self.axes, patterns)  # refuses ranges of layers for weights that are not stacked
-        return Selection.of(self.shapes, patterns or ("*",)).without(self.forward_state)
-
-    @property
-    def partial_stacks(self) -> Mapping[Any, tuple[int, ...]]:
-        """The trainable layers, by path, of the stacks of which only some layers are trainable."""
-        return {} if self.selection is None else self.selection.partial_stacks
+        return Selection.of(self.shapes, patterns).without(self.forward_state)
 
     def select(self, params: Any) -> Any:
         """The trainable part of a tree of parameters or of their axes, with None for frozen ones."""
-        return params if self.selection is None else self.selection.select(params)
-
-    def replace(self, params: Any, trainable: Any) -> Any:
-        """`params` with the trainable ones replaced."""
-        return trainable if self.selection is None else self.selection.merge(params, trainable)
+        return self.selection.select(params)
 
     def storage(self, path: Sequence[str]) -> Storage:
         """How the weight at a path is stored."""
-        cfg, selection = self.cfg, self.selection
+        cfg = self.cfg
         if path in self.forward_state:
             return Storage(Precision())
-        if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
+        if tuple(jax.tree_util.DictKey(name) for name in path) in self.selection.layers:
             return Storage(cfg.precision)
         on_host = is_offloaded(cfg.memory.offload, "frozen")
         own: Quantization | None = cfg.base_quantization
@@ -224,12 +205,15 @@ class ModelSpec:
             adapters.attach(network, self._adapter, adapter_key, self.layer_order)
         return nnx.to_pure_dict(nnx.state(network))
 
+    def _with_new_adapters(self, network: Any) -> Any:
+        adapters.attach(network, self._adapter, jax.random.key(0))
+        return network
+
     def _build(self, key: jax.Array) -> models.Network:
-        if (create := self.cfg.own.model) is not None:
-            return (
-                create(nnx.Rngs(key), self._execution) if self.cfg.own.passes_execution else self._build_plain(key)[0]
-            )
-        return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
+        create = self.cfg.own.model
+        if create is None:
+            return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
+        return create(nnx.Rngs(key), self._execution) if self.cfg.own.passes_execution else self._build_plain(key)[0]
 
     def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
         """The model of a script without jaxmem's layers, and its stacks."""
@@ -253,13 +237,6 @@ class ModelSpec:
     def _adapter(self) -> Adapter:
         chosen = self.kernels.get("adapter.matmul")
         return self.cfg.adapter if chosen is None else self.cfg.adapter.replace(matmul=chosen.implementation)
-
-    @property
-    def attention_request(self) -> Any:
-        """The properties of the model's attention that an implementation may not support."""
-        from jaxmem.step.attention_choice import attention_request
-
-        return attention_request(self.cfg, self.platform)
 
     @property
     def _execution(self) -> models.Execution:

@@ -15,13 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.typing import DTypeLike
 
 from jaxmem.config.names import split_stack
 from jaxmem.optim.groups import constrain_tree
-from jaxmem.quant.precision import Params
+from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, Visitor, cut_by
@@ -32,7 +30,8 @@ from jaxmem.stack.stage_layers import Layers
 from jaxmem.stack.timetable import Timetable
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Objective, Sums, trained_sum
+from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
+from jaxmem.step.state import StateSpec
 
 Tree = Any
 
@@ -49,42 +48,46 @@ class StageVisit:
 
 
 def pipeline_gradients(
-    model: ModelSpec, objective: Objective, params: Params, batch: Batch, keys: jax.Array, *,
-    scale: jax.Array, gradient_dtype: DTypeLike, dtype: DTypeLike,
-) -> tuple[Params, Sums]:  # fmt: skip
+    spec: StateSpec, params: Params, batch: Batch, keys: jax.Array, scale: jax.Array
+) -> tuple[Params, Sums]:
     """Float32 gradients of the sum of the losses, times `scale`, and the sums of the objective. Leaves of the batch and
-    `keys` are [micro-batches, rows, ...]; gradients are communicated in `dtype`."""
-    pipeline, layout = model.pipeline, current()
-    assert pipeline is not None
+    `keys` are [micro-batches, rows, ...]; gradients are communicated in the compute dtype."""
+    model, layout = spec.model, current()
+    assert model.pipeline is not None
     local = () if layout is None else layout.local_gradient_axes
-    found = execute(pipeline.timetable, model, objective, params, (batch, keys), scale, gradient_dtype)
-    axes = model.select(model.axes)
+    found = execute(spec, model.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
+    axes, dtype = model.select(model.axes), compute_dtype(spec.cfg.precision, model.platform)
     stack = stacks_of(model)[-1]
     grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers.sums})
     if not local:
         return constrain_tree(grads, axes, "gradients"), found.sums
 
     def reduce(names: Axes, g: jax.Array) -> jax.Array:
-        return Reduce(layout, names, local, np.dtype(dtype)).of_all(g).astype(jnp.float32)
+        return Reduce(layout, names, local, dtype).of_all(g).astype(jnp.float32)
 
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
 
 
-def pipeline_sums(model: ModelSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
+def pipeline_sums(spec: StateSpec, terms: Objective, params: Params, batch: Batch) -> Sums:
     """The sums of the objective over all micro-batches, [micro-batches, rows, ...]."""
-    p = model.pipeline
+    p = spec.model.pipeline
     assert p is not None
-    table = evaluation(p.stages, p.micro_batches, p.rounds)
-    return execute(table, model, objective, params, (batch, None), jnp.float32(1), None).sums
+    return execute(spec, evaluation(p.stages, p.micro_batches, p.rounds), terms, params, (batch, None)).sums
 
 
 def execute(
-    table: Timetable, model: ModelSpec, objective: Objective, params: Params, batch: Any, scale: jax.Array,
-    gradient_dtype: DTypeLike | None, visit: StageVisit | None = None,
-) -> Results:  # fmt: skip
+    spec: StateSpec,
+    table: Timetable,
+    terms: Objective,
+    params: Params,
+    batch: tuple[Batch, jax.Array | None],  # with the keys of its rows
+    scale: jax.Array | float = 1.0,  # the factor of the loss
+    visit: StageVisit | None = None,
+) -> Results:
     """Executes a schedule. With `visit`, gradients of devices that have other rows are summed in every backward pass,
     `Results.layers` is the new `stacked`, and `Results.sums` is the sums of the objective and the new `values`."""
-    layout, pipeline, (*before, name) = current(), model.pipeline, stacks_of(model)
+    model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.trains else None
+    pipeline, (*before, name) = model.pipeline, stacks_of(model)
     assert layout is not None
     assert pipeline is not None
     local = layout.local_gradient_axes if visit is None else ()
@@ -101,12 +104,12 @@ def execute(
         at = differentiable(trainable, gradient_dtype)
 
         def embed(at: Any, micro: Any) -> StackCall:
-            return _cut(partial(objective.features, _network(at), *micro), len(before))[0]
+            return _cut(partial(terms.features, _network(at), *micro), len(before))[0]
 
         def loss(at: Any, y: Any, micro: Any) -> tuple[jax.Array, Sums]:
             network = _network(at)
-            x = _cut(partial(objective.features, network, *micro), len(before), y)[1]
-            sums = objective.sums(network, x, micro[0])
+            x = _cut(partial(terms.features, network, *micro), len(before), y)[1]
+            sums = terms.sums(network, x, micro[0])
             return trained_sum(sums) * scale, sums
 
         def _network(at: Any) -> Any:
@@ -138,7 +141,8 @@ def execute(
     stored = jax.tree.map(on_stage, stored_axes(axes, outside), outside, is_leaf=is_axes)
     trained = [_without(model.select(tree), name) for tree in (model.axes, params)]
     results = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.trains else ()
-    found = map_stages(stage, AXIS, local, stored, results)((params[name], stacked), outside, batch, (scale, values))
+    arrays = (params[name], stacked), outside, batch, (jnp.float32(scale), values)
+    found = map_stages(stage, AXIS, local, stored, results)(*arrays)
     return Results(*found)
 
 

@@ -91,7 +91,7 @@ class Program:
             if self.model.pipeline is not None:
                 from jaxmem.step.pipeline import pipeline_sums
 
-                return pipeline_sums(self.model, plain, params, batch)
+                return pipeline_sums(self.spec, plain, params, batch)
             sums = jax.lax.map(lambda micro_batch: plain(self.model.network(params), micro_batch, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 

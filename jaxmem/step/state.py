@@ -165,7 +165,7 @@ class StateSpec:
         dense = jax.eval_shape(differentiable, self._shapes.params)
         model = self.model
         return nonfinite.gradient_names(
-            model.select(model.axes), model.select(dense), model.layer_order, model.partial_stacks
+            model.select(model.axes), model.select(dense), model.layer_order, model.selection.partial_stacks
         )
 
     def new_state(self, params: Params) -> TrainState:

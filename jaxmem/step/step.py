@@ -54,7 +54,8 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
         after = sums.pop(STATE, None)
-        squares = nonfinite.squared_norms(grads, spec.model.select(spec.model.axes), spec.model.partial_stacks)
+        selection = spec.model.selection
+        squares = nonfinite.squared_norms(grads, selection.select(spec.model.axes), selection.partial_stacks)
         metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
         can_skip = state.loss_scale is not None or cfg.train.on_nan == "skip"
@@ -75,17 +76,17 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
 def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
     """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
     cfg, model = spec.cfg, spec.model
-    losses = objective(cfg)
+    terms, partial_stacks = objective(cfg), model.selection.partial_stacks
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
     scale = jnp.float32(1)
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
-    def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+    def loss(at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         at = at if hooks_by_layer else apply_hooks(at)
         before = model.with_forward_state(state.params, batch.get(STATE))
-        network = model.network(with_gradients(before, at, model.partial_stacks))
-        sums = sums_of(network, {name: x for name, x in batch.items() if name != STATE}, keys)
+        network = model.network(with_gradients(before, at, partial_stacks))
+        sums = terms(network, {name: x for name, x in batch.items() if name != STATE}, keys)
         if model.forward_state:
             sums = sums | {STATE: network.state}
         return trained_sum(sums) * scale, sums
@@ -94,17 +95,16 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     if model.pipeline is not None:
         from jaxmem.step.pipeline import pipeline_gradients
 
-        how = {"scale": scale, "gradient_dtype": spec.gradient_dtype, "dtype": compute}
-        grads, sums = pipeline_gradients(model, losses, state.params, batch, row_keys, **how)
+        grads, sums = pipeline_gradients(spec, state.params, batch, row_keys, scale)
     elif len(row_keys) == 1:
         micro_batch = jax.tree.map(lambda x: x[0], batch)
-        grads, sums = differentiate(partial(loss, losses), at, micro_batch, row_keys[0], axes)
+        grads, sums = differentiate(loss, at, micro_batch, row_keys[0], axes)
     else:
         begin = model.forward_state_of(state.params)
         if not cfg.own.is_empty:  # the loss of a script may apply the model several times
             first = jax.tree.map(lambda x: x[0], (batch, row_keys))
-            hooks_by_layer = not model.partial_stacks and applies_stacks_once(partial(loss, losses), at, *first)
-        grads, sums = accumulate(partial(loss, losses), at, batch, row_keys, axes, compute, begin)
+            hooks_by_layer = not partial_stacks and applies_stacks_once(loss, at, *first)
+        grads, sums = accumulate(loss, at, batch, row_keys, axes, compute, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 
@@ -139,7 +139,7 @@ def _update(
         # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
         # The all-gather is outside of the cond: for a loop in one of its branches XLA would copy the old weights.
         new = gather_in_place(params, constrain_tree(new, stored, "optimizer"), stored)
-    return model.with_forward_state(model.replace(state.params, new), after), opt_state
+    return model.with_forward_state(model.selection.merge(state.params, new), after), opt_state
 
 
 def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:

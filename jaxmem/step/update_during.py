@@ -19,14 +19,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxmem import optim
 from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import (
-    Write,
-    constrain_tree,
-    merge,
-    select,
-    single_weights,
-    without,
-)
+from jaxmem.optim.groups import Write, constrain_tree, merge, select, single_weights, without
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes
 from jaxmem.sharding.host import fetch_from_host, send_like

@@ -42,8 +42,7 @@ def update_in_stages(
 
     def run(visit: StageVisit) -> tuple[Any, Tree, Sums, Any]:
         """Returns the new `stacked`, the gradients outside of the layers, the sums, and the new `values`."""
-        data = model, objective(spec.cfg), params, (batch, keys)
-        found = execute(pipeline.timetable, *data, jnp.float32(1), spec.gradient_dtype, visit)
+        found = execute(spec, pipeline.timetable, objective(spec.cfg), params, (batch, keys), visit=visit)
         sums, values = found.sums
         grads = constrain_tree(found.outside, outside_axes, "gradients")
         return found.layers, _mean(grads, sums["count"]), sums, values

@@ -29,6 +29,7 @@ from jaxmem.machine.devices import cudnn_remedy
 from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
+from jaxmem.step.attention_choice import attention_request
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
@@ -66,7 +67,7 @@ def _first_failed(built: Program, agree: Callable[[bool], bool]) -> tuple[str, s
         name = chosen.implementation
         if name in (*PLAIN, "none", "dequantize"):
             continue
-        call = built.model.attention_request if setting == "memory.attention" else chosen.kind
+        call: Any = attention_request(built.cfg, built.platform) if setting == "memory.attention" else chosen.kind
         why = failure(setting, name, call)
         if agree(why is not None):
             section, key = setting.split(".")

@@ -86,7 +86,7 @@ def built(attention="auto"):
     """A program on a Hopper GPU, as far as the check looks at it."""
     cfg = load_config({"name": "x", "model": {"preset": "llama3-8b"}, **OPTIMIZER, "memory": {"attention": attention}})
     kernels = {"memory.attention": choose(CALL, 90, "H100"), "optimizer.kernel": update_choice(cfg, 90)}
-    return SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(kernels=kernels, attention_request=CALL))
+    return SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(kernels=kernels))
 
 
 def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
