@@ -5,7 +5,7 @@ that `datasets` calls an image folder.
 """
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,47 +65,29 @@ class ImageTexts:
         seed: int = 0,
         share: tuple[int, int] = (0, 1),
     ) -> None:
+        import grain
+
         file = next((file for name in FILES if (file := Path(path, name)).is_file()), None)
         if file is None:
             raise UserError(f"{path} has neither {' nor '.join(FILES)}; write one with the columns file_name and text")
-        self._pairs = list(_pairs(file))
-        if len(self._pairs) < rows or rows % share[1]:
+        pairs, (process, processes) = list(_pairs(file)), share
+        if len(pairs) < rows or rows % processes:
             raise UserError(
-                f"{path} has {len(self._pairs)} pairs; rows={rows} must be at most as many, and divisible by the "
-                f"{share[1]} processes"
+                f"{path} has {len(pairs)} pairs; rows={rows} must be at most as many, and divisible by the "
+                f"{processes} processes"
             )
-        self._form, self._length = ImageForm(image_size, channels, np.float32), text_length
-        self._tokenizer, self._seed, self._rows, self._share = tokenizer_for(tokenizer), seed, rows, share
+        form, reader, each = ImageForm(image_size, channels, np.float32), tokenizer_for(tokenizer), rows // processes
 
-    def __iter__(self) -> "_Batches":
-        return _Batches(self)
+        def batch(pairs: Sequence[tuple[Path, str]]) -> Batch:
+            files, texts = zip(*pairs[process * each : (process + 1) * each], strict=True)
+            tokens, lengths = _tokens(reader, texts, text_length)
+            return {"image": np.stack([read_image(file, form) for file in files]), "text": tokens, "length": lengths}
 
-    def batch(self, number: int) -> dict[str, np.ndarray]:
-        """The batch with this number, from 0."""
-        turn, place = divmod(number, len(self._pairs) // self._rows)
-        order = np.random.default_rng((self._seed, turn)).permutation(len(self._pairs))
-        process, processes = self._share
-        each = self._rows // processes
-        start = place * self._rows + process * each
-        pairs = [self._pairs[i] for i in order[start : start + each]]
-        tokens, lengths = _tokens(self._tokenizer, [text for _, text in pairs], self._length)
-        images = np.stack([read_image(file, self._form) for file, _ in pairs])
-        return {"image": images, "text": tokens, "length": lengths}
+        order = grain.MapDataset.source(pairs).shuffle(seed).batch(rows, drop_remainder=True, batch_fn=batch)
+        self._batches = order.repeat().to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
-
-class _Batches(Iterator[dict[str, np.ndarray]]):
-    def __init__(self, data: ImageTexts) -> None:
-        self._data, self._number = data, 0
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        self._number += 1
-        return self._data.batch(self._number - 1)
-
-    def get_state(self) -> dict[str, int]:
-        return {"batch": self._number}
-
-    def set_state(self, state: Mapping[str, int]) -> None:
-        self._number = state["batch"]
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
 
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
