@@ -32,7 +32,6 @@ class Contestant:
     name: str
     of: str  # the name of the measured pass
     call: Call
-    wait: Callable[[Any], Any] = jax.block_until_ready
     amount: float = 1.0
     unit: str = ""  # the unit of amount per second
     seconds: list[float] = field(default_factory=list)
@@ -46,7 +45,7 @@ class Contestant:
         enqueued = time.perf_counter() - start
         for _ in range(calls - 1):
             result = self.call()
-        self.wait(result)
+        jax.block_until_ready(result)
         return (time.perf_counter() - start) / calls, enqueued
 
     @property
