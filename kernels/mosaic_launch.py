@@ -4,6 +4,7 @@
 set `EVALUATOR`, which evaluates the traced kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,24 +25,31 @@ def _refuse(*_: Any) -> Any:
 EVALUATOR: Callable[..., Callable[..., Any]] | None = None
 
 
+@dataclass(frozen=True)
+class MosaicKernel:
+    """`program(*arrays, *sums, *outputs, memory)` on a grid whose first dimension is the fastest. `memory`: a tree of
+    the shared memory and the barriers of a program. `flops`: as in `on_each_platform`; if there are sums, operations
+    per element of the first of them."""
+
+    name: str
+    program: Callable[..., None]
+    grid: Mapping[str, int]
+    warpgroups: int
+    memory: Any
+    flops: float = 0.0
+
+
 def launch(
-    name: str,
-    kernel: Callable[..., None],
+    kernel: MosaicKernel,
     arrays: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    *,
     sums: Sequence[jax.ShapeDtypeStruct] = (),
-    grid: Mapping[str, int],
-    warpgroups: int,
-    scratch: Mapping[str, Any],
-    flops: float = 0.0,
 ) -> list[jax.Array]:
-    """Runs `kernel(*arrays, *sums, *outputs, **scratch)` on a grid whose first dimension is the fastest. Returns the
-    outputs, then `sums`, which are initialized with zeros and to which the kernel adds. `flops`: as in
-    `on_each_platform`; if there are `sums`, operations per element of the first of them."""
+    """Returns the outputs, then `sums`, which are initialized with zeros and to which the kernel adds."""
+    grid, warpgroups = kernel.grid, kernel.warpgroups
 
     def body(*refs: Any) -> None:
-        pl.run_scoped(lambda **allocated: kernel(*refs, **allocated), collective_axes=THREAD, **scratch)
+        pl.run_scoped(lambda memory: kernel.program(*refs, memory), kernel.memory, collective_axes=THREAD)
 
     call = pl.kernel(
         body,
@@ -49,7 +57,7 @@ def launch(
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=warpgroups, thread_name=THREAD),
         # Lowering by warpgroups, the default since jax 0.11, does not find layouts.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        name=name,
+        name=kernel.name,
     )
 
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
@@ -64,4 +72,4 @@ def launch(
         evaluate = _refuse if EVALUATOR is None else EVALUATOR(on_gpu, arrays, dict(grid), warpgroups, outputs, sums)
         return list(jax.pure_callback(evaluate, [*outputs, *sums], *arrays))
 
-    return list(on_each_platform(name, flops, cpu=on_cpu, gpu=on_gpu)(*arrays))
+    return list(on_each_platform(kernel.name, kernel.flops, cpu=on_cpu, gpu=on_gpu)(*arrays))

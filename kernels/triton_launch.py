@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -40,43 +41,48 @@ def load_programs(module: str) -> Any:
         raise ValueError(text) from error
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is compiled and launched. `static`: its compile-time values. `in_place`: {index of an array: index
+    of the output that reuses its memory}. `flops`: as in `on_each_platform`."""
+
+    grid: tuple[int, ...]
+    static: Any
+    warps: int = 4
+    stages: int = 1
+    flops: float = 0.0
+    in_place: Mapping[int, int] = field(default_factory=dict)
+
+
 def launch(
-    kernel: Any,
-    arrays: Sequence[jax.Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    *,
-    grid: tuple[int, ...],
-    static: Any,
-    warps: int,
-    stages: int,
-    flops: float = 0.0,
-    in_place: Mapping[int, int] | None = None,
+    kernel: Any, arrays: Sequence[jax.Array], outputs: Sequence[jax.ShapeDtypeStruct], how: Launch
 ) -> list[jax.Array]:
-    """Runs `kernel(*arrays, *outputs, s=static)` on a grid. `in_place`: {index of an array: index of the output that
-    reuses its memory}. `flops`: as in `on_each_platform`."""
+    """Runs `kernel(*arrays, *outputs, s=how.static)` on a grid."""
     compute_capability = capability()
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
-        run = _refuse if INTERPRETER is None else functools.partial(INTERPRETER, kernel, grid, static, tuple(outputs))
+        run = _refuse
+        if INTERPRETER is not None:
+            run = functools.partial(INTERPRETER, kernel, how.grid, how.static, tuple(outputs))
         return list(jax.pure_callback(run, list(outputs), *arrays))
 
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         call = _triton_call()
         options: dict[str, Any] = {
             "compute_capability": compute_capability,
-            "num_warps": warps,
-            "num_stages": stages,
-            "input_output_aliases": dict(in_place or {}),
-            "s": static,
+            "num_warps": how.warps,
+            "num_stages": how.stages,
+            "input_output_aliases": dict(how.in_place),
+            "s": how.static,
         }
         # jax-triton 0.4 renames two arguments; 0.3 leaves the version of PTX to Triton.
         if "out_type" in inspect.signature(call).parameters:
             options |= {"out_type": list(outputs), "backend_options": {"enable_fp_fusion": True, "ptx_version": PTX}}
         else:
             options |= {"out_shape": list(outputs), "enable_fp_fusion": True}
-        return list(call(*arrays, kernel=kernel, grid=grid, **options))
+        return list(call(*arrays, kernel=kernel, grid=how.grid, **options))
 
-    return list(on_each_platform(kernel.__name__, flops, cpu=on_cpu, gpu=on_gpu)(*arrays))
+    return list(on_each_platform(kernel.__name__, how.flops, cpu=on_cpu, gpu=on_gpu)(*arrays))
 
 
 @functools.cache

@@ -4,13 +4,13 @@ A new implementation is a module with `attend` and `gradients` (see `derivative.
 limits in `support.py`. `tests/kernels/test_attention.py` tests all of them.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
 from jaxmem.kernels.choice import Operation, capability
 
-from .arguments import CHECKS, check_arguments
+from .arguments import CHECKS, AttentionOptions, check_arguments
 from .derivative import Implementation
 from .support import OPERATION, PLAIN, Request, refusal
 
@@ -24,19 +24,9 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    causal: bool = False,
-    window: int | None = None,
-    segment_ids: ArrayLike | None = None,
-    kv_segment_ids: ArrayLike | None = None,
-    max_segments: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
     implementation: str | None = None,
-    has_window: ArrayLike | None = None,
-    window_share: tuple[int, int] | None = None,
-    sinks: ArrayLike | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any:  # an array; with `return_lse` a pair
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
@@ -56,31 +46,17 @@ def attention(
     to how many (first), for the planner. `sinks`: a logit for each head, [heads], that is part of each softmax without
     a value; differentiable.
     """
-    arrays, options, extras = check_arguments(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        scale=scale,
-        soft_cap=soft_cap,
-        deterministic=deterministic,
-        max_segments=max_segments,
-        has_window=has_window,
-        window_share=window_share,
-        sinks=sinks,
-    )
+    arrays, checked, extras = check_arguments(q, k, v, **options)
     with_lse = CHECKS.flag("return_lse", return_lse)
     CHECKS.require(not with_lse or extras.has_window is None, "return_lse does not support has_window")
     CHECKS.require(not with_lse or extras.sinks is None, "return_lse does not support sinks")
-    keys_have_own = kv_segment_ids is not None and kv_segment_ids is not segment_ids
-    request = Request.of(*arrays[:2], options, extras, keys_have_own=keys_have_own)
+    kv_segment_ids = options.get("kv_segment_ids")
+    keys_have_own = kv_segment_ids is not None and kv_segment_ids is not options.get("segment_ids")
+    request = Request.of(*arrays[:2], checked, extras, keys_have_own=keys_have_own)
 
     out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
-        lambda module: Implementation(module).attend(*arrays, options, extras),
+        lambda module: Implementation(module).attend(*arrays, checked, extras),
         (arrays, extras),
         kind=request.kind,
         sizes=request.sizes,

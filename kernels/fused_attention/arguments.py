@@ -2,10 +2,11 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxmem.kernels.validation import FLOATS, Validator, describe
@@ -15,6 +16,22 @@ CHECKS = Validator("attention")
 QueryHeads = Float[Array, "batch queries heads dim"]
 KeyHeads = Float[Array, "batch keys kv_heads dim"]
 LogSumExp = Float[Array, "batch heads queries"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of `attention`, which documents them."""
+
+    causal: bool
+    window: int | None
+    segment_ids: ArrayLike | None
+    kv_segment_ids: ArrayLike | None
+    max_segments: int | None
+    scale: float | None
+    soft_cap: float | None
+    deterministic: bool
+    has_window: ArrayLike | None
+    window_share: tuple[int, int] | None
+    sinks: ArrayLike | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,17 @@ class Extras(NamedTuple):
     sinks: Float[Array, " heads"] | None = None  # a logit for each head in the softmax, without a value
 
 
+class Residuals(NamedTuple):
+    """The arrays of a forward pass that the backward pass reads. `k` and `v` may be a part of the keys, if `out` and
+    `lse` are those of all keys."""
+
+    q: QueryHeads
+    k: KeyHeads
+    v: KeyHeads
+    out: QueryHeads
+    lse: LogSumExp
+
+
 def visible(
     query: Int32[Array, " *rows"],
     key: Int32[Array, " *keys"],
@@ -58,23 +86,12 @@ def visible(
 
 
 def check_arguments(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: Any = False,
-    window: Any = None,
-    segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    scale: Any = None,
-    soft_cap: Any = None,
-    deterministic: Any = False,
-    max_segments: Any = None,
-    has_window: Any = None,
-    window_share: Any = None,
-    sinks: Any = None,
+    q: Any, k: Any, v: Any, **more: Unpack[AttentionOptions]
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError names a wrong argument."""
+    if unknown := more.keys() - AttentionOptions.__annotations__:
+        raise TypeError(f"attention: unknown argument {', '.join(sorted(unknown))}")
+    read: Any = more.get
     q, k, v = (
         CHECKS.array(name, x, "[batch, sequence, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v))
     )
@@ -85,15 +102,16 @@ def check_arguments(
     _require(k.shape[0] == batch, f"k has batch {k.shape[0]} and q {batch}; they should be the same")
     _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
     _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; the {heads} heads of q should be a multiple of them")
-    causal, deterministic = CHECKS.flag("causal", causal), CHECKS.flag("deterministic", deterministic)
-    if window is not None:
+    causal, deterministic = (CHECKS.flag(name, read(name, False)) for name in ("causal", "deterministic"))
+    if (window := read("window")) is not None:
         window = CHECKS.whole_number("window", window)
         _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the position of the query)")
         window = min(window, k.shape[1])  # the window must fit in 32 bits
-    if soft_cap is not None:
+    if (soft_cap := read("soft_cap")) is not None:
         soft_cap = CHECKS.number("soft_cap", soft_cap)
         _require(soft_cap > 0, f"soft_cap is {soft_cap!r}; it should be above 0")
-    scale = dim**-0.5 if scale is None else CHECKS.number("scale", scale)
+    scale = dim**-0.5 if read("scale") is None else CHECKS.number("scale", read("scale"))
+    segment_ids, kv_segment_ids = read("segment_ids"), read("kv_segment_ids")
     if kv_segment_ids is None and k.shape[1] == queries:
         kv_segment_ids = segment_ids
     _require(
@@ -104,19 +122,19 @@ def check_arguments(
     if segment_ids is not None and kv_segment_ids is not None:
         segment_ids = _ids("segment_ids", segment_ids, (batch, queries))
         kv_segment_ids = _ids("kv_segment_ids", kv_segment_ids, (batch, k.shape[1]))
-    if max_segments is not None:
+    if (max_segments := read("max_segments")) is not None:
         max_segments = CHECKS.whole_number("max_segments", max_segments)
         _require(max_segments >= 1, f"max_segments is {max_segments}; it should be at least 1")
-    if has_window is not None:
+    if (has_window := read("has_window")) is not None:
         has_window = jnp.asarray(has_window)
         _require(window is not None, "has_window is set without window; it needs both")
         is_flag = has_window.shape == () and has_window.dtype == bool
         _require(is_flag, f"has_window is {describe(has_window)}; it should be one boolean")
-    if sinks is not None:
+    if (sinks := read("sinks")) is not None:
         sinks = jnp.asarray(sinks)
         is_right = sinks.shape == (heads,) and sinks.dtype in DTYPES
         _require(is_right, f"sinks is {describe(sinks)}; it should be floats of shape [{heads}], one per head")
-    options = Options(causal, window, scale, soft_cap, deterministic, max_segments, window_share)
+    options = Options(causal, window, scale, soft_cap, deterministic, max_segments, read("window_share"))
     return (q, k, v), options, Extras(segment_ids, kv_segment_ids, has_window, sinks)
 
 

@@ -8,23 +8,57 @@ saves the output and the log-sum-exp of each row, from which the backward pass c
 With P unmasked (query, key) pairs it needs 4 P dim operations per head forward and 10 P dim backward. In addition to
 inputs and outputs it stores batch x heads x (a few tiles + a few times sequence x dim) values, never sequence squared.
 Batch and heads remain separate dimensions, so arrays that are sharded over them are not moved.
+
+Queries are grouped by the key head that they share, [batch, kv_heads, group, queries, dim]; keys and values are [batch,
+kv_heads, keys, dim]. The queries of a group are rows of one matmul, so grouped-query attention copies nothing.
 """
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Array, Bool, Float
 
-from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads
-from .tiles import Keys, Problem, Queries, Rows, Tile, finished, tile_backward, tile_forward
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, Residuals, visible
+from .flash import block_ranges
+
+Queries = Float[Array, "batch kv_heads group queries dim"]
+Outputs = Float[Array, "batch queries kv_heads group dim"]
+Keys = Float[Array, "batch kv_heads keys dim"]
+Turned = Float[Array, "batch kv_heads dim keys"]
+Rows = Float[Array, "batch kv_heads group queries"]
 
 # A loop runs over tiles of at most this many queries and keys, so the program does not grow with the sequence. With
 # smaller tiles more of a causal mask is skipped: on a CPU a sequence of 256 takes a third of the time of one tile.
 BLOCK, SHORT_BLOCK = 256, 128
 SHORT = 2048  # positions up to which SHORT_BLOCK is faster
+
+
+class Tile(NamedTuple):
+    """The first query and first key, which are traced, and the numbers of both."""
+
+    query: Any
+    queries: int
+    key: Any
+    keys: int
+
+
+class Problem(NamedTuple):
+    """The properties of a call that its tiles share."""
+
+    options: Options
+    extras: Extras
+    queries: int
+    keys: int
+
+    @property
+    def offset(self) -> int:
+        """Query q is at the position of key q + offset."""
+        return self.keys - self.queries
 
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
@@ -35,16 +69,9 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
 
 
 def gradients(
-    q: QueryHeads,
-    k: KeyHeads,
-    v: KeyHeads,
-    out: QueryHeads,
-    lse: LogSumExp,
-    d_out: QueryHeads,
-    d_lse: LogSumExp | None,
-    options: Options,
-    extras: Extras,
+    saved: Residuals, d_out: QueryHeads, d_lse: LogSumExp | None, options: Options, extras: Extras
 ) -> tuple[QueryHeads, KeyHeads, KeyHeads]:
+    q, k, v, out, lse = saved
     kv_heads = k.shape[2]
     problem = Problem(options, extras, q.shape[1], k.shape[1])
     arrays = _grouped(q, kv_heads), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), _grouped(d_out, kv_heads)
@@ -69,17 +96,16 @@ def _block(length: int) -> int:
     return min(length, 8 * -(-length // (8 * count)))
 
 
-def _lines(length: int, block: int, seen: Callable[[int, int], tuple[int, int]], step: int) -> Int32[np.ndarray, "n 3"]:
-    """For each block of queries, its first position and the range of the blocks of keys that are not completely masked.
-    With `queries_seeing` as `seen`: for each block of keys, its first position and the range of blocks of queries."""
-    ranges = [(first, *seen(first, min(first + block, length))) for first in range(0, length, block)]
-    found = [(first, low // step * step, high) for first, low, high in ranges if low < high]
-    return np.asarray(found, np.int32).reshape(-1, 3)
-
-
-def _visit_tiles(lines: Int32[np.ndarray, "n 3"], step: int, visit: Callable[..., Any], state: Any) -> Any:
-    """Calls `visit(first, other, state)` for every tile, line by line. The loop carries the positions, since a
-    table of all tiles would grow with the square of the sequence."""
+def _visit_tiles(
+    problem: Problem, blocks: tuple[int, int], visit: Callable[..., Any], state: Any, *, by_keys: bool = False
+) -> Any:
+    """Calls `visit(first, other, state)` for every tile that is not completely masked: for each block of queries (with
+    `by_keys`, of keys) its first position, and that of a block of keys (of queries). The loop carries the positions,
+    since a table of all tiles would grow with the square of the sequence."""
+    own, step = blocks[::-1] if by_keys else blocks
+    ranges = block_ranges(problem.options, problem.queries, problem.keys, blocks, by_keys=by_keys)
+    lines = np.stack([own * np.arange(len(ranges), dtype=np.int32), step * ranges[:, 0], step * ranges[:, 3]], axis=1)
+    lines = lines[lines[:, 1] < lines[:, 2]]
     if not len(lines):
         return state
     table = jnp.asarray(np.concatenate([lines, lines[-1:]]))
@@ -91,7 +117,7 @@ def _visit_tiles(lines: Int32[np.ndarray, "n 3"], step: int, visit: Callable[...
         line = line + is_last.astype(jnp.int32)
         return line, jnp.where(is_last, table[line, 1], other + step), state
 
-    count = int((-(-(lines[:, 2] - lines[:, 1]) // step)).sum())
+    count = int((lines[:, 2] - lines[:, 1]).sum()) // step
     return jax.lax.fori_loop(0, count, next_tile, (jnp.int32(0), table[0, 1], state))[2]
 
 
@@ -116,13 +142,12 @@ def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
         before = tuple(_slice(x, i, block_q, 3) for x in state)
         tile = Tile(i, block_q, j, block_k)
         some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
-        after = tile_forward(problem, tile, *some, before)
+        after = _tile_forward(problem, tile, *some, before)
         return tuple(_put(x, part, i, 3) for x, part in zip(state, after, strict=True))
 
     rows = q.shape[:-1]
     start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
-    lines = _lines(problem.queries, block_q, problem.keys_seen, block_k)
-    out, lse = finished(q, *_visit_tiles(lines, block_k, visit, start))
+    out, lse = _finished(q, *_visit_tiles(problem, (block_q, block_k), visit, start))
     return out[..., : problem.queries, :], lse[..., : problem.queries]
 
 
@@ -136,9 +161,9 @@ def _visit_backward(
 
     def visit(j: Any, i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile = Tile(i, block_q, j, block_k)
-        rows = [_slice(x, i, block_q, 3) for x in (d_out, lse, inner)]
+        rows = _slice(d_out, i, block_q, 3), _slice(lse, i, block_q, 3), _slice(inner, i, block_q, 3)
         own = _slice(k, j, block_k, 2), _slice(k_turned, j, block_k, 3), _slice(v, j, block_k, 2)
-        parts = tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, *rows)
+        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, rows)
         places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
         return tuple(
             _put(x, _slice(x, start, length, dim) + part, start, dim)
@@ -151,8 +176,7 @@ def _visit_backward(
         jnp.zeros(k.shape, jnp.float32),
         jnp.zeros(v.shape, jnp.float32),
     )
-    lines = _lines(problem.keys, block_k, problem.queries_seeing, block_q)
-    dq, dk, dv = _visit_tiles(lines, block_q, visit, start)
+    dq, dk, dv = _visit_tiles(problem, (block_q, block_k), visit, start, by_keys=True)
     return dq.transpose(0, 1, 3, 4, 2)[:, :, :, : problem.queries], dk[:, :, : problem.keys], dv[:, :, : problem.keys]
 
 
@@ -165,3 +189,97 @@ def _fitted(
         mine, theirs = _padded(mine, 1, block_q), _padded(theirs, 1, block_k)
     problem = problem._replace(extras=problem.extras._replace(segment_ids=mine, kv_segment_ids=theirs))
     return problem, (_padded(q, 3, block_q), _padded(k, 2, block_k), _padded(v, 2, block_k))
+
+
+# ---------------------------------------------------------------- one tile
+
+
+def _scores(problem: Problem, q: Queries, k: Keys, tile: Tile, *, by_keys: bool = False) -> tuple[jax.Array, Any]:
+    """The scores of a tile in float32, -inf where they are masked, [batch, kv_heads, group, queries, keys]; with
+    `by_keys` [batch, kv_heads, keys, group, queries], as the matmuls of dk and dv read them. Also the slope
+    d(score)/d(q . k)."""
+    options = problem.options
+    rows = _merge_groups(q)
+    if by_keys:
+        s = jnp.einsum("bnkd,bnqd->bnkq", k, rows, preferred_element_type=jnp.float32)
+        s = s.reshape(*k.shape[:3], *q.shape[2:4])
+    else:
+        s = jnp.einsum("bnqd,bnkd->bnqk", rows, k, preferred_element_type=jnp.float32).reshape(*q.shape[:4], -1)
+    s = s * options.scale
+    slope: Any = options.scale
+    if options.soft_cap is not None:
+        capped = jnp.tanh(s / options.soft_cap)
+        s, slope = capped * options.soft_cap, options.scale * (1.0 - capped * capped)
+    seen = _seen(problem, tile, by_keys=by_keys)
+    return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
+
+
+def _merge_groups(q: Queries) -> Keys:
+    """The queries of a group as rows of one matrix."""
+    return q.reshape(*q.shape[:2], -1, q.shape[-1])
+
+
+def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any) -> tuple[Any, ...]:
+    """The weighted sum of values, the maximum and the sum of each row, combined with the results `before` of other
+    tiles."""
+    s, _ = _scores(problem, q, k, tile)
+    top = jnp.maximum(jnp.max(s, axis=-1), before[1])
+    finite = jnp.where(jnp.isneginf(top), 0.0, top)  # a row without visible keys so far has -inf
+    p = jnp.exp(s - finite[..., None])
+    total = jnp.sum(p, axis=-1)
+    p = p.astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
+    mixed = jnp.einsum("bnqk,bnkd->bnqd", p, v, preferred_element_type=jnp.float32).reshape(q.shape)
+    shrink = jnp.exp(before[1] - finite)
+    return mixed + before[0] * shrink[..., None], top, total + before[2] * shrink
+
+
+def _finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
+    seen = total > 0.0
+    out = mixed / jnp.where(seen, total, 1.0)[..., None]
+    lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    return out.astype(like.dtype), lse
+
+
+def _tile_backward(
+    problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, rows: tuple[Queries, Rows, Rows]
+) -> tuple[Any, ...]:
+    """A tile's part of dq, [batch, kv_heads, dim, group, queries], of dk and of dv. Every matmul contracts the last
+    dimension of its left side, which is fast on CPUs. `k_turned`: the transposed keys, for the matmul of dq. `rows`:
+    the cotangent, the log-sum-exp and `inner` (`flash.backward_rows`) of each row."""
+    d_out, lse, inner = rows
+    batch, heads, groups, queries, dim = q.shape
+    shape = (batch, heads, tile.keys, groups * queries)
+    s, slope = _scores(problem, q, k, tile, by_keys=True)
+    p = jnp.exp(s - lse[:, :, None])
+    merged = _merge_groups(d_out)
+    dv = jnp.einsum("bnkq,bnqd->bnkd", p.astype(v.dtype).reshape(shape), merged, preferred_element_type=jnp.float32)
+    dp = jnp.einsum("bnkd,bnqd->bnkq", v, merged, preferred_element_type=jnp.float32).reshape(p.shape)
+    ds = p * (dp - inner[:, :, None]) * slope
+    ds = ds.astype(q.dtype).reshape(shape)
+    dk = jnp.einsum("bnkq,bnqd->bnkd", ds, _merge_groups(q), preferred_element_type=jnp.float32)
+    dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
+    return dq.reshape(batch, heads, dim, groups, queries), dk, dv
+
+
+def _seen(problem: Problem, tile: Tile, *, by_keys: bool) -> Bool[Array, "..."] | None:
+    """Whether the queries of a tile attend to its keys, to broadcast over scores; None: all do."""
+
+    def along(queries: jax.Array, keys: jax.Array) -> tuple[Any, ...]:
+        """Values of queries and keys, [batch or 1, length], as the dimensions of scores."""
+        over = ((1, 2, 3), (1, 3, 4)) if by_keys else ((1, 2, 4), (1, 2, 3))
+        return tuple(jnp.expand_dims(x, dims) for x, dims in zip((queries, keys), over, strict=True))
+
+    options, extras = problem.options, problem.extras
+    positions = (first + jnp.arange(count, dtype=jnp.int32) for first, count in (tile[:2], tile[2:]))
+    query, key = along(*(x[None] for x in positions))
+    parts = [visible(query, key, offset=problem.offset, causal=options.causal, window=options.window)]
+    if problem.keys % tile.keys:
+        parts.append(key < problem.keys)  # the last tile of the loop extends beyond the keys
+    if extras.segment_ids is not None and extras.kv_segment_ids is not None:
+        mine, theirs = along(
+            _slice(extras.segment_ids, tile.query, tile.queries, 1),
+            _slice(extras.kv_segment_ids, tile.key, tile.keys, 1),
+        )
+        parts.append(mine == theirs)
+    seen = [part for part in parts if part is not None]
+    return functools.reduce(operator.and_, seen) if seen else None

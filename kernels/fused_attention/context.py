@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from . import ring
-from .arguments import CHECKS, Extras, Options, check_arguments
+from .arguments import CHECKS, Extras, Options, Residuals, check_arguments
 from .derivative import Implementation, differentiable
 from .ring import Shard
 from .support import Request, refusal
@@ -40,13 +40,12 @@ def attention_over(
     v: jax.Array,
     *,
     implementation: str,
-    window: int | None = None,
-    segment_ids: jax.Array | None = None,
     **more: Any,
 ) -> jax.Array:
     """Causal attention of a sequence over all devices of `axis`. Options are those of `attention`."""
-    _, options, extras = check_arguments(q, k, v, causal=True, window=window, segment_ids=segment_ids, **more)
+    _, options, extras = check_arguments(q, k, v, causal=True, **more)
     devices, time = jax.lax.axis_size(axis), q.shape[1]
+    window = more.get("window")
     options = dataclasses.replace(options, window=window)  # the window may be longer than this device's part
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
     why = refusal(implementation, every.over_context(method, devices), None)
@@ -74,7 +73,7 @@ def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) ->
     axis, (q, k, v, extras) = shard.axis, own
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
     here = _of_sequence(axis, extras)
-    *found, d_sinks = shard.kernel.gradients(q, keys, values, out, lse, d_out, None, shard.options, here)
+    *found, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, None, shard.options, here)
     if d_sinks is not None:  # of this device's heads
         first = jax.lax.axis_index(axis) * d_sinks.size
         d_sinks = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(extras.sinks), d_sinks, first, 0)

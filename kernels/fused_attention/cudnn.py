@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int32
 
-from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, pairs
+from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, Residuals, pairs
 
 WORKSPACE = 2**30  # target for the largest workspace in bytes of the backward pass of packed sequences
 _FORWARD, _BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
@@ -73,9 +73,9 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
 
 
 def gradients(
-    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None,
-    options: Options, extras: Extras,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    saved: Residuals, d_out: jax.Array, d_lse: jax.Array | None, options: Options, extras: Extras
+) -> tuple[jax.Array, ...]:
+    q, k, v, out, lse = saved
     if d_lse is not None:
         raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use blockwise")
     call, packed = _call(q, k, options, extras)

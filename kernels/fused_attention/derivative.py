@@ -1,9 +1,9 @@
 """The derivative of attention, once for all implementations, and the options that are the same for all of them.
 
 An implementation is a module with `attend(q, k, v, options, extras)`, which returns the output and the log-sum-exp, and
-`gradients(q, k, v, out, lse, d_out, d_lse, options, extras)`, which returns the gradients of q, k and v. `k` and `v`
-may be a part of the keys, if `out` and `lse` are those of all keys; the first gradient is then the contribution of this
-part. `d_lse` is None if no loss depends on the log-sum-exp. `reference` has no `gradients`: jax differentiates it.
+`gradients(saved, d_out, d_lse, options, extras)`, which returns the gradients of q, k and v; if `saved` has a part of
+the keys, the first gradient is the contribution of this part. `d_lse` is None if no loss depends on the log-sum-exp.
+`reference` has no `gradients`: jax differentiates it.
 
 Sinks (Xiao et al., arXiv:2309.17453; gpt-oss) are a logit for each head in the softmax of every row, without a value.
 With the log-sum-exp l of the scores of a row and the sink s of its head, the output is multiplied by e^l / (e^l + e^s),
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from .arguments import Extras, Options
+from .arguments import Extras, Options, Residuals
 
 # The name of the output and the log-sum-exp, sequence x (dim + 1) values per head. If a remat policy saves this name
 # (`jax.checkpoint_policies.save_only_these_names`), the backward pass does not recompute attention.
@@ -46,14 +46,14 @@ class Implementation(NamedTuple):
         return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
     def gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, options: Options, extras: Extras
+        self, saved: Residuals, d_out: Any, d_lse: Any, options: Options, extras: Extras
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The gradients of q, k and v, and of the sinks, with the log-sum-exp that includes them."""
-        found = _branches(lambda *how: self.module.gradients(q, k, v, out, lse, d_out, d_lse, *how), options, extras)
+        found = _branches(lambda *how: self.module.gradients(saved, d_out, d_lse, *how), options, extras)
         if extras.sinks is None:
             return *found, None
-        inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-        share = jnp.exp(extras.sinks.astype(lse.dtype)[:, None] - lse)
+        inner = row_products(saved.out, d_out)
+        share = jnp.exp(extras.sinks.astype(saved.lse.dtype)[:, None] - saved.lse)
         return *found, -jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype)
 
     def attend(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
@@ -61,6 +61,11 @@ class Implementation(NamedTuple):
         if not hasattr(self.module, "gradients"):
             return self.forward(q, k, v, options, extras)
         return differentiable(self, options, q, k, v, extras)
+
+
+def row_products(out: jax.Array, d_out: jax.Array) -> jax.Array:
+    """The dot products of the rows of the output and of its cotangent, [batch, heads, queries] in float32."""
+    return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
 
 def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: Extras) -> Any:
@@ -88,7 +93,8 @@ def _backward(implementation: Any, options: Options, saved: Any, cotangents: tup
     ((*arrays, extras), out, lse), (d_out, d_lse) = saved, cotangents
     d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
-    *found, d_sinks = implementation.gradients(*arrays, out, lse, d_out, d_lse, options, extras)
+    q, k, v = arrays
+    *found, d_sinks = implementation.gradients(Residuals(q, k, v, out, lse), d_out, d_lse, options, extras)
     of_extras = None if d_sinks is None else Extras(sinks=d_sinks)
     return *(d.astype(x.dtype) for d, x in zip(found, arrays, strict=True)), of_extras
 

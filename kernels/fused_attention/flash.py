@@ -1,23 +1,57 @@
-"""The common part of the fused implementations: the call of their kernels, and its gradient.
+"""The common part of the fused implementations: block sizes, the blocks that a program visits, and scores.
 
 One kernel computes the output and the log-sum-exp of each row. In the backward pass one kernel computes dq and another
-kernel dk and dv, or one kernel computes all three. Packed sequences have sorted segment ids, so kernels can skip
-complete blocks; the blocks to visit are computed here.
+kernel dk and dv, or one kernel computes all three. The blocks to visit are computed here, as an array that the kernels
+read. Packed sequences have sorted segment ids, so kernels skip complete blocks.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
 
 from jaxmem.kernels.launch import block_size, next_power_of_2
 
-from .arguments import Extras, Options, pairs, visible
+from .arguments import Extras, Options, Residuals, pairs
+from .derivative import row_products
 
 LOG2E = math.log2(math.e)
+
+
+@functools.cache
+def block_ranges(
+    options: Options, queries: int, keys: int, blocks: tuple[int, int], *, by_keys: bool
+) -> Int32[np.ndarray, "blocks 4"]:
+    """For each block of queries, the blocks of keys that are not completely masked; with `by_keys`, for each block of
+    keys, the blocks of queries. The columns are the ends of three ranges: partly masked, unmasked, and partly masked
+    blocks. `blocks`: the numbers of queries and of keys of a block. Segments are ignored."""
+    own, size = blocks[::-1] if by_keys else blocks
+    count, length = (keys, queries) if by_keys else (queries, keys)
+    first = np.arange(0, count, own) + (length - count)  # in positions of the other sequence
+    last = first + own - 1
+    low = all_low = np.zeros_like(first)
+    high = np.full_like(first, length)
+    # Rows beyond the end of the last block of queries add zero, so this block needs no mask.
+    all_high = -(-high // size) * size if by_keys else high
+    window = options.window
+    if options.causal or window is not None:
+        if by_keys:
+            low, all_low = first, last
+        else:
+            high, all_high = (np.clip(x + 1, 0, length) for x in (last, first))
+    if window is not None:
+        if by_keys:
+            high, all_high = (np.clip(x + window, 0, length) for x in (last, first))
+        else:
+            low, all_low = first - window + 1, last - window + 1
+    begin, end = np.maximum(low, 0) // size, -(-high // size)
+    all_begin = np.clip(-(-np.maximum(all_low, 0) // size), begin, np.maximum(begin, end))
+    all_end = np.clip(all_high // size, all_begin, np.maximum(all_begin, end))
+    return np.stack([begin, all_begin, all_end, end], axis=1).astype(np.int32)
 
 
 class BlockSizes(NamedTuple):
@@ -54,101 +88,27 @@ class AttentionCall(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """The unit of the scores that `capped_scores` returns."""
-        o = self.options
-        return o.soft_cap or (o.scale if _is_unit(o.scale) else 1.0)
+        return score_unit(self.options)
+
+    def ranges(self, *, by_keys: bool) -> Int32[np.ndarray, "blocks 4"]:
+        """The blocks that the programs of a kernel visit; segments are ignored."""
+        sizes = self.blocks.queries, self.blocks.keys
+        return block_ranges(self.options, self.queries, self.keys, sizes, by_keys=by_keys)
+
+
+def score_unit(options: Options) -> float:
+    """The unit of the scores that kernels compute: differences of scores are computed before they are multiplied by the
+    unit, so they are as exact for scores of 10,000 as for small scores. The scale can be the unit if it is positive, so
+    that the order of scores is that of the dot products, and large enough that quotients do not overflow."""
+    return options.soft_cap or (options.scale if options.scale > 1e-6 else 1.0)
 
 
 class MaskArrays(NamedTuple):
     """Inputs of a kernel besides q, k and v: arrays outside of the kernel, references inside."""
 
-    ids: Any = None
-    kv_ids: Any = None
-    begin: Any = None  # for each block of the kernel, the first block to visit that shares a segment with it
-    end: Any = None  # for each block of the kernel, the end of the blocks to visit
-
-
-def capped_scores(
-    call: AttentionCall, raw: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
-) -> tuple[jax.Array, jax.Array | None]:
-    """Scores in units of `call.unit`, and the derivative of soft-capping. Differences of scores are computed before
-    they are multiplied by the unit, so they are as exact for scores of 10,000 as for small scores."""
-    o = call.options
-    if o.soft_cap is None:
-        return (raw if _is_unit(o.scale) else raw * o.scale), None
-    capped = tanh(raw * (o.scale / o.soft_cap))
-    return capped, 1.0 - capped * capped
-
-
-def _is_unit(scale: float) -> bool:
-    """Whether the scale can be the unit. It must be positive, so that the largest dot product has the largest score,
-    and large enough that quotients do not overflow."""
-    return scale > 1e-6
-
-
-def seen_in_block(call: AttentionCall, query: jax.Array, key: jax.Array, mine: Any, theirs: Any) -> jax.Array:
-    """Whether each query of a tile attends to each key."""
-    seen = key < call.keys
-    near = visible(query, key, offset=call.offset, causal=call.options.causal, window=call.options.window)
-    if near is not None:
-        seen &= near
-    return seen if mine is None else seen & (mine == theirs)
-
-
-# ---------------------------------------------------------------- the blocks that a program visits (Mosaic)
-
-
-class BlockRange(NamedTuple):
-    """Consecutive blocks, and whether some of their elements are masked."""
-
-    start: Any
-    stop: Any
-    masked: bool
-
-
-def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Any) -> Any:
-    for start, stop, masked in ranges:
-        state = jax.lax.fori_loop(start, stop, functools.partial(visit, masked=masked), state)
-    return state
-
-
-def visited_blocks(call: AttentionCall, block: jax.Array, masks: MaskArrays, *, by_keys: bool) -> list[BlockRange]:
-    """The blocks of keys that are not completely masked for this block of queries; with `by_keys`, the blocks of
-    queries for this block of keys. Three ranges: partly masked blocks, unmasked blocks, partly masked blocks."""
-    o, window = call.options, call.options.window
-    back = None if window is None else window - 1
-    causal = 0 if o.causal or window is not None else None
-    # A position p of this block is visible from (or sees) the positions p + shift + below to p + shift + above.
-    if by_keys:
-        own, size, length, shift = call.blocks.keys, call.blocks.queries, call.queries, -call.offset
-        below, above = causal, back
-    else:
-        own, size, length, shift = call.blocks.queries, call.blocks.keys, call.keys, call.offset
-        below, above = None if back is None else -back, causal
-    first = block * own + shift
-    last = first + own - 1
-    low = unmasked_low = jnp.int32(0)
-    high: Any = jnp.int32(length)
-    # Rows beyond the end of the last block of queries add zero, so this block needs no mask.
-    unmasked_high: Any = jnp.int32(-(-length // size) * size if by_keys else length)
-    if below is not None:
-        low, unmasked_low = jnp.maximum(first + below, 0), jnp.maximum(last + below, 0)
-    if above is not None:
-        high, unmasked_high = jnp.clip(last + above + 1, 0, length), jnp.clip(first + above + 1, 0, length)
-    begin, end = _div(low, size), _div(high + size - 1, size)
-    if masks.begin is not None:
-        begin = jnp.maximum(begin, masks.begin[block])
-        end = jnp.minimum(end, masks.end[block])
-        return [BlockRange(begin, end, True)]
-    unmasked_begin = jnp.clip(_div(unmasked_low + size - 1, size), begin, jnp.maximum(begin, end))
-    unmasked_end = jnp.clip(_div(unmasked_high, size), unmasked_begin, jnp.maximum(unmasked_begin, end))
-    has_last = above is not None or (not by_keys and length % size > 0)
-    before, after = [BlockRange(begin, unmasked_begin, True)], [BlockRange(unmasked_end, end, True)]
-    return [*before[: below is not None], BlockRange(unmasked_begin, unmasked_end, False), *after[:has_last]]
-
-
-def _div(x: Any, size: int) -> jax.Array:
-    return jax.lax.div(x, jnp.int32(size))
+    ids: Any
+    kv_ids: Any
+    ranges: Any  # [batch, blocks, 4]: for each block of the kernel, the blocks to visit, as in `block_ranges`
 
 
 # Block sizes of each pass: (largest bytes per element, largest head_dim) -> sizes. They fit every GPU from Ampere on: a
@@ -186,83 +146,44 @@ BLOCKS = {
 }
 
 
-class Passes(NamedTuple):
-    """The kernels of an implementation."""
+def call_for(
+    kernel: tuple[str, str], options: Options, q: jax.Array, k: jax.Array, min_block: int = 16
+) -> AttentionCall:
+    """The call of a kernel, a key of BLOCKS. `min_block`: the least number of positions of a block."""
+    table, wide = BLOCKS[kernel], next_power_of_2(q.shape[3])
+    most = table[min(key for key in table if key >= (q.dtype.itemsize, wide))]
+    fitted = most._replace(
+        queries=block_size(most.queries, q.shape[1], min_block), keys=block_size(most.keys, k.shape[1], min_block)
+    )
+    return AttentionCall(options, q.shape[1], k.shape[1], q.shape[3], fitted)
 
-    name: str
-    forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, masks -> out, lse
-    # call, q, k, v, d_out, rows, masks -> dq, dk, dv, whose order of additions differs between runs; None: two kernels.
-    one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    d_queries: Callable[..., jax.Array] | None = None  # the same arguments -> dq
-    d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same arguments -> dk, dv
-    two_kernels: Any = None  # the Passes whose d_queries and d_keys are used; None: these Passes
-    min_block: int = 16  # least number of positions of a block
 
-
-def attend(
-    passes: Passes, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras
+def backward_rows(
+    saved: Residuals, d_out: jax.Array, d_lse: jax.Array | None, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp."""
-    call = _call(passes, "forward", options, q, k)
-    return passes.forward(call, q, k, v, _mask_arrays(call, extras, by_keys=False))
+    """Two values for each row: its log-sum-exp in units of the scores, and `inner`: d(loss)/d(score) = p (dp - inner),
+    where inner is the dot product of output and cotangent, minus the cotangent of the log-sum-exp. In a row without
+    keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced."""
+    inner = row_products(saved.out, d_out)
+    lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse / score_unit(options))
+    return lse, inner if d_lse is None else inner - d_lse
 
 
-def gradients(
-    passes: Passes,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array | None,
-    options: Options,
-    extras: Extras,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
-    # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
-    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    inner = inner if d_lse is None else inner - d_lse
-    one_pass = None if options.deterministic else passes.one_pass
-    passes = passes if one_pass else passes.two_kernels or passes
-    call = _call(passes, "gradients" if one_pass else "d_queries", options, q, k)
-    rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
-    arrays = q, k, v, d_out, rows
-    if one_pass is not None:
-        return one_pass(call, *arrays, _mask_arrays(call, extras, by_keys=True))
-    assert passes.d_queries is not None and passes.d_keys is not None  # noqa: PT018
-    dq = passes.d_queries(call, *arrays, _mask_arrays(call, extras, by_keys=False))
-    call = _call(passes, "d_keys", options, q, k)
-    dk, dv = passes.d_keys(call, *arrays, _mask_arrays(call, extras, by_keys=True))
-    return dq, dk, dv
-
-
-def _mask_arrays(call: AttentionCall, extras: Extras, *, by_keys: bool) -> MaskArrays:
-    if extras.segment_ids is None or extras.kv_segment_ids is None:
-        return MaskArrays()
-    mine, theirs = _reach(extras.segment_ids, call.blocks.queries), _reach(extras.kv_segment_ids, call.blocks.keys)
-    if by_keys:
-        mine, theirs = theirs, mine
-    (low, high), (other_low, other_high) = mine, theirs
+def mask_arrays(call: AttentionCall, extras: Extras, batch: int, *, by_keys: bool) -> MaskArrays:
+    table = call.ranges(by_keys=by_keys)
+    ids, kv_ids = extras.segment_ids, extras.kv_segment_ids
+    if ids is None or kv_ids is None:
+        return MaskArrays(None, None, jnp.broadcast_to(table, (batch, *table.shape)))
+    mine, theirs = _reach(ids, call.blocks.queries), _reach(kv_ids, call.blocks.keys)
+    (low, high), (other_low, other_high) = (theirs, mine) if by_keys else (mine, theirs)
     meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
-    count = meets.shape[2]
     begin = jnp.argmax(meets, axis=2).astype(jnp.int32)
-    end = count - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
-    end = jnp.where(jnp.any(meets, axis=2), end, 0)
-    return MaskArrays(extras.segment_ids, extras.kv_segment_ids, begin, end)
+    end = meets.shape[2] - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
+    end = jnp.minimum(jnp.where(jnp.any(meets, axis=2), end, 0), table[:, 3])
+    return MaskArrays(ids, kv_ids, jnp.stack([jnp.maximum(begin, table[:, 0]), end, end, end], axis=2))
 
 
 def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """The lowest and the highest id in each block."""
     padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge").reshape(ids.shape[0], -1, block)
     return jnp.min(padded, axis=2), jnp.max(padded, axis=2)
-
-
-def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array) -> AttentionCall:
-    table, wide = BLOCKS[passes.name, of], next_power_of_2(q.shape[3])
-    most = table[min(key for key in table if key >= (q.dtype.itemsize, wide))]
-    fitted = most._replace(
-        queries=block_size(most.queries, q.shape[1], passes.min_block),
-        keys=block_size(most.keys, k.shape[1], passes.min_block),
-    )
-    return AttentionCall(options, q.shape[1], k.shape[1], q.shape[3], fitted)

@@ -9,7 +9,6 @@ and bitwise equal results for equal inputs.
 It supports 16-bit dtypes. Heads whose width is not in `WIDTHS` are copied and padded with zeros.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +17,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmem.kernels.mosaic_launch import launch
+from jaxmem.kernels.mosaic_launch import MosaicKernel, launch
 
 from . import flash, triton
-from .arguments import Extras, Options
-from .flash import AttentionCall, MaskArrays, Passes
-from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, OwnBlocks, SharedGradients, Stream
+from .arguments import Extras, Options, Residuals
+from .flash import AttentionCall, MaskArrays
+from .mosaic_parts import (
+    BATCH,
+    BLOCK,
+    COMPUTING,
+    HEAD,
+    ROWS,
+    BackwardMemory,
+    ForwardMemory,
+    OwnBlocks,
+    SharedGradients,
+    Stream,
+)
 from .mosaic_programs import forward
 from .mosaic_programs import gradients as gradients_program
 
@@ -33,98 +43,77 @@ WIDTHS = (64, 96, 128, 256)
 ONE_PASS = (64, 128)
 
 
-def _forward(call: AttentionCall, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+    call = flash.call_for(("mosaic", "forward"), options, q, k, COMPUTING * ROWS)
     batch, queries, heads, _ = q.shape
-    q, k, v = _widened(q, k, v)
-    ids = masks.ids is not None
-    size = call.blocks.queries
+    arrays = q, k, v = _widened(q, k, v)
+    ids, size = extras.segment_ids is not None, call.blocks.queries
     rows = jax.ShapeDtypeStruct((batch, heads, pl.cdiv(queries, size) * size), jnp.float32)
-    out, lse = _run(
-        "attention_forward",
-        4 * call.pairs / queries,
-        functools.partial(forward, call, heads // k.shape[2]),
-        call,
-        (q, k, v),
-        masks,
-        [q, rows],
-        heads=heads,
-        by_keys=False,
-        scratch={
-            "own": _own(q, of=1, ids=ids),
-            "keys": _stream(call, call.blocks.keys, q, of=1, ids=ids),
-            "values": _stream(call, call.blocks.keys, q, of=1),
-            "rows_held": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-            "turns": plgpu.Barrier(num_barriers=COMPUTING),
-        },
+    memory = ForwardMemory(
+        own=_own(q, of=1, ids=ids),
+        keys=_stream(call, call.blocks.keys, q, of=1, ids=ids),
+        values=_stream(call, call.blocks.keys, q, of=1),
+        rows=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        turns=plgpu.Barrier(num_barriers=COMPUTING),
     )
+    out, lse = _run(forward, call, arrays, extras, (q, rows), memory, 4 * call.pairs / queries)
     return out[..., : call.dim], lse[..., :queries]
 
 
-def _gradients(
-    call: AttentionCall, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays
-) -> tuple[Any, Any, Any]:
-    heads, kv_heads, dtype = q.shape[2], k.shape[2], q.dtype
-    q, k, v, d_out = _widened(q, k, v, d_out)
-    ids = masks.ids is not None
-    size, half = call.blocks.queries, q.shape[3] // COMPUTING
+def gradients(
+    saved: Residuals, d_out: jax.Array, d_lse: jax.Array | None, options: Options, extras: Extras
+) -> tuple[jax.Array, ...]:
+    if options.deterministic or _width(d_out.shape[3]) not in ONE_PASS:
+        return triton.gradients(saved, d_out, d_lse, options, extras)
+    call = flash.call_for(("mosaic", "gradients"), options, saved.q, saved.k, COMPUTING * ROWS)
+    q, k, *others = _widened(*saved[:3], d_out)
+    ids, size, half = extras.segment_ids is not None, call.blocks.queries, q.shape[3] // COMPUTING
+    rows = (_filled(x, size) for x in flash.backward_rows(saved, d_out, d_lse, options))
     line = min(128, 2 * half)
     ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
     dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
-    found = _run(
-        "attention_gradients",
-        10 * call.pairs / call.queries,
-        functools.partial(gradients_program, call, heads // kv_heads),
-        call,
-        (q, k, v, d_out, *(_filled(x, size) for x in rows)),
-        masks,
-        [k, k],
-        heads=kv_heads,
-        by_keys=True,
-        scratch={
-            "own": _own(q, of=2, ids=ids, line=line),
-            "queries": _stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
-            "together": SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq),
-        },
-        sums=[jax.ShapeDtypeStruct(q.shape, jnp.float32)],
+    memory = BackwardMemory(
+        own=_own(q, of=2, ids=ids, line=line),
+        queries=_stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
+        together=SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq),
     )
+    flops = 10 * call.pairs / call.queries
+    found = _run(gradients_program, call, (q, k, *others, *rows), extras, (k, k), memory, flops)
     dk, dv, sums = (x[..., : call.dim] for x in found)
-    return (sums * call.options.scale).astype(dtype), dk, dv
+    return (sums * options.scale).astype(q.dtype), dk, dv
 
 
 def _run(
-    name: str,
-    flops: float,
-    kernel: Callable[..., None],
+    program: Callable[..., None],
     call: AttentionCall,
-    arrays: tuple[Any, ...],
-    masks: MaskArrays,
-    outputs: list[Any],
-    *,
-    heads: int,
-    by_keys: bool,
-    scratch: dict[str, Any],
-    sums: Sequence[jax.ShapeDtypeStruct] = (),
+    arrays: Sequence[Any],
+    extras: Extras,
+    outputs: Sequence[Any],
+    memory: Any,
+    flops: float,
 ) -> list[jax.Array]:
-    masks = masks._replace(ids=_filled(masks.ids, call.blocks.queries), kv_ids=_filled(masks.kv_ids, call.blocks.keys))
-    present = {name: x for name, x in masks._asdict().items() if x is not None}
-    count = len(arrays)
+    """The outputs; for the backward pass also dq in float32, without the factor `scale`."""
+    (batch, _, heads, wide), kv_heads = arrays[0].shape, arrays[1].shape[2]
+    by_keys, count = program is gradients_program, len(arrays)
+    masks = flash.mask_arrays(call, extras, batch, by_keys=by_keys)
+    ids = {"ids": _filled(masks.ids, call.blocks.queries), "kv_ids": _filled(masks.kv_ids, call.blocks.keys)}
+    present = {name: x for name, x in masks._replace(**ids)._asdict().items() if x is not None}
 
-    def body(*refs: Any, **scratch: Any) -> None:
-        extra = MaskArrays(**dict(zip(present, refs[count:], strict=False)))
-        kernel(*refs[:count], extra, *refs[count + len(present) :], **scratch)
+    def body(*refs: Any) -> None:
+        own = MaskArrays(**dict.fromkeys(ids) | dict(zip(present, refs[count:], strict=False)))
+        program(call, heads // kv_heads, refs[:count], own, refs[count + len(present) : -1], refs[-1])
 
-    blocks = pl.cdiv(call.keys, call.blocks.keys) if by_keys else pl.cdiv(call.queries, call.blocks.queries)
-    return launch(
-        name,
+    kernel = MosaicKernel(
+        "attention_gradients" if by_keys else "attention_forward",
         body,
-        (*arrays, *present.values()),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        grid={HEAD: heads, BLOCK: blocks, BATCH: arrays[0].shape[0]},
+        grid={HEAD: kv_heads if by_keys else heads, BLOCK: masks.ranges.shape[1], BATCH: batch},
         warpgroups=COMPUTING + 1,
-        sums=sums,
-        scratch=scratch,
-        flops=flops * call.dim / arrays[0].shape[3],
+        memory=memory,
+        flops=flops * call.dim / wide,
     )
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    sums = [jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)] if by_keys else []
+    return launch(kernel, (*arrays, *present.values()), shapes, sums)
 
 
 def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> OwnBlocks:
@@ -171,18 +160,3 @@ def _widened(*arrays: jax.Array) -> list[jax.Array]:
 def _filled(rows: Any, size: int) -> Any:
     """Rows padded to complete blocks, because TMA needs rows that begin at multiples of 16 bytes."""
     return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))
-
-
-PASSES = Passes("mosaic", _forward, min_block=COMPUTING * ROWS, two_kernels=triton.PASSES)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    return flash.attend(_passes(q), q, k, v, options, extras)
-
-
-def gradients(q: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return flash.gradients(_passes(q), q, *others)
-
-
-def _passes(q: jax.Array) -> Passes:
-    return PASSES._replace(one_pass=_gradients) if _width(q.shape[3]) in ONE_PASS else PASSES

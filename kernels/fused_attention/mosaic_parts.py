@@ -4,15 +4,19 @@ Arrays in registers have the layout of the results of matmuls (`WGMMA`); vectors
 the reductions of this layout, `BY_ROW` and `BY_COLUMN`. TMA reads zeros beyond the end of an array, and does not write
 there."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .flash import LOG2E, AttentionCall, MaskArrays, seen_in_block
+from .arguments import visible
+from .flash import LOG2E, AttentionCall, MaskArrays
 
 # Names of the dimensions of the grid, which must differ from those of mesh axes.
 HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
@@ -23,6 +27,14 @@ REGISTERS, FEW_REGISTERS = 240, 24
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+
+
+class BlockRange(NamedTuple):
+    """Consecutive blocks, and whether some of their elements are masked."""
+
+    start: Any
+    stop: Any
+    masked: bool
 
 
 class OwnBlocks(NamedTuple):
@@ -49,7 +61,47 @@ class SharedGradients(NamedTuple):
     dq: Any  # [COMPUTING, queries, columns], copied to global memory
 
 
+class ForwardMemory(NamedTuple):
+    """Shared memory and barriers of the forward program."""
+
+    own: OwnBlocks
+    keys: Stream
+    values: Stream
+    rows: Any
+    turns: Any
+
+
+class BackwardMemory(NamedTuple):
+    """Shared memory and barriers of the backward program."""
+
+    own: OwnBlocks
+    queries: Stream
+    together: SharedGradients
+
+
 # ---------------------------------------------------------------- indices
+
+
+def visited_blocks(
+    call: AttentionCall, block: Any, masks: MaskArrays, *, by_keys: bool
+) -> tuple[Any, Any, list[BlockRange]]:
+    """The first block that a program visits, the end of the blocks, and their ranges, without those that are empty for
+    all programs of the kernel. An end that is equal for all programs is a constant, which needs no register."""
+    table = call.ranges(by_keys=by_keys)
+    has_ids = masks.ids is not None
+    ends = [
+        jnp.int32(column[0]) if not has_ids and np.all(column == column[0]) else masks.ranges[block, n]
+        for n, column in enumerate(table.T)
+    ]
+    visited = np.flatnonzero(np.any(table[:, :-1] < table[:, 1:], axis=0)).tolist()
+    ranges = [BlockRange(ends[part], ends[part + 1], part != 1) for part in ([0] if has_ids else visited)]
+    return ends[0], ends[3], ranges
+
+
+def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Any) -> Any:
+    for start, stop, masked in ranges:
+        state = lax.fori_loop(start, stop, functools.partial(visit, masked=masked), state)
+    return state
 
 
 def slot_of(call: AttentionCall, n: Any) -> jax.Array:
@@ -131,12 +183,28 @@ def tanh(x: jax.Array) -> jax.Array:
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 
+def capped_scores(call: AttentionCall, raw: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Scores in units of `call.unit`, and the derivative of soft-capping."""
+    o = call.options
+    if o.soft_cap is None:
+        return (raw if call.unit == o.scale else raw * o.scale), None
+    capped = tanh(raw * (o.scale / o.soft_cap))
+    return capped, 1.0 - capped * capped
+
+
 def masked_scores(
-    call: AttentionCall, s: jax.Array, at: Any, key: Any, mine: Any, theirs: Any, dims: tuple[int, int]
+    call: AttentionCall, s: jax.Array, at: Any, key: Any, ids: tuple[Any, Any], dims: tuple[int, int]
 ) -> jax.Array:
-    """Scores, -inf where they are masked. `dims`: the dimensions of queries and keys in `s`."""
+    """Scores, -inf where they are masked. `at`, `key`, `ids`: positions and segment ids of the queries and of the keys.
+    `dims`: the dimensions of queries and keys in `s`."""
     at, key, mine, theirs = (
         None if x is None else broadcast_along(x, s.shape, dim)
-        for x, dim in zip((at, key, mine, theirs), 2 * dims, strict=True)
+        for x, dim in zip((at, key, *ids), 2 * dims, strict=True)
     )
-    return jnp.where(seen_in_block(call, at, key, mine, theirs), s, -jnp.inf)
+    seen = key < call.keys
+    near = visible(at, key, offset=call.offset, causal=call.options.causal, window=call.options.window)
+    if near is not None:
+        seen &= near
+    if mine is not None:
+        seen &= mine == theirs
+    return jnp.where(seen, s, -jnp.inf)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmem.kernels.mosaic_launch import THREAD
 
 from . import mosaic_parts as parts
-from .flash import LOG2E, AttentionCall, MaskArrays, capped_scores, loop_over, visited_blocks
+from .flash import LOG2E, AttentionCall, MaskArrays
 from .mosaic_parts import (
     BATCH,
     BLOCK,
@@ -25,37 +25,27 @@ from .mosaic_parts import (
     HEAD,
     ROWS,
     WGMMA,
-    OwnBlocks,
+    BackwardMemory,
+    ForwardMemory,
     SharedGradients,
-    Stream,
 )
+
+Refs = tuple[Any, ...]
 
 
 def forward(
-    call: AttentionCall,
-    groups: int,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    masks: MaskArrays,
-    out_ref: Any,
-    lse_ref: Any,
-    *,
-    own: OwnBlocks,
-    keys: Stream,
-    values: Stream,
-    rows_held: Any,
-    turns: Any,
+    call: AttentionCall, groups: int, arrays: Refs, masks: MaskArrays, outputs: Refs, memory: ForwardMemory
 ) -> None:
     """The two warpgroups alternate: the matmuls of one (its scores, and the probabilities of the previous block with
     the values) overlap the softmax of the other. Each program visits at least one block, which initializes the sums."""
+    (q_ref, k_ref, v_ref), (out_ref, lse_ref), (own, keys, values, rows_held, turns) = arrays, outputs, memory
     number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
     # The last blocks start first, since they take longest with a causal mask.
     block = pl.cdiv(call.queries, call.blocks.queries) - 1 - lax.axis_index(BLOCK)
     masks = parts.select_batch(masks, batch)
-    ranges = visited_blocks(call, block, masks, by_keys=False)
-    begin = jnp.minimum(ranges[0].start, pl.cdiv(call.keys, call.blocks.keys) - 1)
-    end = jnp.maximum(ranges[-1].stop, begin + 1)
+    begin, end, ranges = parts.visited_blocks(call, block, masks, by_keys=False)
+    begin = jnp.minimum(begin, pl.cdiv(call.keys, call.blocks.keys) - 1)
+    end = jnp.maximum(end, begin + 1)
     shape = (ROWS, call.blocks.keys)
     base = call.unit * LOG2E
 
@@ -70,12 +60,12 @@ def forward(
         pl.when(number == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
 
         def softmax(j: Any, raw: Any, out: Any, top: Any, total: Any, *, masked: bool) -> Any:
-            s, _ = capped_scores(call, raw, parts.tanh)
+            s, _ = parts.capped_scores(call, raw)
             key = parts.positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
             slot = parts.slot_of(call, j - begin)
             if masked:
                 theirs = parts.load_as(keys.blocks[1].at[slot], BY_COLUMN) if ids else None
-                s = parts.masked_scores(call, s, at, key, mine, theirs, (0, 1))
+                s = parts.masked_scores(call, s, at, key, (mine, theirs), (0, 1))
             plgpu.barrier_arrive(keys.free.at[slot])
             # The subtracted level is an integer (an exponent of 2), so that sums are rescaled exactly. A row without
             # visible keys so far has a level of -inf, and -inf minus -inf is NaN.
@@ -114,7 +104,7 @@ def forward(
         )
         state = softmax(begin, raw, *nothing, masked=True)
         rest = [part._replace(start=jnp.maximum(part.start, begin + 1)) for part in ranges]
-        out, p, top, total = loop_over(rest, visit, state)
+        out, p, top, total = parts.loop_over(rest, visit, state)
         last = parts.slot_of(call, end - 1 - begin)
         plgpu.barrier_wait(values.arrived.at[last])
         add_values = lambda accumulator: plgpu.wgmma(accumulator, p, values.blocks[0].at[last])  # noqa: E731
@@ -139,30 +129,16 @@ def forward(
 
 
 def gradients(
-    call: AttentionCall,
-    groups: int,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    d_out_ref: Any,
-    lse_ref: Any,
-    inner_ref: Any,
-    masks: MaskArrays,
-    dq_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    *,
-    own: OwnBlocks,
-    queries: Stream,
-    together: SharedGradients,
+    call: AttentionCall, groups: int, arrays: Refs, masks: MaskArrays, outputs: Refs, memory: BackwardMemory
 ) -> None:
     """Writes dk and dv, and adds to dq, in float32 and without the factor `scale`. The scores are transposed, [keys,
     queries], as the matmuls of dk and dv read them. dq sums over the keys of both warpgroups: they share their parts of
     the gradient of the scores, and each computes half of the columns of dq."""
+    (q_ref, k_ref, v_ref, d_out_ref, lse_ref, inner_ref), (dq_ref, dk_ref, dv_ref) = arrays, outputs
+    own, queries, together = memory
     number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
     masks = parts.select_batch(masks, batch)
-    ranges = visited_blocks(call, block, masks, by_keys=True)
-    begin, end = ranges[0].start, ranges[-1].stop
+    begin, end, ranges = parts.visited_blocks(call, block, masks, by_keys=True)
     count = jnp.maximum(end - begin, 0)
     size = call.blocks.queries
     shape = (ROWS, size)
@@ -195,10 +171,10 @@ def gradients(
                     dk, dv, scores, change = accumulator
                     plgpu.wgmma(scores, k, q.transpose((1, 0)))
                     plgpu.wgmma(change, v, d_out.transpose((1, 0)))
-                    s, slope = capped_scores(call, plgpu.wgmma_accumulator_load(scores, wait_n=running), parts.tanh)
+                    s, slope = parts.capped_scores(call, plgpu.wgmma_accumulator_load(scores, wait_n=running))
                     if masked:
                         ours = parts.load_as(mine[0], BY_COLUMN) if mine else None
-                        s = parts.masked_scores(call, s, at, key, ours, theirs, (1, 0))
+                        s = parts.masked_scores(call, s, at, key, (ours, theirs), (1, 0))
                     p = jnp.exp2(s * base - parts.broadcast_along(parts.load_as(lse, BY_COLUMN) * base, shape, 1))
                     plgpu.wgmma(dv, p.astype(q.dtype), d_out)
                     ds = p * plgpu.wgmma_accumulator_load(change, wait_n=1)
@@ -213,7 +189,7 @@ def gradients(
                 plgpu.barrier_arrive(queries.free.at[slot])
                 return dk, dv
 
-            return loop_over(ranges, visit, sums)
+            return parts.loop_over(ranges, visit, sums)
 
         k, v = (x.at[number] for x in own.blocks[:2])
         zeros = parts.zeros_in((ROWS, k.shape[-1]), WGMMA)

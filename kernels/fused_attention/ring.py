@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import Extras, Options
+from .arguments import Extras, Options, Residuals
 from .derivative import Implementation
 
 Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment ids
@@ -28,10 +28,8 @@ class Shard(NamedTuple):
     def forward(self, q: Any, k: Any, v: Any, _: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
         return self.method(self, q, k, v, extras)
 
-    def gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, _lse: Any, _: Options, extras: Extras
-    ) -> Any:
-        return self.derivative(self, (q, k, v, extras), out, lse, d_out)
+    def gradients(self, saved: Residuals, d_out: Any, _lse: Any, _: Options, extras: Extras) -> Any:
+        return self.derivative(self, (*saved[:3], extras), saved.out, saved.lse, d_out)
 
 
 def places(length: int, devices: int) -> np.ndarray:
@@ -78,8 +76,8 @@ def backward(
 
     def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
         (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
-        extras, rows_lse = Extras(ids, key_ids), lse.swapaxes(1, 2)
-        *parts, _ = shard.kernel.gradients(q, k, v, out, rows_lse, d_out, None, options, extras)
+        saved = Residuals(q, k, v, out, lse.swapaxes(1, 2))
+        *parts, _ = shard.kernel.gradients(saved, d_out, None, options, Extras(ids, key_ids))
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 

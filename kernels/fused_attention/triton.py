@@ -1,7 +1,7 @@
 """Attention as Triton kernels, launched through jax-triton: NVIDIA GPUs from Ampere on.
 
 In the forward pass (Dao, arXiv:2307.08691) a program has a block of queries, and visits the keys of these queries block
-by block, with a running maximum and sum of each row. BlockSizes of keys without masked elements are computed without a
+by block, with a running maximum and sum of each row. Blocks of keys without masked elements are computed without a
 mask; blocks without a key of the queries' segments are skipped. The backward pass has two kernels without atomic
 additions, so equal inputs have bitwise equal gradients: one has a block of queries and sums dq, the other has a block
 of keys and sums dk and dv over the queries of all heads that share them. Both recompute the probabilities from the
@@ -12,17 +12,17 @@ unmasked pairs they need 4 P dim operations per head forward, and 14 P dim backw
 compute the scores and their gradients.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels.triton_launch import launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
 from . import flash
-from .flash import LOG2E, AttentionCall, MaskArrays, Passes
+from .arguments import Extras, Options, Residuals
+from .flash import LOG2E, AttentionCall
 
 
 @dataclass(frozen=True)
@@ -85,61 +85,42 @@ def static(call: AttentionCall, heads: int, kv_heads: int, *, segments: bool) ->
     )
 
 
-def _forward(call: AttentionCall, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
-    batch, queries, heads, _ = q.shape
-    rows = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
-    out, lse = _run(
-        "attention_forward", call, q, k, (q, k, v), masks, [q, rows], flops=4 * call.pairs / queries, by_keys=False
-    )
+def attend(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+    call = flash.call_for(("triton", "forward"), options, q, k)
+    rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    out, lse = _run("attention_forward", call, (q, k, v), extras, (q, rows), 4 * call.pairs / call.queries)
     return out, lse
 
 
-def _d_queries(call: AttentionCall, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> jax.Array:
-    given = (q, k, v, d_out, *rows)
-    flops = 6 * call.pairs / call.queries
-    (dq,) = _run("attention_d_queries", call, q, k, given, masks, [q], flops=flops, by_keys=False)
-    return dq
-
-
-def _d_keys(call: AttentionCall, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any]:
-    given = (q, k, v, d_out, *rows)
+def gradients(saved: Residuals, d_out: Any, d_lse: Any, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
+    q, k, v, *_ = saved
+    arrays = q, k, v, d_out, *flash.backward_rows(saved, d_out, d_lse, options)
+    call = flash.call_for(("triton", "d_queries"), options, q, k)
+    (dq,) = _run("attention_d_queries", call, arrays, extras, (q,), 6 * call.pairs / call.queries)
+    call = flash.call_for(("triton", "d_keys"), options, q, k)
     flops = 8 * call.pairs * (q.shape[2] // k.shape[2]) / call.keys
-    dk, dv = _run("attention_d_keys", call, q, k, given, masks, [k, k], flops=flops, by_keys=True)
-    return dk, dv
+    dk, dv = _run("attention_d_keys", call, arrays, extras, (k, k), flops)
+    return dq, dk, dv
 
 
 def _run(
-    name: str,
-    call: AttentionCall,
-    q: Any,
-    k: Any,
-    arrays: tuple[Any, ...],
-    masks: MaskArrays,
-    outputs: list[Any],
-    *,
-    flops: float,
-    by_keys: bool,
+    name: str, call: AttentionCall, arrays: tuple[Any, ...], extras: Extras, outputs: tuple[Any, ...], flops: float
 ) -> list[jax.Array]:
     programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
+    by_keys = name == "attention_d_keys"
+    batch, _, heads, _ = arrays[0].shape
+    kv_heads = arrays[1].shape[2]
+    masks = flash.mask_arrays(call, extras, batch, by_keys=by_keys)
     unused = jnp.zeros(1, jnp.int32)  # passed for pointers that a program does not read
-    extra = [unused if x is None else x for x in masks]
-    batch, _, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    blocks = -(-call.keys // call.blocks.keys) if by_keys else -(-call.queries // call.blocks.queries)
     return launch(
         getattr(programs, name),
-        [*arrays, *extra],
+        [*arrays, *(unused if x is None else x for x in masks)],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        grid=(blocks, kv_heads if by_keys else heads, batch),
-        static=static(call, heads, kv_heads, segments=masks.ids is not None),
-        warps=call.blocks.warps,
-        stages=call.blocks.stages,
-        flops=flops,
+        Launch(
+            grid=(masks.ranges.shape[1], kv_heads if by_keys else heads, batch),
+            static=static(call, heads, kv_heads, segments=masks.ids is not None),
+            warps=call.blocks.warps,
+            stages=call.blocks.stages,
+            flops=flops,
+        ),
     )
-
-
-PASSES = Passes("triton", _forward, d_queries=_d_queries, d_keys=_d_keys)
-
-
-attend = functools.partial(flash.attend, PASSES)
-gradients = functools.partial(flash.gradients, PASSES)

@@ -1,8 +1,9 @@
 """The Triton programs of attention, for one block of queries or of keys. `triton.py` launches them.
 
-A program visits up to three ranges of blocks: partly masked, unmasked, and partly masked again. With segments there is
-one range, and all of its blocks are computed with a mask. Triton overlaps the loads of the next blocks with the matmuls
-of the current block: with cp.async on Ampere and Ada, asynchronous wgmma on Hopper, tcgen05 on Blackwell.
+A program visits up to three ranges of blocks: partly masked, unmasked, and partly masked (`flash.block_ranges`).
+With segments there is one range, and all of its blocks are computed with a mask. Triton overlaps the loads of the next
+blocks with the matmuls of the current block: with cp.async on Ampere and Ada, asynchronous wgmma on Hopper, tcgen05 on
+Blackwell.
 
 Queries, keys and outputs are [batch, sequence, heads, dim] in memory. `s` has the compile-time values
 (`triton.AttentionStatic`), so each branch on it is decided when the program is compiled.
@@ -65,44 +66,12 @@ def load_ids(ptr, at, limit, s: tl.constexpr):
 
 
 @program
-def visited_blocks(block, batch, begin_ptr, end_ptr, by_keys: tl.constexpr, s: tl.constexpr):
-    """The ends of the ranges of blocks that a block of queries (with `by_keys`, a block of keys) visits, as in
-    `flash.visited_blocks`: partly masked blocks, unmasked blocks, partly masked blocks."""
-    own: tl.constexpr = s.columns if by_keys else s.rows
-    size: tl.constexpr = s.rows if by_keys else s.columns
-    length: tl.constexpr = s.queries if by_keys else s.keys
-    first = block * own - s.offset if by_keys else block * own + s.offset
-    last = first + own - 1
-    low = first * 0
-    unmasked_low = first * 0
-    high = first * 0 + length
-    # Rows beyond the end of the last block of queries add zero, so this block needs no mask.
-    unmasked_high = first * 0 + ((length + size - 1) // size * size if by_keys else length)
-    if s.causal:
-        if by_keys:
-            low = tl.maximum(first, 0)
-            unmasked_low = tl.maximum(last, 0)
-        else:
-            high = tl.minimum(tl.maximum(last + 1, 0), length)
-            unmasked_high = tl.minimum(tl.maximum(first + 1, 0), length)
-    if s.window is not None:
-        if by_keys:
-            high = tl.minimum(tl.maximum(last + s.window, 0), length)
-            unmasked_high = tl.minimum(tl.maximum(first + s.window, 0), length)
-        else:
-            low = tl.maximum(first - s.window + 1, 0)
-            unmasked_low = tl.maximum(last - s.window + 1, 0)
-    begin = low // size
-    end = (high + size - 1) // size
-    if s.segments:
-        here = batch * tl.num_programs(0) + block
-        begin = tl.maximum(begin, tl.load(begin_ptr + here))
-        end = tl.minimum(end, tl.load(end_ptr + here))
-        unmasked_begin, unmasked_end = end, end
-    else:
-        unmasked_begin = tl.minimum(tl.maximum((unmasked_low + size - 1) // size, begin), tl.maximum(begin, end))
-        unmasked_end = tl.minimum(tl.maximum(unmasked_high // size, unmasked_begin), tl.maximum(unmasked_begin, end))
-    return begin, unmasked_begin, unmasked_end, end
+def masked_scores(left, right, query, key, mine, theirs, masked: tl.constexpr, s: tl.constexpr):
+    """`capped_scores` of left @ right.T, -inf where they are masked."""
+    scores, slope = capped_scores(tl.dot(left, tl.trans(right), input_precision="ieee"), s)
+    if masked:
+        scores = tl.where(seen_in_block(query, key, mine, theirs, s), scores, -float("inf"))
+    return scores, slope
 
 
 @program
@@ -113,11 +82,8 @@ def forward_over(
         first = j * s.columns
         key = first + tl.arange(0, s.columns)
         k = load_block(k_ptr, first, s.columns, s.keys, s.kv_stride, s)
-        scores, _ = capped_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), s)
-        if masked:
-            theirs = load_ids(kv_ids_ptr, key, s.keys, s)
-            seen = seen_in_block(at[:, None], key[None, :], mine[:, None], theirs[None, :], s)
-            scores = tl.where(seen, scores, -float("inf"))
+        theirs = load_ids(kv_ids_ptr, key, s.keys, s)
+        scores, _ = masked_scores(q, k, at[:, None], key[None, :], mine[:, None], theirs[None, :], masked, s)
         higher = tl.maximum(top, tl.max(scores, axis=1))
         # A row without visible keys so far has a maximum of -inf, and -inf minus -inf is NaN.
         level = tl.where(higher == -float("inf"), 0.0, higher)
@@ -132,7 +98,7 @@ def forward_over(
 
 @program
 def attention_forward(
-    q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, out_ptr, lse_ptr, s: tl.constexpr
+    q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, out_ptr, lse_ptr, s: tl.constexpr
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the last blocks take longest and start first
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -149,10 +115,11 @@ def attention_forward(
     out = tl.zeros((s.rows, s.wide), tl.float32)
     top = tl.full((s.rows,), -float("inf"), tl.float32)
     total = tl.zeros((s.rows,), tl.float32)
-    ends = visited_blocks(block, batch, begin_ptr, end_ptr, False, s)
+    ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for part in tl.static_range(1 if s.segments else 3):
+        start, stop = tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)
         out, top, total = forward_over(
-            ends[part], ends[part + 1], q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
+            start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
         )  # fmt: skip
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
@@ -170,11 +137,8 @@ def d_queries_over(
         key = first + tl.arange(0, s.columns)
         k = load_block(k_ptr, first, s.columns, s.keys, s.kv_stride, s)
         v = load_block(v_ptr, first, s.columns, s.keys, s.kv_stride, s)
-        scores, slope = capped_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), s)
-        if masked:
-            theirs = load_ids(kv_ids_ptr, key, s.keys, s)
-            seen = seen_in_block(at[:, None], key[None, :], mine[:, None], theirs[None, :], s)
-            scores = tl.where(seen, scores, -float("inf"))
+        theirs = load_ids(kv_ids_ptr, key, s.keys, s)
+        scores, slope = masked_scores(q, k, at[:, None], key[None, :], mine[:, None], theirs[None, :], masked, s)
         p = tl.exp2((scores - lse[:, None]) * s.base)
         dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
         ds = p * (dp - inner[:, None])
@@ -186,7 +150,7 @@ def d_queries_over(
 
 @program
 def attention_d_queries(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, dq_ptr,
     s: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -206,10 +170,11 @@ def attention_d_queries(
     k_ptr += kv_place
     v_ptr += kv_place
     dq = tl.zeros((s.rows, s.wide), tl.float32)
-    ends = visited_blocks(block, batch, begin_ptr, end_ptr, False, s)
+    ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for part in tl.static_range(1 if s.segments else 3):
+        start, stop = tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)
         dq = d_queries_over(
-            ends[part], ends[part + 1], dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
+            start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
         )  # fmt: skip
     store_block(dq_ptr + place, dq * s.scale, first, s.rows, s.queries, s.stride, s)
 
@@ -228,11 +193,8 @@ def d_keys_over(
         d_out = load_block(d_out_ptr, first, s.rows, s.queries, s.stride, s)
         lse = tl.load(rows_ptr + at, mask=at < s.queries, other=0.0)
         inner = tl.load(inner_ptr + at, mask=at < s.queries, other=0.0)
-        scores, slope = capped_scores(tl.dot(k, tl.trans(q), input_precision="ieee"), s)
-        if masked:
-            mine = load_ids(ids_ptr, at, s.queries, s)
-            seen = seen_in_block(at[None, :], key[:, None], mine[None, :], theirs[:, None], s)
-            scores = tl.where(seen, scores, -float("inf"))
+        mine = load_ids(ids_ptr, at, s.queries, s)
+        scores, slope = masked_scores(k, q, at[None, :], key[:, None], mine[None, :], theirs[:, None], masked, s)
         p = tl.exp2((scores - lse[None, :]) * s.base)
         dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
         ds = p * (dp - inner[None, :])
@@ -245,7 +207,7 @@ def d_keys_over(
 
 @program
 def attention_d_keys(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, dk_ptr,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, dk_ptr,
     dv_ptr, s: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -258,14 +220,15 @@ def attention_d_keys(
     ids_ptr += batch * s.queries
     dk = tl.zeros((s.columns, s.wide), tl.float32)
     dv = tl.zeros((s.columns, s.wide), tl.float32)
-    ends = visited_blocks(block, batch, begin_ptr, end_ptr, True, s)
+    ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for g in range(s.groups):
         head = kv_head * s.groups + g
         place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
         first_row = (batch * s.heads + head).to(tl.int64) * s.queries
         for part in tl.static_range(1 if s.segments else 3):
+            start, stop = tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)
             dk, dv = d_keys_over(
-                ends[part], ends[part + 1], dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row,
+                start, stop, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row,
                 inner_ptr + first_row, ids_ptr, theirs, key, part != 1, s,
             )  # fmt: skip
     store_block(dk_ptr + kv_place, dk * s.scale, first, s.columns, s.keys, s.kv_stride, s)

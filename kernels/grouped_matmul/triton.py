@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jaxmem.kernels.launch import block_size
 from jaxmem.kernels.quantized_matmul import MatmulCall, QuantizedScales
 from jaxmem.kernels.quantized_matmul import triton as one_matrix
-from jaxmem.kernels.triton_launch import launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
 from .blocks import Groups, block_table, sum_of_groups, usual_rows
 
@@ -80,10 +80,7 @@ def grouped_matmul(
         load_programs(PROGRAMS).grouped_matmul,
         [planes, groups.rows, *arrays, unused if bias is None else bias, unused if shares is None else shares],
         [jax.ShapeDtypeStruct((static.sorted, outputs), x.dtype)],
-        grid=(static.tiles, -(-outputs // static.tile_outputs)),
-        static=static,
-        flops=2.0 * inputs,
-        **warps,
+        Launch(grid=(static.tiles, -(-outputs // static.tile_outputs)), static=static, flops=2.0 * inputs, **warps),
     )
     return y
 
@@ -95,10 +92,7 @@ def _of_inputs(g: Float[Array, "sorted outputs"], weight: Weight, groups: Groups
         load_programs(PROGRAMS).grouped_matmul_of_inputs,
         [g, *arrays],
         [jax.ShapeDtypeStruct((together, g.shape[0], inputs // together), g.dtype)],
-        grid=(static.tiles, -(-static.code_rows // static.rows)),
-        static=static,
-        flops=2.0 * outputs,
-        **warps,
+        Launch(grid=(static.tiles, -(-static.code_rows // static.rows)), static=static, flops=2.0 * outputs, **warps),
     )
     return jnp.moveaxis(result, 0, 2).reshape(g.shape[0], inputs)
 
@@ -109,10 +103,12 @@ def _of_weights(x: jax.Array, g: jax.Array, weight: jax.Array, groups: Groups, g
         load_programs(PROGRAMS).grouped_matmul_of_weights,
         [x, groups.rows, g, jnp.stack([groups.starts, groups.stops])],
         [jax.ShapeDtypeStruct(weight.shape, weight.dtype)],
-        grid=(-(-weight.shape[1] // static.rows), -(-weight.shape[2] // static.tile_outputs), weight.shape[0]),
-        static=static,
-        flops=2.0 * g.shape[0] / weight.shape[0],  # the mean over groups
-        **warps,
+        Launch(
+            grid=(-(-weight.shape[1] // static.rows), -(-weight.shape[2] // static.tile_outputs), weight.shape[0]),
+            static=static,
+            flops=2.0 * g.shape[0] / weight.shape[0],  # the mean over groups
+            **warps,
+        ),
     )
     return result
 

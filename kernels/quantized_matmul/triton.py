@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmem.kernels.launch import block_size
-from jaxmem.kernels.triton_launch import launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
 from .arguments import MatmulCall, QuantizedScales
 
@@ -107,11 +107,13 @@ def _run(name: str, call: MatmulCall, blocks: TileSizes, x: jax.Array, codes: ja
         getattr(load_programs(PROGRAMS), name),
         [x, codes, own, groups, mean, listed],
         [jax.ShapeDtypeStruct(shape, x.dtype)],
-        grid=(-(-tokens // blocks.tokens), tiles),
-        static=static,
-        warps=blocks.warps,
-        stages=blocks.stages,
-        flops=2.0 * (call.inputs if forward else call.outputs),
+        Launch(
+            grid=(-(-tokens // blocks.tokens), tiles),
+            static=static,
+            warps=blocks.warps,
+            stages=blocks.stages,
+            flops=2.0 * (call.inputs if forward else call.outputs),
+        ),
     )
     return result
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.kernels.launch import next_power_of_2
-from jaxmem.kernels.triton_launch import launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
 from .arguments import Adam, Moments8, ScaleBlocks, blocked, lines
 
@@ -92,9 +92,10 @@ def _run(
         getattr(load_programs(PROGRAMS), operation),
         arrays,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        grid=(grid,),
-        static=UpdateTiling(along_columns, blocks.size, padded, each, total, columns, **betas),
-        warps=min(MAX_WARPS, WARPS * max(1, padded * each // NUMBERS)),
-        stages=1,
-        in_place=in_place,
+        Launch(
+            grid=(grid,),
+            static=UpdateTiling(along_columns, blocks.size, padded, each, total, columns, **betas),
+            warps=min(MAX_WARPS, WARPS * max(1, padded * each // NUMBERS)),
+            in_place=in_place,
+        ),
     )

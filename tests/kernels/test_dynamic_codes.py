@@ -44,9 +44,8 @@ def draw(seeds_ptr, out_ptr, s: tl.constexpr):
 def interpreted(kernel, x, dtype, **options):
     size = 1 << (len(x) - 1).bit_length()
     arrays, outputs = [jnp.asarray(np.resize(x, size))], [jax.ShapeDtypeStruct((size,), dtype)]
-    (found,) = triton_launch.launch(
-        kernel, arrays, outputs, grid=(1,), static=Static(size, **options), warps=4, stages=1
-    )
+    how = triton_launch.Launch(grid=(1,), static=Static(size, **options))
+    (found,) = triton_launch.launch(kernel, arrays, outputs, how)
     return np.asarray(found)[: len(x)]
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmem.kernels.mosaic_launch import THREAD, launch
+from jaxmem.kernels.mosaic_launch import THREAD, MosaicKernel, launch
 from tests.kernels import warpgroups
 
 ROWS = 64
@@ -19,7 +19,9 @@ def summed(x, *, waits=1, given_back_before=False):
     """The products of blocks of x with themselves: one warpgroup copies them to the same place, another multiplies."""
     blocks = -(-x.shape[0] // ROWS)
 
-    def kernel(x_ref, out_ref, *, held, here, free, made):
+    def program(x_ref, out_ref, memory):
+        held, here, free, made = memory
+
         def multiply(sums):
             @pl.loop(0, blocks)
             def _(_):
@@ -48,14 +50,10 @@ def summed(x, *, waits=1, given_back_before=False):
                 pl.when(i > 0)(lambda: plgpu.barrier_wait(free))
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(i * ROWS, ROWS)], held, here)
 
-    scratch = {
-        "held": plgpu.SMEM((ROWS, ROWS), x.dtype, transforms=TILES),
-        "here": plgpu.Barrier(),
-        "free": plgpu.Barrier(),
-        "made": plgpu.SMEM((ROWS, ROWS), jnp.float32),
-    }
+    held = plgpu.SMEM((ROWS, ROWS), x.dtype, transforms=TILES)
+    memory = held, plgpu.Barrier(), plgpu.Barrier(), plgpu.SMEM((ROWS, ROWS), jnp.float32)
     out = jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32)
-    (made,) = launch("summed", kernel, [x], [out], grid={"mosaic_block": 1}, warpgroups=2, scratch=scratch)
+    (made,) = launch(MosaicKernel("summed", program, {"mosaic_block": 1}, 2, memory), [x], [out])
     return made
 
 

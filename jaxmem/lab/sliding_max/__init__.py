@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jaxmem.kernels.choice import Operation
-from jaxmem.kernels.triton_launch import launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 from jaxmem.kernels.validation import Validator
 
 OUTPUTS = 512  # results of a program of `shared`
@@ -104,10 +104,7 @@ def by_triton(x: Float[Array, "numbers"], window: int, *, kind: str) -> Float[Ar
         getattr(load_programs("jaxmem.lab.sliding_max.triton_programs"), f"sliding_max_{kind}"),
         [x],
         [jax.ShapeDtypeStruct((count,), x.dtype)],
-        grid=(-(-count // OUTPUTS),),
-        static=WindowStatic(x.shape[0], window),
-        warps=4,
-        stages=2,
+        Launch(grid=(-(-count // OUTPUTS),), static=WindowStatic(x.shape[0], window), stages=2),
     )
     return found
 
