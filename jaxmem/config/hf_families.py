@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxmem.config.hf_modules import CONCATENATED, INTERLEAVED, Fused
-from jaxmem.config.hf_values import Number, Size, UnsupportedError, read
+from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, read
 from jaxmem.config.networks import Decoder
 
 # Names of `model.activation` in files.
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "swiglu_clamped": "silu"}
-MAX_EXPERTS = 10_000  # a limit above all models, checked before any array is created
 # Keys of mixtures of experts; `router_aux_loss_coef` has an effect only with `output_router_logits`.
 EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
@@ -63,6 +62,10 @@ class HfFamily:
         known |= {"decoder_sparse_step", "mlp_only_layers"} if self.has_dense_layers else set()
         return known if self.shared is None else known | {self.shared}
 
+    def without_own(self, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        """Keys with one supported value, except for those that this architecture supports."""
+        return {key: values for key, values in fixed.items() if key not in self.understood}
+
     @property
     def has_dense_layers(self) -> bool:
         """Whether config.json may describe layers without experts."""
@@ -74,12 +77,8 @@ class HfFamily:
             return {}
         key, width = self.experts
         # transformers 5 has a second name for the number of experts.
-        count = read({"num_local_experts": settings[key], **settings}, "num_local_experts", Size)
-        if count > MAX_EXPERTS:
-            raise UnsupportedError(f"{key}={count} must be at most {MAX_EXPERTS}")
-        renormalize = self.renormalize
-        if renormalize is None:
-            renormalize = read(settings, "norm_topk_prob", bool, False)
+        count = read({"num_local_experts": settings[key], **settings}, "num_local_experts", Quantity)
+        renormalize = read(settings, "norm_topk_prob", bool, False) if self.renormalize is None else self.renormalize
         experts = {"count": count, "top_k": read(settings, "num_experts_per_tok", Size), "renormalize": renormalize}
         if self.shared is not None:
             experts["shared"] = read(settings, self.shared, Size)
@@ -133,14 +132,13 @@ class HfFamily:
         if self.experts is None or model.experts is None:
             return {}
         count, width = self.experts
-        found: dict[str, Any] = {count: model.experts.count, width: model.mlp}
-        found["num_experts_per_tok"] = model.experts.top_k
-        found |= {} if self.shared is None else {self.shared: model.experts.shared}
-        if self.has_dense_layers and model.experts.dense_mlp is not None:
-            found |= {"decoder_sparse_step": model.experts.every, "mlp_only_layers": list(model.experts.dense_layers)}
-            found["intermediate_size"] = model.experts.dense_mlp
+        own = model.experts
+        found: dict[str, Any] = {count: own.count, width: model.mlp, "num_experts_per_tok": own.top_k}
+        found |= {} if self.shared is None else {self.shared: own.shared}
+        if self.has_dense_layers and own.dense_mlp is not None:
+            found |= {"decoder_sparse_step": own.every, "mlp_only_layers": list(own.dense_layers)}
+            found["intermediate_size"] = own.dense_mlp
         if self.is_latent:
-            own = model.experts
             found |= {
                 "n_shared_experts": (own.shared or 0) // model.mlp,
                 "first_k_dense_replace": model.has_experts.index(True),
@@ -150,7 +148,7 @@ class HfFamily:
                 "topk_group": own.top_groups,
                 "topk_method": "greedy" if own.groups == 1 else "group_limited_greedy",
             }
-        return found if self.renormalize else found | {"norm_topk_prob": model.experts.renormalize}
+        return found if self.renormalize else found | {"norm_topk_prob": own.renormalize}
 
     @property
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -170,9 +168,8 @@ _TEXT_PREFIXES = {
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text model, if the model also reads images; otherwise the same one."""
-    own = next(
-        (TEXT_MODELS[name] for name in read(settings, "architectures", list[str], []) if name in TEXT_MODELS), None
-    )
+    names = read(settings, "architectures", list[str], [])
+    own = next((TEXT_MODELS[name] for name in names if name in TEXT_MODELS), None)
     return settings if own is None else {**read(settings, "text_config", dict[str, Any]), "architectures": [own]}
 
 

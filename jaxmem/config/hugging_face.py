@@ -4,7 +4,6 @@
 with another scaling of rotary positions, or another kind of layer or activation.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,8 +12,9 @@ from pydantic import Field
 
 from jaxmem.config.hf_families import ACTIVATIONS, FAMILIES, WINDOWS, HfFamily, text_settings
 from jaxmem.config.hf_quantized import quantization_fields, scheme_of
-from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
-from jaxmem.config.networks import Decoder, Rope
+from jaxmem.config.hf_rope import ORIGINAL_LENGTH, rope_fields, scaling_json
+from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, check_keys, read, read_json
+from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError, one_of
 
 SHAPE = {
@@ -24,23 +24,12 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
-MAX_LAYERS = 10_000  # a limit above all models, checked before any array is created
 DTYPES = ("float32", "float16", "bfloat16")
-# Scalings of rotary positions, with the fields of `model.rope` that each has besides `factor`: key and default.
-ROPE: dict[str, dict[str, tuple[str, Any]]] = {
-    "default": {},
-    "linear": {},
-    "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None)},
-    "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0), "truncate": ("truncate", True)},
-    "longrope": {"short_factors": ("short_factor", None), "long_factors": ("long_factor", None)},
-}
-_KINDS = {"truncate": bool, "short_factors": list[Number], "long_factors": list[Number]}  # types; others: numbers
 _OPTIONS = (
     "activation", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
     "scale_embeddings", "attention_sinks", "attention_bias", "output_bias", "mlp_bias", "window", "layer_types",
     "sliding_rope", "latent",
 )  # fmt: skip
-ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Settings that change the outputs of a model, and the values that `Decoder` supports.
 FIXED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
@@ -50,16 +39,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0.0, None),
-}
-FIXED_ROPE: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1.0, None),
-    "mscale": (None,),
-    "mscale_all_dim": (None,),
-}
-UNDERSTOOD_ROPE = {"rope_type", "type", "rope_theta", "factor", "attention_factor", ORIGINAL_LENGTH} | {
-    key
-    for fields in ROPE.values()
-    for key, _ in fields.values()  # keys of other scalings are ignored, as in transformers
 }
 UNDERSTOOD = {
     *SHAPE.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
@@ -117,12 +96,10 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     scheme, family, settings = scheme_of(settings), family_of(settings), text_settings(settings)
     if scheme is not None and not (family.has_mxfp4 if scheme.method == "mxfp4" else not family.fused):
         raise UnsupportedError(f"quantization_config is not supported for model_type={family.model_type}")
-    check_keys(settings, UNDERSTOOD | family.understood, _fixed(FIXED, family) | family.fixed, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | family.understood, family.without_own(FIXED) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
-    shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
-    if shape["layers"] > MAX_LAYERS:
-        raise UnsupportedError(f"num_hidden_layers={shape['layers']} must be at most {MAX_LAYERS}")
+    shape = {name: read(settings, key, Quantity if name == "layers" else Size) for name, key in SHAPE.items()}
     biased = read(settings, "attention_bias", bool, False) if family.biased is None else family.biased
     fields = {
         **shape,
@@ -136,15 +113,11 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         **family.fields,
         **{name: read(settings, key, Decoder.model_fields[name].annotation) for name, key in family.keys.items()},
         **(windows := _windows(settings, family, shape["layers"])),
-        **_ropes(settings, family, windows),
+        **rope_fields(settings, family, windows),
         **family.expert_fields(settings, shape["layers"]),
         **family.latent_fields(settings, shape["heads"]),
     }
     return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
-
-
-def _fixed(keys: Mapping[str, tuple[Any, ...]], family: HfFamily) -> dict[str, tuple[Any, ...]]:
-    return {key: values for key, values in keys.items() if key not in family.understood}
 
 
 def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict[str, Any]:
@@ -177,59 +150,6 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     period = next(n for n in range(1, layers + 1) if types[n:] == types[:-n])
     kinds = {} if "full_attention" not in types else {"layer_types": tuple(types[:period])}
     return {"window": read(settings, "sliding_window", Size), **kinds}
-
-
-def _ropes(settings: Mapping[str, Any], family: HfFamily, windows: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields `rope` and `sliding_rope`. `rope_parameters` has an object for each kind of layer if they differ."""
-    if family.sliding_theta is None:
-        return {"rope": _rope_fields(settings, family)}
-    each = read(settings, "rope_parameters", dict[WINDOWS, dict[str, Any] | None], {})
-    full = {**(each.get("full_attention") or {}), **read(settings, "rope_scaling", dict[str, Any], {})}
-    theta = read(settings, "rope_local_base_freq", Number, family.sliding_theta)
-    sliding = {"rope_theta": theta, "rope_scaling": each.get("sliding_attention"), "rope_parameters": None}
-    ropes = [
-        _rope_fields({**settings, **own}, family) for own in ({"rope_scaling": full, "rope_parameters": None}, sliding)
-    ]
-    if "layer_types" in windows:
-        return dict(zip(("rope", "sliding_rope"), ropes, strict=True))
-    return {"rope": ropes[windows["window"] is not None]}
-
-
-def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any]:
-    """The fields of `model.rope`, from `rope_theta` and `rope_scaling`, or from `rope_parameters` (since transformers
-    5). If a file has both, `rope_scaling` is used, as in transformers."""
-    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping):
-        raise UnsupportedError(f"rope_scaling={json.dumps(scaling)} must be a JSON object")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    kind = "longrope" if kind in family.longrope else kind
-    if not isinstance(kind, str) or kind not in ROPE:
-        raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
-    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, _fixed(FIXED_ROPE, family), section="rope_scaling.")
-    rope: dict[str, Any] = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
-    if family.has_partial_rope and (share := read({**settings, **scaling}, "partial_rotary_factor", Number, 1.0)) != 1:
-        rope["share"] = share
-    if kind == "default":
-        return rope
-    rope["scaling"] = kind
-    rope |= {name: read(scaling, key, _KINDS.get(name, Number), default) for name, (key, default) in ROPE[kind].items()}
-    for name in ("mscale", "mscale_all_dim") if kind == "yarn" else ():
-        if scaling.get(name) is not None:
-            rope[name] = read(scaling, name, Number)
-    if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
-        rope["attention_factor"] = read(scaling, "attention_factor", Number)
-    if kind != "linear":
-        found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
-        if len(found) == 2 and found[0] != found[1]:
-            raise UnsupportedError(
-                f"{ORIGINAL_LENGTH} is {found[1]} in config.json, but {found[0]} in rope_scaling; remove one of them"
-            )
-        default = found[0] if found else settings.get("max_position_embeddings")
-        rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
-    longer = None
-    if kind == "longrope":
-        longer = read(settings, "max_position_embeddings", Size, rope["original_length"]) / rope["original_length"]
-    return {**rope, "factor": read(scaling, "factor", Number, longer)}
 
 
 def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: int = 2048) -> dict[str, Any]:
@@ -265,7 +185,7 @@ def _comparable(model: Decoder) -> dict[str, Any]:
     """The fields that change the outputs of a model."""
     unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
     unequal |= {"rope", "sliding_rope", "window", "layer_types"}
-    ropes = [(rope.theta, rope.share, _rope_scaling(rope)) for rope in model.ropes]
+    ropes = [(rope.theta, rope.share, scaling_json(rope)) for rope in model.ropes]
     compared = {"count", "top_k", "renormalize", "shared", "shared_gate", "dense_mlp", "scale", "groups", "top_groups"}
     experts = model.experts and (model.experts.model_dump(include=compared), model.has_experts)
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
@@ -292,7 +212,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": length,
         "rope_theta": model.rope.theta,
-        "rope_scaling": _rope_scaling(model.rope) or ({"rope_type": "default"} if scales_by_default else None),
+        "rope_scaling": scaling_json(model.rope) or ({"rope_type": "default"} if scales_by_default else None),
         **({"partial_rotary_factor": model.rope.share} if family.has_partial_rope else {}),
         "sliding_window": model.window,
         **{key: getattr(model, name) for name, key in family.keys.items()},
@@ -306,18 +226,4 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         found |= {"use_sliding_window": any(model.windows), "max_window_layers": model.windows.count(None)}
     if model.windows_differ or isinstance(family.windows, int):
         found["layer_types"] = [get_args(WINDOWS)[window is None] for window in model.windows]
-    return found
-
-
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    if rope.scaling == "none":
-        return None
-    found: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    found |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
-    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        if rope.scaling in ("yarn", "longrope") and (value := getattr(rope, name)) is not None:
-            found[name] = value
-    if rope.scaling != "linear":
-        found[ORIGINAL_LENGTH] = rope.original_length
     return found
