@@ -17,8 +17,8 @@ from jax.extend.core import Literal
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.devices import for_devices
-from jaxmem.planning.passes import LOOPS, MATMULS, inside, matmul, on_one_device, one_share, shape_of, without_sharding
-from jaxmem.planning.share import rows_of
+from jaxmem.planning.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
+from jaxmem.planning.share import one_share, rows_of
 from jaxmem.planning.targets import local_target, parse_target
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by, inexact_leaves, with_inexact

@@ -18,11 +18,10 @@ from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.planning.hlo import mean_runs
-from jaxmem.planning.share import layers_per_pass, loss_chunk, shards, vocab_entries
+from jaxmem.planning.share import layers_per_pass, loss_chunk, one_share, vocab_entries
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import is_axes, layout_for
 from jaxmem.sharding.host import take_layer
-from jaxmem.sharding.table import has_vocab_on_stages
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by
 from jaxmem.stack.reverse import differentiable_weights
@@ -298,21 +297,3 @@ def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 def on_one_device(cfg: Config) -> Program:
     """A program that is only traced; no array is created."""
     return Program(cfg, layout_for(cfg, jax.devices()[:1]))
-
-
-def one_share(shape: Config, cfg: Config) -> Config:
-    """The shape of one device's part of a decoder that the config shards over `tensor`, and its vocabulary over
-    pipeline stages."""
-    model, tensor = shape.model, cfg.mesh.tensor
-    if not isinstance(model, Decoder):
-        return shape
-    if has_vocab_on_stages(cfg):
-        model = model.replace(vocab=model.vocab // cfg.mesh.stage)
-    if tensor == 1:
-        return shape.replace(model=model)
-    split = shards(cfg, "heads")
-    heads = model.heads // split
-    # If KV heads are not divisible by `tensor`, they are replicated; each device uses the KV heads of its query heads.
-    keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
-    share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
-    return shape.replace(model=model.replace(**share))

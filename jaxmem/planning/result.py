@@ -196,7 +196,7 @@ class Plan:
 
     def step_as_json(self) -> dict[str, Any]:
         """The part of the JSON that describes the step; no other program is compiled for it."""
-        built, target, timeline = self.program, self.target, self.timeline
+        built, target, timeline, pipeline = self.program, self.target, self.timeline, self.program.model.pipeline
         return {
             "model": {
                 "name": built.cfg.name,
@@ -236,18 +236,14 @@ class Plan:
                 }
                 for one in timeline.collectives
             ],
-            "schedule": self._schedule_as_json(),
+            # What each pipeline stage does in each tick.
+            "schedule": pipeline
+            and {"name": pipeline.schedule, "idle": pipeline.bubble, "stages": pipeline.timetable.rows()},
             "flops_per_device": timeline.flops,
             "ideal_flops_per_device": self.ideal_flops_per_device,
             "estimated_step_seconds": self.estimated_step_seconds,
             "bound_by": timeline.bound if target.gpu else None,
         }
-
-    def _schedule_as_json(self) -> dict[str, Any] | None:
-        """What each pipeline stage does in each tick; None: there are no stages."""
-        if (pipeline := self.program.model.pipeline) is None:
-            return None
-        return {"name": pipeline.schedule, "idle": pipeline.bubble, "stages": pipeline.timetable.rows()}
 
     def _traffic_as_json(self, kinds: Container[str], bytes_key: str) -> dict[str, dict[str, Any]]:
         has_speed = self.target.gpu is not None
@@ -268,11 +264,7 @@ class Plan:
 
 
 def plan(
-    source: RunSource,
-    target: str | None = None,
-    *,
-    reserve_gib: float | None = None,
-    **options: Unpack[RunOptions],
+    source: RunSource, target: str | None = None, *, reserve_gib: float | None = None, **options: Unpack[RunOptions]
 ) -> Plan:
     """Plan every phase of a run for a target such as `h100-80gb:16x8`, by default for the devices of this machine.
 

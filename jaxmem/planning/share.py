@@ -32,6 +32,24 @@ def _computing(rules: config.Rules) -> Table:
     return make_rules(zero=0, section=rules).compute
 
 
+def one_share(shape: Config, cfg: Config) -> Config:
+    """The shape of one device's part of a decoder that the config shards over `tensor`, and its vocabulary over
+    pipeline stages."""
+    model, tensor = shape.model, cfg.mesh.tensor
+    if not isinstance(model, Decoder):
+        return shape
+    if has_vocab_on_stages(cfg):
+        model = model.replace(vocab=model.vocab // cfg.mesh.stage)
+    if tensor == 1:
+        return shape.replace(model=model)
+    split = shards(cfg, "heads")
+    heads = model.heads // split
+    # If KV heads are not divisible by `tensor`, they are replicated; each device uses the KV heads of its query heads.
+    keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
+    share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
+    return shape.replace(model=model.replace(**share))
+
+
 def rows_of(cfg: Config) -> float:
     """Sequences of one micro-batch on one device. With `context`, a part of a sequence counts as a fraction."""
     mesh = cfg.mesh
