@@ -40,7 +40,7 @@ __getattr__, _ = lazy_names(
     devices="for_devices",
     explain="json_schema",
     load="load_config save_config save_settings",
-    presets="PRESETS parameter_count",
+    presets="PRESETS",
 )
 __all__ = [
     "LOW_RANK",
@@ -78,7 +78,6 @@ __all__ = [
     "for_devices",
     "json_schema",
     "load_config",
-    "parameter_count",
     "save_config",
     "save_settings",
 ]  # fmt: skip

@@ -1,12 +1,10 @@
-"""The decoders that `model.preset` names, in their published shapes, and their number of parameters.
+"""The decoders that `model.preset` names, in their published shapes.
 
 60m to 1b are the Llama shapes of GaLore (https://arxiv.org/abs/2403.03507); the others are the shapes of released
 models. `tiny` fits the byte tokenizer; its sizes are divisible by `tensor` 2 and 4, and by `fsdp` 2, 4 and 8.
 """
 
 from typing import Any
-
-from jaxmem.config.networks import Decoder
 
 SHAPE = ("vocab", "layers", "embed", "mlp", "heads", "kv_heads", "head_dim")
 
@@ -126,43 +124,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _decoder(151_936, 48, 2048, 768, 32, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
     "qwen3-235b-a22b": _decoder(151_936, 94, 4096, 1536, 64, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),
 }
-
-
-def parameter_count(model: Decoder, *, active: bool = False) -> int:
-    """The number of parameters of a decoder; `active`: that a token uses, of mixtures of experts."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
-    if (latent := model.latent) is not None:
-        inputs, values = latent.q_rank or model.embed, model.heads * latent.value_dim
-        attention = inputs * queries + (model.embed + 1) * (latent.q_rank or 0) + model.embed * values
-        attention += model.embed * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
-        attention += latent.kv_rank * (model.heads * (model.head_dim - latent.rope_dim) + values)
-    if model.attention_bias:
-        attention += queries + 2 * keys
-    if model.output_bias:
-        attention += model.embed
-    if model.qk_norm:
-        attention += queries + keys if model.qk_norm == "all_heads" else 2 * model.head_dim
-    if model.attention_sinks:
-        attention += model.heads
-    norms = (4 if model.norms == "both" else 2) * model.embed
-    tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)
-    mlps = sum(_mlp_count(model, has_experts, active) for has_experts in model.has_experts)
-    return model.layers * (attention + norms) + mlps + tables + model.embed  # the last norm
-
-
-def _mlp_count(model: Decoder, has_experts: bool, active: bool) -> int:
-    """The number of parameters of the MLP or of the experts of a layer."""
-    experts, width = model.experts, model.mlp
-    if experts is not None and not has_experts:
-        assert experts.dense_mlp is not None
-        width = experts.dense_mlp
-    mlp = 3 * model.embed * width
-    if model.mlp_bias:
-        mlp += 2 * width + model.embed
-    if experts is None or not has_experts:
-        return mlp
-    router = (model.embed + model.mlp_bias) * experts.count
-    shared = 3 * model.embed * (experts.shared or 0)
-    shared += model.embed if experts.shared is not None and experts.shared_gate else 0
-    return (experts.top_k if active else experts.count) * mlp + router + shared

@@ -193,7 +193,6 @@ def fit(
     allow: Sequence[str] = DEFAULT_ALLOW,
     reserve_gib: float | None = None,
     compiles: int = COMPILES,
-    processes: int | None = None,
     progress: Progress = lambda _: None,
     **options: Unpack[RunOptions],
 ) -> Fit | Comparison:
@@ -201,8 +200,8 @@ def fit(
 
     `source`: a config, a preset or a Hugging Face directory; for the last two, the methods of training are compared
     unless `method` names one; several names, separated by commas, are compared. `allow`: words for the settings that
-    may change (`knobs.KNOBS` lists the settings of each). `compiles`: steps to compile at most. `processes`: number of
-    compiler processes, by default one per core, if the memory is sufficient. `progress` is called with lines of text.
+    may change (`knobs.KNOBS` lists the settings of each). `compiles`: steps to compile at most. `progress` is called
+    with lines of text.
     """
     aim = compile_target(target)
     methods = [name.strip() for name in (options.get("method") or "").split(",")]
@@ -210,7 +209,7 @@ def fit(
         options["method"] = None
     config = functools.partial(run_config, source, devices=aim.count, **options)
     command = command_line(source, options)
-    with CompilerPool(aim, reserve_gib, processes) as compilers:
+    with CompilerPool(aim, reserve_gib) as compilers:
         if len(methods) > 1:
             return compare(config, command, compilers, progress, methods=[check_method(name) for name in methods])
         if is_model(source) and options.get("method") is None:

@@ -133,14 +133,13 @@ def maximize(
     *,
     allow: Sequence[str] = (),
     reserve_gib: float | None = None,
-    processes: int | None = None,
 ) -> Largest:
     """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value, the config
     that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
     aim = compile_target(target)
     if cfg.memory.remat == "auto":  # the largest value leaves no memory for saved activations
         cfg = cfg.replace(memory={"remat": "full"})
-    with CompilerPool(aim, reserve_gib, processes) as compilers:
+    with CompilerPool(aim, reserve_gib) as compilers:
         return search_largest(cfg, key, allow, compilers)
 
 

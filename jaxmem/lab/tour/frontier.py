@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.config import Decoder, load_config
+from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.config.presets import PRESETS, parameter_count
+from jaxmem.config.presets import PRESETS
 from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import LinePlot, Row, Table, gib
 from jaxmem.planning import Target
@@ -47,8 +47,12 @@ def _fields(width: int, layers: int) -> dict[str, int]:
     return {"layers": layers, "embed": width, "mlp": width * 7 // 2, "heads": heads, "kv_heads": 4 if heads % 8 else 8}
 
 
-def _billions(width: int, layers: int) -> float:
-    return parameter_count(Decoder(**(PRESETS["llama3-8b"] | _fields(width, layers)))) / 1e9
+def _parameters(width: int, layers: int) -> int:
+    """The number of parameters of a shape."""
+    shape = _fields(width, layers)
+    attention = 2 * width * (width + shape["kv_heads"] * HEAD)
+    norms, vocab = 2 * layers + 1, PRESETS["llama3-8b"]["vocab"]
+    return width * (layers * 3 * shape["mlp"] + norms + 2 * vocab) + layers * attention
 
 
 BASE, METHODS = common.CONFIGS["frontier"]["base"], common.rows_of("frontier", "methods")
@@ -76,11 +80,12 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
     table = Table(f"Billions of parameters that fit, {BASE['data']['sequence_length']:,} tokens per GPU", rows)
     error = max(abs(row["predicted, GiB"] / row["compiled, GiB"] - 1) for row in checked)
     series = {name: [(row["memory, GiB"], row[name]) for row in rows if row[name]] for name in METHODS}
+    first, last = (_parameters(*SHAPES[number]) / 1e9 for number in (0, -1))
     return Findings(
         [table, Table(f"On {own.name}, compiled", checked)],
         "The vocabulary has 128,256 tokens. Weights, gradients and optimizer state are sharded over the GPUs; saved"
-        f" activations are not. An empty cell: the smallest model, {_billions(*SHAPES[0]):.1f} B, does not fit. The"
-        f" search ends at {_billions(*SHAPES[-1]):,.0f} B, since no published dense model is larger than 540 B. The"
+        f" activations are not. An empty cell: the smallest model, {first:.1f} B, does not fit. The"
+        f" search ends at {last:,.0f} B, since no published dense model is larger than 540 B. The"
         f" estimate of the two compiled models is at most {error:.1%} off.",
         [LinePlot(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
@@ -102,8 +107,7 @@ def _of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int) ->
     overrides = [*overrides, *(f"model.{name}={size}" for name, size in shape.items())]
     overrides.append(f"batch.global_size={aim.count}")
     cfg = for_devices(load_config(BASE, overrides), aim.count)
-    assert isinstance(cfg.model, Decoder)
-    size, predicted, limit = parameter_count(cfg.model), estimated(cfg, aim).total, usable_memory(aim, cfg)
+    size, predicted, limit = _parameters(width, layers), estimated(cfg, aim).total, usable_memory(aim, cfg)
     return {**shape, "overrides": overrides, "parameters": size, "predicted": predicted, "limit": limit}
 
 
