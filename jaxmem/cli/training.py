@@ -29,7 +29,9 @@ def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command that each process runs.")],
     processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="Number of processes.")],
     devices: Annotated[int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.")] = None,
-    restarts: Annotated[int, typer.Option(metavar="R", min=0, help="Restarts in fewer processes if some die.")] = 0,
+    restarts: Annotated[
+        int, typer.Option(metavar="R", min=0, help="Restart at most R times, in fewer processes, if some die.")
+    ] = 0,
 ) -> None:
     """Run a command in several processes on this host.
 

@@ -96,7 +96,7 @@ def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[Low
 
 
 def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indices: Sequence[int] | None) -> FileWeight:
-    """A weight of an adapter. `experts`: their number, for an A that the experts of a layer share."""
+    """A weight of an adapter. `experts`: the number of experts, if `array` is an A that they all share."""
     is_matrix = path[-1] in ("a", "b")
     if experts is None:
         return FileWeight.of(path, array, name, is_matrix, indices)

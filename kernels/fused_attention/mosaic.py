@@ -1,7 +1,7 @@
 """Attention for Hopper, compiled by Mosaic GPU, following FlashAttention-3 (Shah et al., arXiv:2407.08608).
 
-A program has three warpgroups. One copies by TMA; two multiply by asynchronous `wgmma`. In the forward pass the latter
-two alternate, so that the matmuls of one overlap the softmax of the other. The backward pass of heads of width 64 and
+A program has three warpgroups. One copies by TMA; two multiply by asynchronous `wgmma`. In the forward pass, one of
+these two multiplies while the other computes its softmax. The backward pass of heads of width 64 and
 128 is one kernel with 5 matmuls: 10 operations per pair and dimension, dq in float32, and sums whose order differs
 between runs. All other backward passes (`deterministic`, other widths) use the kernels of `triton.py`: 14 operations,
 and bitwise equal results for equal inputs.
@@ -133,8 +133,8 @@ def _stream(
 def _shared_rows(
     count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool, line: int
 ) -> tuple[Any, ...]:
-    """Shared memory for `count` blocks of `size` rows: `of` arrays like `like`, `numbers` float32 vectors; with `ids`,
-    segment ids."""
+    """Shared memory for `count` blocks of `size` rows. Each block has `of` arrays with the dtype and width of `like`,
+    `numbers` float32 vectors and, with `ids`, segment ids."""
     wide = like.shape[-1]
     tiles = _tiles(like.dtype, line if wide % 64 == 0 else 64)
     rows = [jnp.float32] * numbers + [jnp.int32] * ids

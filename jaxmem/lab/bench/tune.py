@@ -56,8 +56,8 @@ def tune_shape(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Sa
 
 
 def fastest(own: BenchOperation, rows: Sequence[Row]) -> Row | None:
-    """The implementation with the smallest sum of times over all passes. The reference, which needs the most memory,
-    takes part only if it is the plain JAX implementation."""
+    """The implementation with the smallest sum of times over all passes. The reference needs the most memory, so it
+    is considered only for operations whose plain JAX implementation it is."""
     timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]
     passes = {row["pass"] for row in timed}
     taken: dict[str, dict[str, float]] = {}
@@ -81,12 +81,12 @@ def _table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); use a table that bench tune wrote, or a new file") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} is not a table of bench tune; use a table that it wrote, or a new file")
+        raise UserError(f"{path} is not a table of bench tune; use a table that bench tune wrote, or a new file")
     return found
 
 
 def _store(path: Path, table: dict[str, Any], name: str, kind: str, row: Row) -> None:
-    """Replaces the entry of the same calls. A complete new file replaces the old file atomically."""
+    """Replaces the entry for calls of this kind and these sizes. The file is replaced atomically."""
     entries = table.setdefault(name, {}).setdefault(kind, [])
     others = [entry for entry in entries if (entry["kind"], entry["sizes"]) != (row["kind"], row["sizes"])]
     table[name][kind] = [*others, row]

@@ -15,7 +15,7 @@ from jaxmem.lab.tour.table import Bars, Row, Table, gib
 SEVERAL = 8  # number of GPUs in the rows with ZeRO
 BASE = common.CONFIGS["memory"]["base"]
 PREDICTED, COMPILED, GIB = "predicted, bytes per parameter", "compiled, bytes per parameter", "per GPU, GiB"
-LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # in GiB, as their memories are named
+LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # GiB
 
 
 class Technique(NamedTuple):
