@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmem.kernels.launch import block_size
-from jaxmem.kernels.quantized_matmul import MatmulCall, QuantizedScales
+from jaxmem.kernels.quantized_matmul import MatmulCall
 from jaxmem.kernels.quantized_matmul import triton as one_matrix
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
@@ -145,28 +145,25 @@ def _prepare(
     name: str, x: jax.Array, weight: Weight, groups: Groups, gathers: bool
 ) -> tuple[GroupedTiling, list[jax.Array], dict[str, Any]]:
     """Compile-time values, the arrays of the tiles and of the weight, and the warps and stages."""
-    together, inputs, outputs = _sizes(weight)
+    _, inputs, outputs = _sizes(weight)
     length, count = groups.rows.shape[0], groups.starts.shape[0]
-    unused = jnp.zeros(1, jnp.float32)
+    properties: dict[str, Any]
     if isinstance(weight, QuantizedMatrices):
-        call, codes, scale = weight.call, weight.codes, weight.scale
+        call, scale = weight.call, weight.scale
         # Half as many rows as for one matrix, since their index needs registers too.
         usual = one_matrix.USUAL["forward" if name == "grouped_matmul" else "backward"]
         usual = usual._replace(tokens=usual.tokens // 2)
         sizes = one_matrix.fitting(call, usual.tokens, usual)
-        double = isinstance(scale, QuantizedScales)
-        own, of_groups, mean = (scale.codes, scale.scale, scale.mean) if double else (scale, unused, unused)
-        listed = unused if call.form.listed is None else jnp.asarray(call.form.listed, jnp.float32)
-        blocks, scale_groups = own.shape[1], of_groups.shape[1] if double else 1
-        kind = (call.unit, call.form.steps, call.form.listed is not None, double)
-        arrays = [codes, own, of_groups, mean, listed]
+        arrays, properties = one_matrix.weight_arrays(call, weight.codes, scale)
     else:
         sizes = USUAL[name]
         if x.dtype.itemsize == 4:  # half the depth of a step, for the shared memory
             depth = {"grouped_matmul": "rows", "grouped_matmul_of_inputs": "outputs"}.get(name, "tokens")
             sizes = sizes._replace(**{depth: getattr(sizes, depth) // 2})
         sizes = sizes._replace(rows=block_size(sizes.rows, inputs), outputs=block_size(sizes.outputs, outputs))
-        blocks, scale_groups, kind, arrays = 1, 1, (1, 1, False, False), [weight, *[unused] * 4]
+        arrays = [weight, *[jnp.zeros((1, 1), jnp.float32)] * 4]
+        plain = dict.fromkeys(("blocks", "blocks_of_group", "unit", "together", "steps"), 1)
+        properties = {"outputs": outputs, "code_rows": inputs, **plain, "listed": False, "double": False}
     if name != "grouped_matmul_of_weights":
         # About two tiles per group, so that padding is a third of the rows at most.
         sizes = sizes._replace(tokens=min(sizes.tokens, max(16, usual_rows(length, count) // 2)))
@@ -175,21 +172,12 @@ def _prepare(
     ends = jnp.full(1, length, jnp.int32)
     starts, stops = (jnp.concatenate(pair) for pair in ((groups.starts, groups.stops[-1:]), (groups.stops, ends)))
     start, stop, group, *_ = block_table(starts, stops, sizes.tokens, length)
-    unit, steps, is_listed, double = kind
     static = GroupedTiling(
+        **properties,
         tokens=x.shape[0],
-        outputs=outputs,
-        code_rows=inputs // together,
-        blocks=blocks,
-        blocks_of_group=-(-blocks // scale_groups),
         tile_tokens=sizes.tokens,
         rows=sizes.rows,
         tile_outputs=sizes.outputs,
-        unit=unit,
-        together=together,
-        steps=steps,
-        listed=is_listed,
-        double=double,
         sorted=length,
         groups=count,
         tiles=start.shape[0],
@@ -197,8 +185,8 @@ def _prepare(
         gathers=gathers,
         has_bias=False,
         has_shares=False,
-        scale_groups=scale_groups,
-        means=int(double),
+        scale_groups=arrays[2].shape[-2],
+        means=int(properties["double"]),
     )
     tables = [] if name == "grouped_matmul_of_weights" else [jnp.stack([start, stop, group])]
     return static, [*tables, *arrays], {"warps": sizes.warps, "stages": sizes.stages}

@@ -81,31 +81,16 @@ def of_activations(call: MatmulCall, g: Float[Array, "tokens outputs"], codes: j
 
 
 def _run(name: str, call: MatmulCall, blocks: TileSizes, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
-    form, forward, tokens, rows = call.form, name == "dequant_matmul", x.shape[-2], codes.shape[0]
-    unused = jnp.zeros(1, jnp.float32)  # passed for pointers that the program does not read
-    double = isinstance(scale, QuantizedScales)
-    own, groups, mean = (scale.codes, scale.scale, scale.mean) if double else (scale, unused, unused)
-    listed = unused if form.listed is None else jnp.asarray(form.listed, jnp.float32)
+    forward, tokens, rows = name == "dequant_matmul", x.shape[-2], codes.shape[0]
+    arrays, properties = weight_arrays(call, codes, scale)
     static = MatmulTiling(
-        tokens=tokens,
-        outputs=call.outputs,
-        code_rows=rows,
-        blocks=own.shape[0],
-        blocks_of_group=-(-own.shape[0] // groups.shape[0]),
-        tile_tokens=blocks.tokens,
-        rows=blocks.rows,
-        tile_outputs=blocks.outputs,
-        unit=call.unit,
-        together=form.together,
-        steps=form.steps,
-        listed=form.listed is not None,
-        double=double,
+        tokens=tokens, tile_tokens=blocks.tokens, rows=blocks.rows, tile_outputs=blocks.outputs, **properties
     )
-    shape = (tokens, call.outputs) if forward else (form.together, tokens, rows)
+    shape = (tokens, call.outputs) if forward else (call.form.together, tokens, rows)
     tiles = -(-call.outputs // blocks.outputs) if forward else -(-rows // blocks.rows)
     (result,) = launch(
         getattr(load_programs(PROGRAMS), name),
-        [x, codes, own, groups, mean, listed],
+        [x, *arrays],
         [jax.ShapeDtypeStruct(shape, x.dtype)],
         Launch(
             grid=(-(-tokens // blocks.tokens), tiles),
@@ -116,6 +101,27 @@ def _run(name: str, call: MatmulCall, blocks: TileSizes, x: jax.Array, codes: ja
         ),
     )
     return result
+
+
+def weight_arrays(call: MatmulCall, codes: jax.Array, scale: Any) -> tuple[list[jax.Array], dict[str, Any]]:
+    """The arrays of a quantized weight, or of a stack of them, and the properties of `MatmulTiling` that they
+    determine."""
+    form, double = call.form, isinstance(scale, QuantizedScales)
+    unused = jnp.zeros((1, 1), jnp.float32)  # passed for pointers that the program does not read
+    own, groups, mean = scale if double else (scale, unused, unused)
+    properties = {
+        "outputs": call.outputs,
+        "code_rows": codes.shape[-2],
+        "blocks": own.shape[-2],
+        "blocks_of_group": -(-own.shape[-2] // groups.shape[-2]),
+        "unit": call.unit,
+        "together": form.together,
+        "steps": form.steps,
+        "listed": form.listed is not None,
+        "double": double,
+    }
+    listed = unused if form.listed is None else jnp.asarray(form.listed, jnp.float32)
+    return [codes, own, groups, mean, listed], properties
 
 
 def fitting(call: MatmulCall, tokens: int, most: TileSizes) -> TileSizes:
