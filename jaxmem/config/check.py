@@ -150,13 +150,10 @@ def _own(cfg: Config) -> Iterator[str]:
         )
 
 
-def _batch(cfg: Config) -> Iterator[str]:
+def _sizes(cfg: Config) -> Iterator[str]:
     size, accumulate = cfg.batch.global_size, cfg.batch.accumulate
     if size % accumulate:
         yield indivisible("batch.global_size", size, "batch.accumulate", accumulate)
-
-
-def _precision(cfg: Config) -> Iterator[str]:
     precision, parameters = cfg.precision, f"precision.parameters={cfg.precision.parameters}"
     if precision.block_size is not None and not (precision.is_quantized or cfg.base_precision.is_quantized):
         given = f"precision.block_size={precision.block_size}"
@@ -217,8 +214,7 @@ RULES = (
     _objective,
     _own,
     check_data,
-    _batch,
-    _precision,
+    _sizes,
     check_memory,
     _mesh,
     _rules,

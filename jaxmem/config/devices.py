@@ -28,8 +28,18 @@ def for_devices(cfg: Config, n: int) -> Config:
 
 def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     """The config with its mesh filled in for n devices, and a line for each size that is not divisible by it."""
-    resolved, problems = _resolve(cfg, n)
-    return resolved, problems or list(_indivisible(resolved))
+    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in axes.values() if size != -1)
+    shown = " x ".join(f"mesh.{axis}={size}" for axis, size in axes.items() if size != 1 or axis not in ON_REQUEST)
+    if -1 in axes.values():
+        axis = next(axis for axis, size in axes.items() if size == -1)
+        if n % fixed:
+            return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices, but there are {n} ({shown})"]
+        axes[axis] = n // fixed
+    elif fixed != n:
+        return cfg, [f"{shown} needs {fixed} devices, but there are {n}"]
+    resolved = cfg.replace(mesh=axes)
+    return resolved, list(_indivisible(resolved))
 
 
 def _elastic(cfg: Config, n: int) -> Config:
@@ -46,28 +56,10 @@ def _elastic(cfg: Config, n: int) -> Config:
         fixed = math.prod(size for size in (axes | changed).values() if size)
         mesh = {axis: size or n // fixed for axis, size in (axes | changed).items()}
         for count in divisors(batch.global_size) if n % fixed == 0 else ():
-            found = _with_mesh(cfg, mesh).replace(batch={"accumulate": count})
+            found = cfg.replace(mesh=mesh, batch={"accumulate": count})
             if batch.global_size <= most * count * found.mesh.row_shards and next(_indivisible(found), None) is None:
                 return found
     return cfg
-
-
-def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
-    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
-    fixed = math.prod(size for size in axes.values() if size != -1)
-    shown = " x ".join(f"mesh.{axis}={size}" for axis, size in axes.items() if size != 1 or axis not in ON_REQUEST)
-    if -1 in axes.values():
-        axis = next(axis for axis, size in axes.items() if size == -1)
-        if n % fixed:
-            return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices, but there are {n} ({shown})"]
-        axes[axis] = n // fixed
-    elif fixed != n:
-        return cfg, [f"{shown} needs {fixed} devices, but there are {n}"]
-    return _with_mesh(cfg, axes), []
-
-
-def _with_mesh(cfg: Config, axes: dict[str, int]) -> Config:
-    return cfg.model_copy(update={"mesh": Mesh(**axes, context_method=cfg.mesh.context_method)})
 
 
 def _indivisible(cfg: Config) -> Iterator[str]:
@@ -210,7 +202,7 @@ def _advice(cfg: Config, n: int) -> str:
     given = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     possible: list[tuple[int, int, float, int, str]] = []
     for axes in meshes(n, [axis for axis in MESH_AXES if axis not in ON_REQUEST or given[axis] != 1]):
-        candidate = _with_mesh(cfg, axes)
+        candidate = cfg.replace(mesh=axes)
         if next(_indivisible(candidate), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
             distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
@@ -218,7 +210,7 @@ def _advice(cfg: Config, n: int) -> str:
             possible.append((replicated, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if possible:
         return f"for {n} devices, use " + ", or ".join(text for *_, text in sorted(possible)[:3])
-    plain = "\n".join(_indivisible(_with_mesh(cfg, {"replica": n})))
+    plain = "\n".join(_indivisible(cfg.replace(mesh=dict.fromkeys(MESH_AXES, 1) | {"replica": n})))
     return f"no mesh of {n} devices supports this config; with mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
 
 

@@ -56,6 +56,13 @@ PHI4_MINI = {
 DEEPSEEK_ROPE = {
     "scaling": "yarn", "factor": 40.0, "original_length": 4096, "mscale": 0.707, "mscale_all_dim": 0.707,
 }  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "norm_epsilon": 1e-6, "rope": DEEPSEEK_ROPE, "latent": {"kv_rank": 512, "rope_dim": 64, "value_dim": 128},
+    "experts": _experts(
+        64, 6, renormalize=False, shared=2816, shared_gate=False, dense_layers=(0,), dense_mlp=10_944
+    ),
+}  # fmt: skip
+QWEN_MOE = {"attention_bias": True, "experts": _experts(60, 4, renormalize=False, shared=5632)}
 QWEN = {"rope": {"theta": 1_000_000.0}, "norm_epsilon": 1e-6}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -94,31 +101,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # For mixtures, mlp is the hidden width of an expert.
     "mixtral-8x7b": _decoder(32_000, 32, 4096, 14_336, 32, 8, 128, experts=_experts(8, 2), rope={"theta": 1e6}),
     "mixtral-8x22b": _decoder(32_768, 56, 6144, 16_384, 48, 8, 128, experts=_experts(8, 2), rope={"theta": 1e6}),
-    "qwen1.5-moe": _decoder(
-        151_936,
-        24,
-        2048,
-        1408,
-        16,
-        16,
-        128,
-        attention_bias=True,
-        experts=_experts(60, 4, renormalize=False, shared=5632),
-        **QWEN,
-    ),
-    "deepseek-v2-lite": _decoder(
-        102_400,
-        27,
-        2048,
-        1408,
-        16,
-        16,
-        192,
-        norm_epsilon=1e-6,
-        rope=DEEPSEEK_ROPE,
-        latent={"kv_rank": 512, "rope_dim": 64, "value_dim": 128},
-        experts=_experts(64, 6, renormalize=False, shared=2816, shared_gate=False, dense_layers=(0,), dense_mlp=10_944),
-    ),
+    "qwen1.5-moe": _decoder(151_936, 24, 2048, 1408, 16, 16, 128, **QWEN_MOE, **QWEN),
+    "deepseek-v2-lite": _decoder(102_400, 27, 2048, 1408, 16, 16, 192, **DEEPSEEK_V2_LITE),
     "gpt-oss-20b": _decoder(201_088, 24, 2880, 2880, 64, 8, 64, experts=_experts(32, 4), **GPT_OSS),
     "gpt-oss-120b": _decoder(201_088, 36, 2880, 2880, 64, 8, 64, experts=_experts(128, 4), **GPT_OSS),
     "qwen3-30b-a3b": _decoder(151_936, 48, 2048, 768, 32, 4, 128, qk_norm=True, experts=_experts(128, 8), **QWEN),

@@ -31,6 +31,11 @@ class Knob:
     choices: Callable[[Config, Target], Iterable[Change]]
 
 
+def constant(*changes: Change) -> Callable[[Config, Target], Iterable[Change]]:
+    """A knob for values that depend on neither the config nor the target."""
+    return lambda _cfg, _target: changes
+
+
 def listed(key: str) -> Callable[[Config, Target], Iterable[Change]]:
     """A knob for every value that the type of a key lists."""
     return lambda _cfg, _target: ({key: value} for value in values(key))
@@ -112,11 +117,6 @@ def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
     return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
 
 
-def _stored_dtypes(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Dtypes to store weights in, except formats below 8 bits, which lower the accuracy."""
-    return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
-
-
 def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
     """Dtypes to compute in; float16 only with loss scaling. The dtype that `auto` resolves to is tried as `auto`."""
     usual = compute_dtype(Precision(), target.platform).name
@@ -170,11 +170,6 @@ def _replicated_kinds(cfg: Config, _: Target) -> Iterable[Change]:
     return ({"rules.replicated": one} for one in sets)
 
 
-def _optimizer_rules(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Whether `replica` shards the optimizer state."""
-    return ({"rules.optimizer": over} for over in ((), ("replica",)))
-
-
 def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:
     """The implementations of one operation. On CPUs only `auto` is tried."""
     return lambda _, target: () if target.is_cpu else ({key: value} for value in values(key))
@@ -191,6 +186,8 @@ def _everywhere(_: Config, target: Target) -> Iterable[Change]:
 
 
 KERNELS, RULES = "kernels", "rules"
+# Formats below 8 bits lower the accuracy.
+_STORED = [{"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8")]
 # The words of DEFAULT_ALLOW do not change the mathematics.
 KNOBS = (
     Knob("mesh", _meshes),
@@ -199,7 +196,7 @@ KNOBS = (
     Knob(RULES, _mlp_rules),
     Knob(RULES, _logit_rules),
     Knob(RULES, _replicated_kinds),
-    Knob(RULES, _optimizer_rules),
+    Knob(RULES, constant({"rules.optimizer": ()}, {"rules.optimizer": ("replica",)})),
     Knob("remat", _policies),
     Knob("offload", _offloads),
     Knob("update", listed("memory.update")),
@@ -210,7 +207,7 @@ KNOBS = (
     Knob(KERNELS, _experts),
     Knob(KERNELS, _kernels("adapter.matmul")),
     Knob(KERNELS, _kernels("optimizer.kernel")),
-    Knob("precision", _stored_dtypes),
+    Knob("precision", constant(*_STORED)),
     Knob("precision", listed("precision.master")),
     Knob("precision", _compute_dtypes),
     Knob("optimizer", _optimizers),
