@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 
 from jaxmem.config.adapter import LOW_RANK
-from jaxmem.config.combinations import OF_SOURCES
+from jaxmem.config.combinations import OF_SOURCES, value_of
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.config.names import (
     BOUNDARY,
@@ -107,15 +107,9 @@ CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and ac
 
 def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
-    kernels = (
-        ("memory.attention", cfg.memory.attention, "auto"),
-        ("memory.experts", cfg.memory.experts, "auto"),
-        ("optimizer.kernel", cfg.optimizer.kernel, "auto"),
-        ("adapter.matmul", cfg.adapter.matmul, "auto"),
-    )
-    for key, value, other in kernels:
-        if value == "triton" and find_spec("jax_triton") is None:
-            yield f"{key}=triton requires jax-triton; run pip install 'jaxmem[cuda13]', or use {key}={other}"
+    for key in ("memory.attention", "memory.experts", "optimizer.kernel", "adapter.matmul"):
+        if value_of(cfg, key) == "triton" and find_spec("jax_triton") is None:
+            yield f"{key}=triton requires jax-triton; run pip install 'jaxmem[cuda13]', or use {key}=auto"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _update(cfg)

@@ -183,16 +183,16 @@ def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
 def check_combinations(cfg: Config) -> Iterator[str]:
     for key, (other, values) in requirements().items():
         path, _, field = key.rpartition(".")
-        if (info := getattr(type(_value(cfg, path)), "model_fields", {}).get(field)) is None:
+        if (info := getattr(type(value_of(cfg, path)), "model_fields", {}).get(field)) is None:
             continue  # another family of models
-        value, actual = _value(cfg, key), _value(cfg, other)
+        value, actual = value_of(cfg, key), value_of(cfg, other)
         if value != info.default and actual not in values:
             yield required(f"{key}={as_yaml(value)}", other, values, actual)
     for setting, key, use in NEEDS:
-        if (given := _matching(cfg, setting)) and _value(cfg, key) is None:
+        if (given := _matching(cfg, setting)) and value_of(cfg, key) is None:
             yield f"{given} requires {key}; {use}"
     for key, other in BOTH:
-        if None not in (value := _value(cfg, key), another := _value(cfg, other)):
+        if None not in (value := value_of(cfg, key), another := value_of(cfg, other)):
             yield f"{key}={value} and {other}={another} are both set; remove one of them"
     for setting, excluded, use in CONFLICTS:
         if (given := _matching(cfg, setting)) and (other := _matching(cfg, excluded)):
@@ -204,7 +204,7 @@ def _matching(cfg: Config, term: str) -> str:
     found = []
     for part in term.split(" with "):
         key, operator, expected = re.split("(!?=)", part)
-        value = _value(cfg, key)
+        value = value_of(cfg, key)
         items = map(as_yaml, (value, *value) if isinstance(value, tuple) else (value,))
         if any(item in expected.split("|") for item in items) == (operator == "!="):
             return ""
@@ -212,7 +212,7 @@ def _matching(cfg: Config, term: str) -> str:
     return " with ".join(found)
 
 
-def _value(cfg: Config, key: str) -> Any:
+def value_of(cfg: Config, key: str) -> Any:
     """The value of a key; None if the family of the model does not have it."""
     value: Any = cfg
     for field in key.split("."):

@@ -8,6 +8,7 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import LOW_RANK, Config
+from jaxmem.config.combinations import value_of
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
@@ -46,8 +47,7 @@ def _has(cfg: Config, setting: str) -> bool:
     if setting == "memory.remat=full" and is_scheduled(cfg.memory.remat):
         return True  # a scheduled policy saves fewer activations
     key, _, value = setting.partition("=")
-    section, _, name = key.partition(".")
-    return bool(value) and as_yaml(getattr(getattr(cfg, section, None), name, None)) in (value, f"[{value}]")
+    return bool(value) and as_yaml(value_of(cfg, key)) in (value, f"[{value}]")
 
 
 def _smaller_micro_batch(cfg: Config) -> str:

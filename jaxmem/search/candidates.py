@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxmem.config import Config, Optimizer, Rules
 from jaxmem.config.check import weight_kinds
+from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
 from jaxmem.config.own import Own
@@ -185,8 +186,8 @@ class Space:
             canonical = _canonical(other, self._target)
             if canonical not in self._seen:
                 self._seen.add(canonical)
-                settings = {key: _value(other, key) for key in self._keys}
-                distance = sum(value != _value(self._given, key) for key, value in settings.items())
+                settings = {key: value_of(other, key) for key in self._keys}
+                distance = sum(value != value_of(self._given, key) for key, value in settings.items())
                 try:
                     guess, error = estimated(other, self._target), None
                 except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
@@ -283,7 +284,3 @@ def _plain_rules(cfg: Config) -> Rules:
         plain["replicated"] = tuple(kind for kind in weight_kinds(cfg.model) if kind in cfg.rules.replicated)
     plain["optimizer"] = cfg.rules.optimizer if cfg.mesh.replica > 1 and cfg.zero else ()
     return Rules(**plain)
-
-
-def _value(cfg: Config, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), cfg)
