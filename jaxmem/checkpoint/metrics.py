@@ -13,9 +13,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and type(row.get("step")) is int and all(map(_is_number, row.values()))
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    is_row = all(value is None or (type(value) in (int, float) and abs(value) < LARGEST) for value in row.values())
     return row if is_row else None
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and abs(value) < LARGEST)

@@ -24,7 +24,6 @@ from jaxmem.config.sections import Config
 from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
-from jaxmem.data.records import Document
 from jaxmem.errors import UserError
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
@@ -194,17 +193,12 @@ def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRec
     """The records of a shard of the files."""
     from jaxmem.data.streaming import StreamOrder
 
-    order = StreamOrder(cfg, corpus.sources, shard)
-
-    def documents(place: int) -> Sequence[Document]:
-        found = order.find(place)
-        assert found is not None
-        return corpus.documents(*found)
-
-    def has(place: int) -> bool:
-        return cfg.data.epochs is None or order.find(place) is not None
-
-    return OrderedRecords(documents, has, release=order.release)
+    order: Any = StreamOrder(cfg, corpus.sources, shard)
+    return OrderedRecords(
+        documents=lambda place: corpus.documents(*order.find(place)),
+        has=lambda place: cfg.data.epochs is None or order.find(place) is not None,
+        release=order.release,
+    )
 
 
 def merge_states(states: Iterable[State]) -> State:
