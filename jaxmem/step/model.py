@@ -67,13 +67,12 @@ class ModelSpec:
         """The model that a script passed without jaxmem's layers."""
         if self.cfg.own.model is None or self.cfg.own.passes_execution:
             return None
-        shards = self.cfg.mesh.fsdp * self.cfg.mesh.context
 
         def build() -> tuple[Any, Mapping[tuple[str, ...], int]]:
             network, stacks = self._build_plain(jax.random.key(0))
             return self._with_new_adapters(network), stacks
 
-        return own.PlainModel.of(build, self.cfg.own.axes, shards)
+        return own.PlainModel.of(build, self.cfg.own.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:
