@@ -185,9 +185,6 @@ def _stages(cfg: Config) -> Iterator[str]:
         if layers < model.layers:
             of = f"the {layers} layers, or groups of layers of several kinds, that stages can share"
         yield f"mesh.stage={stage}{each} exceeds {of}; use {most}"
-    if cfg.memory.update == "during" and isinstance(model, Decoder) and len(model.stacks) > 1:
-        other = "memory.update=during with first layers of another kind (model.experts.dense_layers)"
-        yield unsupported(f"mesh.stage={stage}", other, "memory.update=after")
     size, rows = cfg.batch.global_size, cfg.mesh.row_shards
     counts = [count for count in divisors(size) if size // count % rows == 0]
     if rounds > 1 and micro % stage:

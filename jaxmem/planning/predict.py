@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
+from jaxmem.config.networks import pipelined_layers
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import BALANCED
@@ -128,9 +129,8 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, width: 
     """The larger of the bytes of gradients, and the bytes by which updates exceed the activations, which are freed
     before the update. `width`: bytes per element of the compute dtype."""
     gradients = size_of("gradients", state.trainable)
-    if cfg.mesh.stage > 1 or cfg.batch.accumulate > 1:  # the gradients of layers are added to their sums one by one
+    if cfg.mesh.stage > 1 or cfg.batch.accumulate > 1:  # the gradients of layers are added to float32 sums one by one
         gradients = max((size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked), default=0)
-    if cfg.batch.accumulate > 1:
         if cfg.mesh.stage == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
             gradients = max(gradients, size_of("optimizer", state.trainable, width))
         gradients += size_of("gradients", state.trainable, FLOAT32)
@@ -151,10 +151,12 @@ def _one_layer(cfg: Config, size_of: DeviceBytes, role: Role, leaves: Sequence[S
 
 def _update_in_stages(cfg: Config, size_of: DeviceBytes, state: StateLeaves) -> int:
     """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, with one micro-batch only
-    of parameters outside of layers, and the larger of a layer and of a parameter outside."""
-    outside = [leaf for leaf in state.trainable if not leaf.is_stacked]
+    of parameters outside of the layers of stages, and the larger of such a layer and of a parameter outside."""
+    layers = pipelined_layers(cfg.model)
+    inside = [leaf for leaf in state.trainable if leaf.is_stacked and leaf.shape[0] == layers]
+    outside = [leaf for leaf in state.trainable if leaf not in inside]
     sums = size_of("gradients", outside if cfg.batch.accumulate == 1 else state.trainable, FLOAT32)
-    layer = _one_layer(cfg, size_of, "gradients", state.trainable, FLOAT32)
+    layer = _one_layer(cfg, size_of, "gradients", inside, FLOAT32)
     return sums + max([layer, *(size_of("gradients", [leaf]) for leaf in outside)])
 
 
@@ -261,8 +263,9 @@ class _Activations:
         if mesh.stage > 1:  # in a pipeline logits are recomputed for their gradient, with a float32 copy
             logits += FLOAT32 / self.width * logits
         # With one micro-batch, logits and the intermediates of a layer coexist too, unless the MLP runs in chunks and
-        # nothing is saved on the device.
-        waits = self.cfg.batch.accumulate == 1 and not self.in_order and (saved > 0 or not self.chunked)
+        # nothing is saved on the device, or pipeline stages compute the loss in a tick.
+        is_single = self.cfg.batch.accumulate == mesh.stage == 1
+        waits = is_single and not self.in_order and (saved > 0 or not self.chunked)
         if waits or self.head_waits:
             return kinds | {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:

@@ -42,12 +42,17 @@ def gradient_names(
 
 
 def squared_norms(grads: Any, axes: Any, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
+    """`sums_of_squares` in the order of `gradient_names`."""
+    return in_backward_order(sums_of_squares(grads, axes), axes, partial)
+
+
+def sums_of_squares(grads: Any, axes: Any) -> Any:
     """The sum of squares of the gradient of each weight (of each layer for stacks), in float32."""
 
     def one(names: Axes, g: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(int(names[:1] == ("layer",)), g.ndim))
 
-    return in_backward_order(jax.tree.map(one, axes, grads, is_leaf=is_axes), axes, partial)
+    return jax.tree.map(one, axes, grads, is_leaf=is_axes)
 
 
 def in_backward_order(sums: Any, axes: Any, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:

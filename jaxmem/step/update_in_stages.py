@@ -2,8 +2,9 @@
 micro-batch, when the gradient of the layer is complete.
 
 With one micro-batch, the gradients of one layer exist at a time. With several, the schedule needs the float32 sums of
-all layers of a stage; the update then takes the temporary buffers of one layer. Embedding and output matrices are
-updated after the loop, slice by slice (`update_in_parts.py`), from their sums over the stages.
+all layers of a stage; the update then takes the temporary buffers of one layer. Embedding and output matrices, and
+first layers of another kind, are updated after the loop in parts (`update_in_parts.py`), from their sums over the
+stages.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ def update_in_stages(
     """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
     the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
     model, params = spec.model, state.params
-    pipeline, (name,) = model.pipeline, stacks_of(model)
+    pipeline, (*_, name) = model.pipeline, stacks_of(model)
     assert pipeline is not None
     trainable, axes = model.select(params), model.select(model.axes)
     stack = {name: trainable[name]}
@@ -41,7 +42,7 @@ def update_in_stages(
     state_axes = [group.state_axes for group in groups]
 
     def run(visit: StageVisit) -> tuple[Any, Tree, Sums, Any]:
-        """Returns the new `stacked`, the gradients outside of the layers, the sums, and the new `values`."""
+        """Returns the new `stacked`, the gradients outside of the stages' layers, the sums, and the new `values`."""
         found = execute(spec, pipeline.timetable, objective(spec.cfg), params, (batch, keys), visit=visit)
         sums, values = found.sums
         grads = constrain_tree(found.outside, outside_axes, "gradients")
@@ -83,7 +84,7 @@ def update_in_stages(
     new, states = update_singly(spec, outside, grads, state.opt_state, write, norm)
     states += [_joined(*parts) for parts in zip(stacked, unstacked, strict=True)]
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
-    squares = merge(zeros, squares, jax.tree.map(sum_of_squares, grads))
+    squares = merge(zeros, squares, nonfinite.sums_of_squares(grads, outside_axes))
     squares = nonfinite.in_backward_order(squares, axes)
     opt_state = optim.record_norm(merge(state.opt_state, *states), jnp.sqrt(jnp.sum(squares)))
     return merge(params, new_layers, *new), opt_state, sums, squares

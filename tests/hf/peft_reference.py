@@ -71,7 +71,7 @@ def adapter_config(case: str) -> dict[str, Any]:
 
 
 def base_of(case: str) -> str:
-    return BASES.get(case, BASE)
+    return (BASES | MIXTURES).get(case, BASE)
 
 
 def tensors(case: str) -> dict[str, np.ndarray]:
@@ -171,6 +171,8 @@ OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
     "tokens": ["adapter.kind=lora", f"adapter.token_indices={TOKENS}"],
     "prompt": ["adapter.kind=prompt", "adapter.virtual_tokens=5", "data.packing=false"],
 }  # fmt: skip
+MIXTURES = {f"{base}-lora": base for base in ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v2-groups")}
+OURS |= dict.fromkeys(MIXTURES, ["adapter.kind=lora", "adapter.rank=3", 'adapter.targets=["blocks.*"]'])
 
 
 def write(place: Path) -> None:
@@ -184,7 +186,7 @@ def write(place: Path) -> None:
     from jaxmem.inference.load import open_model
     from tests.support.generation import generate
 
-    for base in {BASE, *BASES.values()}:
+    for base in {BASE, *BASES.values(), *MIXTURES.values()}:
         write_directory(base, place / base)
     found = {}
     for case in CASES:
@@ -194,7 +196,7 @@ def write(place: Path) -> None:
         target.parent.mkdir(exist_ok=True)
         hf.save_adapter(params, built.cfg.adapter, target, base=str(base), saved=saved)
     for case, overrides in OURS.items():
-        built, params = open_model(place / BASE, overrides)
+        built, params = open_model(base := place / base_of(case), overrides)
         flat = flatten_dict(params)
         own = sorted(path for path, x in flatten_dict(built.model.select(params)).items() if x is not None)
         draws = np.random.default_rng(3)
@@ -203,7 +205,7 @@ def write(place: Path) -> None:
         }
         written = unflatten_dict(flat)
         saved = hf.saved_names(built)
-        hf.save_adapter(written, built.cfg.adapter, place / case, base=str(place / BASE), saved=saved)
+        hf.save_adapter(written, built.cfg.adapter, place / case, base=str(base), saved=saved)
         built, params = open_model(place / case)
         network = nnx.merge(built.model.graphdef, params)
         found[f"{case}.logits"] = np.asarray(jax.jit(network)(jax.numpy.asarray(ROWS, "int32")))
@@ -221,7 +223,7 @@ def opens(place: Path) -> bool:
         print(f"{case}, read and written again: logits {off:.1e} apart")
         good = good and off < 2e-4
     for case in OURS:
-        model = opened(place / case, place / BASE)
+        model = opened(place / case, place / base_of(case))
         rows = torch.tensor(ROWS[:1])
         said = model.generate(input_ids=rows, attention_mask=torch.ones_like(rows), max_new_tokens=NEW, do_sample=False)
         same = said[0, -NEW:].tolist() == expected[f"{case}.greedy"].tolist()

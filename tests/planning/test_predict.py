@@ -131,6 +131,20 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     assert expected.host - bytes_on_device(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 
 
+def test_an_update_during_the_backward_pass_needs_fewer_bytes_on_stages() -> None:
+    """Float32 sums of the gradients of all layers exist also with one micro-batch; with `during`, of one layer."""
+    totals = {}
+    for update in ("after", "during"):
+        memory = {"remat": "full", "update": update}
+        data, optimizer = {"sequence_length": 256}, {"clip_by": "previous"}
+        built = on_gpus(2, mesh={"stage": 2}, batch={"global_size": 1}, data=data, memory=memory, optimizer=optimizer)
+        step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+        assert estimate(built.resolved, "gpu").total == pytest.approx(step.total, rel=0.1)
+        totals[update] = step.total
+    layer = 4 * (built.model.parameters - 2 * WIDE["vocab"] * WIDE["embed"]) / WIDE["layers"]
+    assert totals["after"] - totals["during"] > 0.8 * (WIDE["layers"] / 2 - 1) * layer
+
+
 @pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])
 def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> None:
     """Up to zero 1 each group of rows has its own complete sum."""

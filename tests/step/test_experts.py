@@ -216,7 +216,11 @@ MIXED_WAYS = {
         "mesh": {"expert": 2, "fsdp": 2, "tensor": 2},
         "memory": {"remat": "full", "update": "during"},
     },
-    "stage x fsdp": {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "memory": {"remat": "full"}},
+    "update during, stage x fsdp": {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "zero": 2,
+        "memory": {"remat": "full", "update": "during"},
+    },
 }
 
 
