@@ -35,7 +35,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 UNDERSTOOD = {
     *COMMON, "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save",
-    "trainable_token_indices",
+    "trainable_token_indices", "target_parameters",
 }  # fmt: skip
 # Patterns of keys that the loaded adapter does not depend on.
 WITHOUT_EFFECT = ("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying")
@@ -85,10 +85,10 @@ def _prompt_fields(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[str, Any], list[str]]:
-    if names := read(settings, "target_parameters", list[str], []):
+    if names := [name for name in _target_parameters(settings) if not name.endswith(".weight")]:
         raise UnsupportedError(
             f"target_parameters={abridge(names)} (adapters of parameters, such as the experts of gpt-oss) is not "
-            "supported; use an adapter with target_modules only"
+            "supported; use an adapter of linear layers only"
         )
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     modules = modules_of(model)
@@ -140,6 +140,7 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
     possible = [one for one in modules if one.is_matrix]
     all_names = [one.name for one in possible]
     selection = read(settings, "target_modules", Names, [])
+    linear = [name.removesuffix(".weight") for name in _target_parameters(settings)]
     excluded = read(settings, "exclude_modules", Names, [])
     if isinstance(selection, str) and selection.lower() == "all-linear":
         found = {one.name for one in possible if one.path not in ("embedding", "head")}
@@ -152,8 +153,13 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
         if layers := read(settings, "layers_to_transform", int | list[int], []):
             own = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
             found = {name for name in found if name in selection or name in own}
+    found |= select_names(linear, all_names, "target_parameters")
     found -= select_names(excluded, all_names, "exclude_modules")
     return [one for one in possible if one.name in found]
+
+
+def _target_parameters(settings: Mapping[str, Any]) -> list[str]:
+    return read(settings, "target_parameters", list[str], [])
 
 
 def _in_layers(settings: Mapping[str, Any], layers: Sequence[int], modules: Sequence[HfModule]) -> set[str]:
@@ -245,24 +251,30 @@ def adapter_json(
     """The adapter_config.json of adapters. `layers`: for each module with adapters, the adapters of its layers.
     `saved`: the names of modules that are saved completely; `has_biases`: whether biases of other modules are saved
     too. `names`: the names of the modules of the family. PEFT converts adapters of experts for transformers 5, which
-    has one tensor for gate and up of all experts; it requires that their rank is `r`."""
+    has one tensor for gate and up of all experts; it requires that their rank is `r`. The conversion also removes other
+    linear layers from `target_modules` if their names end like those of experts (dense layers, shared experts), so
+    these are in `target_parameters`."""
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     if adapter.kind == "prompt":
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
     named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
-    # The last part; two parts for a shared expert, so that they are not names of the other experts.
-    ends = {path: ".".join(name.split(".")[-2 if ".shared_expert" in name else -1 :]) for path, name in names.items()}
+    of_experts = {name.rpartition(".")[2] for name in names.values() if name.count("{}") > 1}
+    alike = {path for path, name in names.items() if name.count("{}") < 2 and name.rpartition(".")[2] in of_experts}
+    ends = {path: ".".join(name.split(".")[-2 if path in alike else -1 :]) for path, name in names.items()}
+    parameters: list[str] = []
     for end in dict.fromkeys(ends[path] for path in layers):
-        paths = [path for path, other in ends.items() if other == end]
+        paths, before = [path for path, other in ends.items() if other == end], len(named)
         stacks = {path: layers.get(path, (None,)) for path in paths}
         different = {one for stack in stacks.values() for one in stack}
         if len(different) == 1 and (only := next(iter(different))) is not None:
             named[end] = only
-            continue
-        for path, stack in stacks.items():
-            numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)
-            named |= {names[path].format(layer): one for layer, one in numbered if one is not None}
+        else:
+            for path, stack in stacks.items():
+                numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)
+                named |= {names[path].format(layer): one for layer, one in numbered if one is not None}
+        if paths[0] in alike:
+            parameters += list(named)[before:]
     ranks = [one.rank for one in named.values()]
     usual = adapter.rank if adapter.rank in ranks else max(ranks)
     usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)
@@ -272,7 +284,8 @@ def adapter_json(
         "r": usual,
         "lora_alpha": _number(adapter.alpha),
         "lora_dropout": adapter.dropout,
-        "target_modules": list(named),
+        "target_modules": [name for name in named if name not in parameters],
+        **({"target_parameters": [f"{name}.weight" for name in parameters]} if parameters else {}),
         "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != usual},
         "alpha_pattern": {name: _number(one.alpha) for name, one in named.items() if one.alpha != adapter.alpha},
         "modules_to_save": list(saved) or None,
