@@ -173,8 +173,6 @@ OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
 }  # fmt: skip
 MIXTURES = {f"{base}-lora": base for base in ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v2-groups")}
 OURS |= {key: ["adapter.kind=lora", "adapter.rank=3", 'adapter.targets=["blocks.*"]'] for key in MIXTURES}
-MIXTURES["qwen2-moe-shared"] = "qwen2-moe"
-OURS["qwen2-moe-shared"] = ["adapter.kind=lora", 'adapter.targets={"blocks.mlp.[gud]*": 3, "blocks.mlp.shared.*": 2}']
 
 
 def write(place: Path) -> None:

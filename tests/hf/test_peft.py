@@ -130,7 +130,7 @@ def test_what_does_not_fit(place, tmp_path, peft):
         ({"base_model_name_or_path": "a\0b" + "c" * 9000}, r"is not a local directory"),
         ({"use_bdlora": {"nblocks": 2}}, r"use_bdlora=.* is not supported"),
         ({"kasa_config": {"beta": 0.1}}, r"kasa_config=.* is not supported"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "use an adapter with target_modules only"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "use an adapter of linear layers only"),
         ({"init_lora_weights": "corda"}, r'init_lora_weights="corda" is not supported; expected true or'),
         ({"trainable_token_indices": {"lm_head": [1]}}, r"trainable_token_indices: lm_head is not supported"),
         ({"trainable_token_indices": [-1]}, r"trainable_token_indices=.* must be a list"),
