@@ -79,8 +79,8 @@ class Preferences(JsonRecords):
         {"prompt": "...", "chosen": "...", "rejected": "..."}
         {"prompt": [messages], "chosen": [messages], "rejected": [messages]}      and the other forms of `chat_forms`
 
-    Three texts are tokenized as documents are, everything else by the chat template. Targets are the tokens of an
-    answer and the token that ends it. A row of a batch is a prompt and one answer; rows 2 i and 2 i + 1 are a pair. A
+    Strings are tokenized like documents, lists of messages by the chat template. Targets are the tokens of an answer
+    and the token that ends it. A row of a batch is a prompt and one answer; rows 2 i and 2 i + 1 are a pair. A
     pair that is skipped is two rows of padding, which count nothing.
     """
 
@@ -93,7 +93,7 @@ class Preferences(JsonRecords):
         self._last: tuple[int, Sequence[Document]] | None = None
 
     def documents(self, index: int) -> Sequence[Document]:
-        if self._last is None or self._last[0] != index:  # the other row of the pair asks next
+        if self._last is None or self._last[0] != index:  # the other row of the pair needs the same record
             self._last = index, super().documents(index)
         return self._last[1]
 

@@ -70,7 +70,7 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
         with Image.open(path) as image:
             fitted = ImageOps.fit(image.convert("L" if form.channels == 1 else "RGB"), (form.size, form.size))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as an image: {error}; remove it") from error
+        raise UserError(f"{path}: cannot be read as an image: {error}; remove the file") from error
     return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
 
 

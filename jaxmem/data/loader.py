@@ -34,8 +34,8 @@ State = dict[str, Any]
 class Loader(AbstractContextManager["Loader"]):
     """Iterates over the batches of a split, from the beginning or from a restored state.
 
-    `corpus`: the corpus of another loader, to share its index of the files. `agree`: a function of whether this process
-    has data left that returns whether any process has; it is called once per batch if the split ends.
+    `corpus`: the corpus of another loader, to share its index of the files. `agree`: called once per batch if the
+    split ends, with whether this process has data left; returns whether any process has data left.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Loader(AbstractContextManager["Loader"]):
 
     def _choose_shards(self, columns: int) -> list[int] | None:
         """The number of shards of the files, and the columns that are divided among them; None without streaming. Each
-        process has its own shard if it has its own rows, and there are files for each."""
+        process has its own shard if it has its own rows, and there are at least as many files as processes."""
         if self._split != "train" or not self._cfg.data.streaming:
             return None
         count, first = len(self._rows), int(self._rows[0])

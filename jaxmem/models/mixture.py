@@ -133,7 +133,7 @@ class Mixture:
                 return w
             if (aligned := w.with_aligned_blocks(parts)) is None:
                 raise UserError(
-                    f"mesh.tensor={parts} would split the {w.size} quantized hidden units of an expert within a byte; "
+                    f"mesh.tensor={parts} would divide the {w.size} quantized hidden units of an expert inside a byte; "
                     "use a smaller mesh.tensor"
                 )
             return dataclasses.replace(aligned, size=w.size // parts)
