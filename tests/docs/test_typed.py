@@ -181,7 +181,7 @@ def estimate(pool: CompilerPool, question: str, cfg: Config) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/search has the full spaces, methods and advice, and compiles."""
-    monkeypatch.setattr(candidates, "MAX_SIZE", 50)
+    monkeypatch.setattr(candidates, "MAX_SIZE", 12)
     monkeypatch.setitem(fit.fit.__kwdefaults__, "allow", ("remat", "batch"))
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["remat"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "qlora")})
