@@ -205,6 +205,7 @@ def _by_module(settings: Mapping[str, Any], key: str, kind: Any, modules: Sequen
     """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches the end of
     its name."""
     patterns = read(settings, key, dict[str, kind], {})
+    patterns = {pattern.removesuffix(".weight"): value for pattern, value in patterns.items()}  # `target_parameters`
     found: dict[str, Any] = {}
     matches = match_names(list(patterns), [one.name for one in modules], key, r"(.*\.)?({})")
     for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
@@ -275,6 +276,7 @@ def adapter_json(
                 named |= {names[path].format(layer): one for layer, one in numbered if one is not None}
         if paths[0] in alike:
             parameters += list(named)[before:]
+    keys = {name: f"{name}.weight" if name in parameters else name for name in named}
     ranks = [one.rank for one in named.values()]
     usual = adapter.rank if adapter.rank in ranks else max(ranks)
     usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)
@@ -285,9 +287,9 @@ def adapter_json(
         "lora_alpha": _number(adapter.alpha),
         "lora_dropout": adapter.dropout,
         "target_modules": [name for name in named if name not in parameters],
-        **({"target_parameters": [f"{name}.weight" for name in parameters]} if parameters else {}),
-        "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != usual},
-        "alpha_pattern": {name: _number(one.alpha) for name, one in named.items() if one.alpha != adapter.alpha},
+        **({"target_parameters": [keys[name] for name in parameters]} if parameters else {}),
+        "rank_pattern": {keys[name]: one.rank for name, one in named.items() if one.rank != usual},
+        "alpha_pattern": {keys[name]: _number(one.alpha) for name, one in named.items() if one.alpha != adapter.alpha},
         "modules_to_save": list(saved) or None,
         "trainable_token_indices": list(adapter.token_indices) or None,
         "use_rslora": adapter.rslora,

@@ -173,6 +173,9 @@ OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
 }  # fmt: skip
 MIXTURES = {f"{base}-lora": base for base in ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v2-groups")}
 OURS |= {key: ["adapter.kind=lora", "adapter.rank=3", 'adapter.targets=["blocks.*"]'] for key in MIXTURES}
+OURS["deepseek-v2-groups-lora"][-1] = (
+    'adapter.targets={"blocks.attention.*": 4, "blocks.mlp.[gud]*": 3, "blocks.mlp.shared.*": 2}'
+)
 
 
 def write(place: Path) -> None:
