@@ -16,8 +16,8 @@ Layers of a stack with different ranks share arrays of the largest rank, padded 
 that are both zero have no gradient, so they stay zero. A layer without an adapter has only zeros. If the scales of
 layers differ, `layer_scale` has one for each layer; it is not trained.
 
-On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B like the same dimensions of W,
-and over the other axes if a dimension is divisible by them.
+On a mesh, `in` of A and `out` of B are sharded over the axes that shard the same dimension of W. If divisible, they are
+also sharded over the other axes that shard stored weights (fsdp, expert, context).
 """
 
 import math

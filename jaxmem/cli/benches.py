@@ -45,9 +45,7 @@ def bench_kernels(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Check the results, also with each option (e.g. a window), without measuring times."
-        ),
+        typer.Option("--check", help="Only check the results, also those of each option of a kernel (e.g. a window)."),
     ] = False,
     only: Only = None,
     without: Without = None,

@@ -31,7 +31,7 @@ ConfigOutput = Annotated[
     typer.Option(
         "--write",
         metavar="FILE",
-        help="Write the config (fit: the fastest that fits) to FILE; then run `jaxmem train FILE`.",
+        help="Write the config to FILE for `jaxmem train FILE`; fit writes the fastest config that fits.",
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]

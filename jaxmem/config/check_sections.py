@@ -173,8 +173,8 @@ def _chunks(cfg: Config) -> Iterator[str]:
 
 
 def _update(cfg: Config) -> Iterator[str]:
-    """Conflicts of an update during the backward pass with several micro-batches. A pipeline stage has none: it updates
-    the weights of a layer in the backward pass of the last micro-batch."""
+    """Settings that `memory.update=during` does not support if there are several micro-batches. With pipeline stages it
+    supports them: a stage updates the weights of a layer in the backward pass of the last micro-batch."""
     if cfg.memory.update != "during" or cfg.batch.accumulate == 1 or cfg.mesh.stage != 1:
         return
     remat, accumulate = cfg.memory.remat, f"batch.accumulate={cfg.batch.accumulate}"

@@ -166,7 +166,7 @@ def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
         mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end of the text")
         if mark is None:
             raise UserError(f"{origin}: {error}") from None
-        place = f"{origin}:{mark.line + 1}:{mark.column + 1}" if is_file else f"{origin}, column {mark.column + 1}"
+        place = f"{origin}:{mark.line + 1}:{mark.column + 1}" if is_file else f"{origin} (column {mark.column + 1})"
         raise UserError(f"{place}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids; a number of thousands of digits
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None

@@ -55,7 +55,7 @@ METHODS = {
     ),
     "full-int8": Method(
         "all parameters in int8, low-rank optimizer APOLLO-Mini",
-        "weights are quantized; one learning rate per matrix, from a projection of rank 1; needs another learning rate",
+        "weights are quantized; one learning rate per matrix, from a projection of rank 1, to be tuned anew",
         {
             "precision": {"parameters": "int8"},
             "optimizer": {"name": "apollo_mini", "project_embeddings": True, "clip_by": "weight"},
@@ -74,15 +74,15 @@ METHODS = {
     ),
 }
 _PRECISION = ("parameters", "block_size", "gradients", "master", "rounding", "loss_scale")
-# Hyperparameters return to the defaults of the method's optimizer, which may not have those of the config's.
+# Hyperparameters are reset to their defaults: the method's optimizer may lack those of the config's optimizer.
 _OPTIMIZER = ("kernel", *(field for field, info in Optimizer.model_fields.items() if info.default is None))
 _ADAPTER = ("kind", "base", "double_quant", "matmul")
 _REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
 
 
 class RunOptions(Parts, total=False):
-    """Options of `plan` and `fit` besides a config: the parts of a script, `key=value` overrides, the name of a method,
-    and sizes."""
+    """Options of `plan` and `fit` besides a config: the parts that a script passes (its model, loss, data, ...),
+    `key=value` overrides, the name of a method, and sizes."""
 
     overrides: Sequence[str]
     method: str | None
@@ -146,7 +146,7 @@ def run_config(
 
 
 def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
-    """The config of a run, with the parts of a script."""
+    """The config of a run, with the parts that a script passes (its model, loss, data, ...)."""
     if not parts:
         return source if isinstance(source, Config) else load_config(source)
     raw = source.model_dump(mode="json") if isinstance(source, Config) else read_config(source)
@@ -154,7 +154,7 @@ def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **p
 
 
 def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
-    """The settings, which name the model and the loss that a script passes."""
+    """The settings, with `own` as the model and the loss if a script passes them."""
     if parts.get("model") is not None:
         raw["model"] = {"family": "own"}
     if parts.get("loss") is not None:

@@ -1,4 +1,4 @@
-"""Matrices that another tool quantized, read without decoding their values where their stored form is the same."""
+"""Matrices that another tool quantized. Their values are decoded only if a QTensor cannot store them as they are."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ def mxfp4_weight(blocks: UInt8[Array, "*stack out blocks 16"], scales: UInt8[Arr
 
 @jax.jit
 def mxfp4_tensors(q: QTensor) -> tuple[UInt8[Array, "*stack out blocks 16"], UInt8[Array, "*stack out blocks"]]:
-    """The tensors of a file for a weight in the format `mxfp4`, as `mxfp4_weight`."""
+    """The tensors NAME_blocks and NAME_scales for a weight in the format `mxfp4`: the inverse of `mxfp4_weight`."""
     codes = (q.codes << 4 | q.codes >> 4).mT
     return codes.reshape(*codes.shape[:-1], -1, 16), q.scale.mT
 
@@ -55,8 +55,8 @@ class Encoded:
 def take_quantized(
     tensors: Tensors, scheme: HfScheme, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Callable[[], Encoded]]:
-    """Removes the tensors of quantized matrices from `tensors`, and returns for the name of each weight what reads them
-    into host memory. `shapes`: of the tensors of all weights, by name."""
+    """Removes the tensors of quantized matrices from `tensors`. Returns, by the name of the weight, functions that read
+    them into host memory. `shapes`: the shape of each weight's tensor, by name."""
     found: dict[str, Callable[[], Encoded]] = {}
     if scheme.method not in LAYOUTS:
         return found

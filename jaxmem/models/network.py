@@ -18,12 +18,12 @@ STATISTICS = ("router_loss", "router_load", "router_entropy")
 class Execution:
     """Settings of the computation that do not depend on the weights."""
 
-    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable. The compute dtype
+    dtype: np.dtype = np.dtype(np.float32)  # the compute dtype  # noqa: RUF009 - immutable
     attention: str | None = None  # an implementation; None: chosen by device and shape
     experts: str = "blockwise"  # matmuls of experts: blockwise or triton
     deterministic: bool = False  # attention gradients are bitwise reproducible
     packed: bool = True  # a sequence may have several documents; false: one document, and padding
-    max_segments: int | None = None  # limit of the segments of a packed sequence, including padding; None: unknown
+    max_segments: int | None = None  # most segments of a packed sequence: documents, and the padding; None: unknown
     context_method: str = "ring"  # the communication of attention over `context`
     chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
     stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable

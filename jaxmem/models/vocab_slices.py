@@ -29,7 +29,7 @@ SLICE_SIZE = 2**24  # elements of an embedding or output matrix processed at onc
 
 @dataclass(frozen=True)
 class VocabSlices:
-    """Slices of the vocabulary: `width` entries of each of the `stored_parts` in which devices store it.
+    """Slices of the vocabulary, which devices store in `stored_parts` parts. A slice has `width` entries of each part.
 
     If the last slice would extend beyond the end of a part, it begins earlier. Entries that are also in the previous
     slice are masked (-1 in `entries`).
@@ -114,7 +114,7 @@ class VocabSlices:
         start, width = self._start(j) * part // self.part_size, self.width * part // self.part_size
         if width == part:  # the slice is the complete part
             return self._split(fetch_from_host(x), dim)
-        if self.stored_parts == 1:  # a copy from host memory has the layout of the array there
+        if self.stored_parts == 1:  # not reshaped before the copy, which keeps the layout of the array in host memory
             found = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
             return found.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
         return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), start, width, axis=dim + 1))
@@ -127,8 +127,10 @@ class VocabSlices:
 
 
 def even_slices(vocab: int, width: int, sizes: set[int]) -> VocabSlices | None:
-    """Slices of about `width` entries that do not overlap and do not split an element of a dimension of these sizes,
-    which all represent the vocabulary; None if no such width is near.
+    """Slices of about `width` entries that do not overlap; None if the complete vocabulary is the nearest such slice.
+
+    `sizes`: the lengths of the vocabulary dimension in the arrays to slice. A length is less than `vocab` if an
+    element, e.g. a block scale, belongs to several entries; slices do not split these entries.
 
     >>> even_slices(128256, 4096, {128256, 768}).width, even_slices(50261, 4096, {50261})
     (4008, None)

@@ -48,8 +48,8 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
         updates, inner = tx.update(_to_float32(grads), state.inner, state.master, **extra)
         master = jax.tree.map(lambda m, u: m + u.astype(jnp.float32), state.master, updates)
-        # This difference is exact if m and w are within a factor of two of each other (Sterbenz); then their sum with
-        # the weights is exact too.
+        # m - w is exact if m and w are within a factor of two of each other (Sterbenz). Then w plus this difference is
+        # exact too.
         change = jax.tree.map(lambda m, w: m - w.astype(jnp.float32), master, params)
         return change, MasterState(master, inner)
 
@@ -65,8 +65,9 @@ class RemainderState(NamedTuple):
 def with_remainder(
     tx: optax.GradientTransformation, bits: int, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. The update is exact, unless it shrinks a
-    weight to less than 2^-16 of its value, or, with bfloat16 gradients, more than doubles it: then it is rounded.
+    """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. The update is rounded
+    if it shrinks a weight to less than 2^-16 of its value, or if gradients are bfloat16 and it more than doubles a
+    weight. Otherwise it is exact.
 
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
     >>> with_remainder(optax.sgd(1e-4), 8).init(params).master["w"].dtype.name
@@ -107,8 +108,9 @@ def with_remainder(
 
 
 def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The change of a weight to the nearest bfloat16, and the new remainder. Both are computed on the bits as integers:
-    the upper 16 bits of a float32 are a bfloat16, and adding half a unit rounds ties away from zero."""
+    """The difference to add to `w`, so that it becomes the bfloat16 nearest to the new weight, and the new remainder.
+    Both are computed on the bits as integers: the upper 16 bits of a float32 are a bfloat16, and adding half a unit
+    rounds ties away from zero."""
     new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
     sign, size = bits & jnp.int32(-(2**31)), bits & jnp.int32(2**31 - 1)

@@ -1,4 +1,4 @@
-"""Updates in parts, so that gradient and optimizer state of one part at a time are on the device in full.
+"""Updates in parts, so that the device needs memory for the temporary arrays of one part at a time.
 
 `update_from_host`: optimizer state in host memory is copied to the device and back one layer at a time. With P
 parameters in N layers and s bytes of state per parameter, a device stores the state of two layers, 2 s P / N bytes,
@@ -7,9 +7,9 @@ arXiv:2101.06840). Frozen weights are copied a layer ahead in each pass (`stack`
 
 `VocabUpdate`: the gradient of a slice of an embedding or output matrix is computed, and that slice of weight and
 optimizer state is updated in place. With V entries of E values and slices of v entries, gradient and update take 2 v E
-values instead of 2 V E. If an optimizer sums over the complete matrix, each sum that depends on another one needs one
-more pass over all slices (`sliced_sums`), which recomputes the gradient: 4 T V E FLOPs for an output projection and T
-tokens, very few FLOPs for an embedding. State in host memory is copied in the same slices.
+values instead of 2 V E. If an optimizer needs sums over the complete matrix, each of them takes one more pass over
+all slices (`sliced_sums`). A pass recomputes the gradient: for T tokens this takes 4 T V E FLOPs for an output
+projection, and very few for an embedding. State in host memory is copied in the same slices.
 """
 
 import dataclasses
@@ -201,7 +201,7 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
 
 
 def _resize(new: Any, old: Any) -> Any:
-    """A slice of a quantized array, with the size of the slice."""
+    """`new`, the slice of a quantized array `old`, with its `size` changed to that of the slice."""
     if not isinstance(new, QTensor):
         return new
     size = old.size * new.codes.shape[new.axis] // old.codes.shape[old.axis]
@@ -262,11 +262,11 @@ def _layer_by_layer(
     group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[Tree, Tree]:
     layers, stages = jax.tree.leaves(weights)[0].shape[0], shard_count("weights", "layer")
-    stages = 1 if layers % stages else stages  # layers before those that the stages share are replicated
+    stages = 1 if layers % stages else stages  # not divisible: layers outside the pipeline, which are replicated
 
     def update(grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array) -> tuple[Tree, Tree]:
         """Updates the layers of a pipeline stage."""
-        initial_state = state  # every layer has the number of updates before this one
+        initial_state = state  # each layer reads its step count here: the number of updates before this one
         last = layers // stages - 1
 
         def fetch(state: Tree, layer: jax.Array) -> Tree:

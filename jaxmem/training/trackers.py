@@ -68,8 +68,8 @@ class Trackers(AbstractContextManager["Trackers"]):
 class MetricsFile:
     """Writes one JSON object per line, immediately. A value that is not finite is null, since JSON has no NaN.
 
-    With `retry`, a line that cannot be written (full disk) is written with the next line; lines that cannot be written
-    until the end are an error.
+    With `retry`, a line that cannot be written (full disk) is written with the next line; if
+    lines are still not written at the end of the run, this is an error.
     """
 
     def __init__(self, path: str | Path, step: int = 0, *, retry: bool = False) -> None:

@@ -32,7 +32,7 @@ NUMBERS, WINDOW = 1 << 17, 256
 SIZE, TILES = 8192, (16, 32, 64, 128, 256)
 TYPES = {"float32": 4, "bfloat16": 2}
 STEP = common.CONFIGS["gpu"]["step"]
-# Part of a step by the source file of a kernel, from the innermost frame; other kernels are matmuls or elementwise.
+# The part of a step that a kernel belongs to, by its source file (innermost frame first). Others: matmuls, elementwise.
 PARTS = {
     "kernels/fused_attention": "attention",
     "models/cross_entropy": "logits and loss",
@@ -73,7 +73,7 @@ def measure(target: str) -> Findings:
             Table(f"A step of llama3-8b on 4,096 tokens, compiled for {gpu.name}", kernels),
         ],
         "Bytes: read from and written to global memory; least time: that of these bytes; here: measured on this"
-        f" machine. {gpu.name} computes {ridge:,.0f} bfloat16 operations in the time of one byte. A training step"
+        f" machine. {gpu.name} computes {ridge:,.0f} bfloat16 operations while it reads one byte. A training step"
         f" spends {limited / sum(row['time, ms'] for row in kernels):.0%} of its estimated time in kernels with fewer"
         " operations per byte, which are limited by memory.",
         [
@@ -175,7 +175,7 @@ def _matmuls(bandwidth: float) -> Iterator[Row]:
 
 
 def matmul_bytes(size: int, tile: int, width: int) -> float:
-    """Bytes that a matmul of square matrices reads, and writes once for its result.
+    """Bytes that a matmul of square matrices reads and writes; its result is written once.
 
     >>> matmul_bytes(4096, 1, 4) / matmul_bytes(4096, 64, 4) > 60
     True
