@@ -227,8 +227,13 @@ def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) 
 
 @cache
 def _zeros(spec: Spec) -> Any:
-    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return (zeros_on_host if x.sharding.memory_kind == HOST else jnp.zeros)(x.shape, x.dtype)
+    def zeros(x: Any) -> jax.Array:
+        if x.sharding.memory_kind != HOST:
+            return jnp.zeros(x.shape, x.dtype)
+        # Each device writes its shard: XLA cannot compile the loop in `zeros_on_host` over a dimension with shards.
+        shard = partial(zeros_on_host, x.sharding.shard_shape(x.shape), x.dtype)
+        mesh, spec = x.sharding.mesh, x.sharding.spec
+        return jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)()
 
     return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_shardings(spec))
 

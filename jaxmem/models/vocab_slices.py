@@ -163,12 +163,17 @@ def initialize_in_slices(
 
     def step(j: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         new = jax.tree.leaves(draw(jax.random.fold_in(key, j), slice_shape))
-        return [slices.write(x, dim, j, one) for x, one in zip(arrays, new, strict=True)]
+        return [slices.write(x, dim, j, one) for x, one in zip(arrays, map(fetch, new), strict=True)]
 
     arrays, structure = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
-    make_zeros = [zeros_on_host if is_on_host(one) else jnp.zeros for one in jax.tree.leaves(draw(key, slice_shape))]
+    drawn = jax.tree.leaves(draw(key, slice_shape))
+    # XLA does not support writes to shards in host memory, so there a matrix with shards of the vocabulary is complete
+    # on the devices before it is copied to the host.
+    fetch = fetch_from_host if shard_count("weights", "vocab") > 1 else lambda x: x
+    make_zeros = [zeros_on_host if is_on_host(fetch(one)) else jnp.zeros for one in drawn]
     zeros = [make(x.shape, x.dtype) for make, x in zip(make_zeros, arrays, strict=True)]
-    return jax.tree.unflatten(structure, jax.lax.fori_loop(0, count, step, zeros))
+    found = jax.lax.fori_loop(0, count, step, zeros)
+    return jax.tree.unflatten(structure, [send_like(x, one) for x, one in zip(found, drawn, strict=True)])
 
 
 @dataclass(frozen=True)

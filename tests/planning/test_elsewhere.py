@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmem.models import vocab_slices
 from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.compile import UNTIMED, compile_all, compile_elsewhere, replicated_arrays, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import target_devices
+from jaxmem.sharding import host
+from jaxmem.step import program
+from tests.planning.conftest import SMALL, config
 
 Lowered = jax.stages.Lowered
 
@@ -67,6 +71,25 @@ def test_what_xla_refuses_is_said(lowered: Lowered, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Lowered, "compile", refuse)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         compile_elsewhere(lowered)
+
+
+def test_frozen_matrices_that_stages_share_are_drawn_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA fails to compile the loop over slices of a matrix if the matrix has shards in host memory."""
+    monkeypatch.setattr(vocab_slices, "SLICE_SIZE", 1024)
+    monkeypatch.setattr(host, "CHUNK", 1024)
+    cfg = config(
+        model={**SMALL, "vocab": 512},
+        batch={"global_size": 8, "accumulate": 2},
+        mesh={"stage": 2},
+        memory={"remat": "full", "offload": "frozen"},
+        adapter={"kind": "lora"},
+    )
+    target = parse_target("h100-80gb:2")
+    built = program(cfg, target_devices(target, target.memory))
+    compiled, _ = compile_all(built.lower_initialise(), {}, here=False)
+    stored = jax.tree.leaves(built.spec.host_state.params)
+    assert compiled.sizes["outputs"] < compiled.host_total
+    assert compiled.host_total >= sum(x.size * x.dtype.itemsize for x in stored) // 2
 
 
 def _watched(compile_: Any, ended: list[str]) -> Any:
