@@ -69,6 +69,7 @@ NEEDS = (
     ("adapter.shared_a=true", "model.experts", "use a mixture of experts, or remove adapter.shared_a"),
     ("adapter.experts!=null", "model.experts", "use a mixture of experts, or remove adapter.experts"),
     ("memory.experts!=auto", "model.experts", "use memory.experts=auto"),
+    ("memory.expert_groups!=1", "model.experts", "use memory.expert_groups=1"),
     ("model.layer_types=sliding_attention", "model.window", "use e.g. model.window=1024 (tokens)"),
 )
 BOTH = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
@@ -89,6 +90,8 @@ CONFLICTS = (
     ("pipeline.schedule=circular|interleaved_1f1b", "pipeline.rounds=1", "pipeline.rounds=2"),
     ("pipeline.rounds!=1", "mesh.stage=1", "pipeline.rounds=1"),
     ("mesh.stage!=1", "rules.logits=fsdp", "rules.logits=[]"),
+    ("memory.expert_groups!=1", "memory.offload!=frozen", "memory.offload=frozen or memory.expert_groups=1"),
+    ("memory.expert_groups!=1", "adapter.kind=last_layers|patterns", "adapter.kind=qlora or memory.expert_groups=1"),
     ("mesh.context_method!=auto", "mesh.context=1", "mesh.context=2 or more, or mesh.context_method=auto"),
     ("mesh.context!=1", "memory.attention=reference", "memory.attention=auto"),
     ("mesh.context_method=ring|all_gather with model.window!=null", "memory.attention=cudnn", "memory.attention=auto"),

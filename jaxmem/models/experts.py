@@ -10,6 +10,7 @@ al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a s
 `mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ from jaxtyping import Array, Float, Int
 from jaxmem.config import networks
 from jaxmem.config.recompute import MATMUL
 from jaxmem.models.block import GatedMlp
+from jaxmem.models.expert_groups import map_expert_groups
 from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.models.mixture import Mixture
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather_quantized, mean_over_groups
+from jaxmem.sharding.host import is_streamed
 from jaxmem.sharding.weights import StoredWeight
 
 Tree = Any
@@ -57,12 +60,14 @@ class ExpertLinear(Linear):
         self.lora, self.dequant_matmul = nnx.data(None), None
 
     def frozen(self, dtype: DTypeLike) -> Tree:
-        """The weight, if it has no gradient; quantized weights are not dequantized."""
+        """The weight, if it has no gradient; quantized weights are not dequantized, streamed weights not copied."""
         value = self.weight.get_value()
         if isinstance(value, StoredWeight) and value.at is None:
             value = value.stored
         elif not isinstance(value, QTensor):
             return {}
+        if any(map(is_streamed, jax.tree.leaves(value, is_leaf=is_streamed))):
+            return {"weight": value}
         if not isinstance(value, QTensor):
             return {"weight": fetch(self.weight, dtype)}
         return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
@@ -119,13 +124,16 @@ class Experts(nnx.Module):
         frozen = {name: module.frozen(x.dtype) for name, module in modules.items()}
         layout = current()
         arrays = trainable, frozen, x, choices, shares
-        mixture = Mixture(self.cfg, self.activation, self.implementation)
+        streamed = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_streamed) if is_streamed(leaf)]
+        groups = streamed[0].groups if streamed else 1
+        mixture = Mixture(self.cfg, self.activation, self.implementation, in_turn=groups)
         # Kernels need `jax.shard_map`, from which they know the device to compile for.
         if layout is None or (layout.mesh.size == 1 and self.implementation == "blockwise"):
-            y = mixture(*arrays)
+            run: Any = mixture
         else:
             axes = {name: module.axes for name, module in modules.items()}
-            y = mixture.over(layout).sharded(layout, axes, *arrays)
+            run = partial(mixture.over(layout).sharded, layout, axes)
+        y = map_expert_groups(run, groups, *arrays) if streamed else run(*arrays)
         y = checkpoint_name(y, MATMUL)
         if self.cfg.shared is not None:
             shared = self.shared(x, keys)

@@ -71,13 +71,14 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         away = [leaf for leaf in leaves if may_offload and leaf.can_offload]
         parts[part] = size_of(role, [leaf for leaf in leaves if not (may_offload and leaf.can_offload)])
         offloaded[role] += size_of(role, away)
-        if role == "weights" and may_offload:  # the weights of the current and of the next layer
-            layer = _one_layer(cfg, size_of, role, away)
-            kinds["weights: from the host"] = kinds.get("weights: from the host", 0) + 2 * layer
-        elif role == "weights":  # XLA slices the experts of a layer from the stack, since loops and kernels read them
-            experts = [leaf for leaf in leaves if leaf.is_stacked and leaf.can_offload and "expert" in leaf.axes]
-            layer = _one_layer(cfg, size_of, role, experts)
-            kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + layer
+        if role != "weights":
+            continue
+        layer = _one_layer(cfg, size_of, role, away)
+        experts = _one_layer(cfg, size_of, role, [x for x in leaves if x.can_offload and "expert" in x.axes])
+        if may_offload:  # the weights of the current and of the next layer
+            kinds["weights: from the host"] = 2 * (layer - experts + experts // cfg.memory.expert_groups)
+        else:  # XLA slices the experts of a layer from the stack, since loops and kernels read them
+            kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + experts
     if is_during := cfg.memory.update == "during":
         # Weights that the backward pass updates are stored transposed too, if that makes their all-gather contiguous.
         transposed = filter(size_of.is_transposed, state.parts["parameters"])

@@ -8,6 +8,7 @@ computation of a layer (Ren et al., arXiv:2101.06840). CPUs have only one memory
 
 import functools
 import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +18,35 @@ from jax.typing import DTypeLike
 
 HOST = "pinned_host"  # jax's name of the memory
 CHUNK = 2**24  # elements
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StreamedArray:
+    """A stack in host memory, or a layer of it, which the layer copies in groups, one after the other."""
+
+    stack: jax.Array
+    groups: int = field(metadata={"static": True})  # the number of equal parts of the first dimension of a layer
+    layer: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape if self.layer is None else self.stack.shape[1:]
+
+    ndim = property(lambda self: len(self.shape))
+    dtype = property(lambda self: self.stack.dtype)
+
+    def group(self, number: jax.Array | int) -> jax.Array:
+        """A group, on the device. One slice selects the layer and the group; a slice of a slice would copy the layer
+        in host memory."""
+        assert self.layer is not None
+        size = self.shape[0] // self.groups
+        start = (self.layer, number * size, *[0] * (self.ndim - 1))
+        return to_device(jax.lax.dynamic_slice(self.stack, start, (1, size, *self.shape[1:])).squeeze(0))
+
+
+def is_streamed(x: Any) -> bool:
+    return isinstance(x, StreamedArray)
 
 
 def to_host(tree: Any) -> Any:
@@ -32,8 +62,10 @@ def is_on_host(x: Any) -> bool:
 
 
 def fetch_from_host(tree: Any) -> Any:
-    """A tree with all leaves on the device."""
-    return jax.tree.map(lambda x: to_device(x) if is_on_host(x) else x, tree)
+    """A tree with all leaves on the device, except streamed arrays."""
+    return jax.tree.map(
+        lambda x: to_device(x) if not is_streamed(x) and is_on_host(x) else x, tree, is_leaf=is_streamed
+    )
 
 
 def send_like(tree: Any, like: Any) -> Any:
@@ -51,18 +83,25 @@ def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 
 def host_leaves(tree: Any) -> Any:
-    """The leaves in host memory; None for others."""
-    return jax.tree.map(lambda x: x if is_on_host(x) else None, tree)
+    """The leaves in host memory that are not streamed; None for others."""
+    return jax.tree.map(lambda x: x if not is_streamed(x) and is_on_host(x) else None, tree, is_leaf=is_streamed)
 
 
 def device_leaves(tree: Any) -> Any:
     """The leaves on the device; None for others."""
-    return jax.tree.map(lambda x: None if is_on_host(x) else x, tree)
+    return jax.tree.map(lambda x: None if is_streamed(x) or is_on_host(x) else x, tree, is_leaf=is_streamed)
 
 
 def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
     """One layer of stacked arrays; `dim` is the dimension of layers."""
-    return jax.tree.map(lambda x: _read(dim)(x, layer), stacked)
+    read = lambda x: replace(x, layer=layer) if is_streamed(x) else _read(dim)(x, layer)  # noqa: E731
+    return jax.tree.map(read, stacked, is_leaf=is_streamed)
+
+
+def streamed_leaves(stacked: Any, layer: jax.Array) -> Any:
+    """A layer of the streamed arrays; None for other leaves."""
+    one = lambda x: replace(x, layer=layer) if is_streamed(x) else None  # noqa: E731
+    return jax.tree.map(one, stacked, is_leaf=is_streamed)
 
 
 def put_layer(stacked: Any, layer: jax.Array, new: Any) -> Any:

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.config.sections import Precision
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
-from jaxmem.sharding.host import to_host
+from jaxmem.sharding.host import is_streamed, to_host
 from jaxmem.sharding.table import Axes
 
 
@@ -150,6 +150,10 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, QTensor | WithRemainder)
 
 
+def _is_weight(x: Any) -> bool:
+    return is_quantized(x) or is_streamed(x)
+
+
 def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
     """The arrays to differentiate with respect to: each weight that has this dtype, and zeros of this dtype for any
     other weight. With `dtype` None, the dtype of each weight."""
@@ -158,7 +162,7 @@ def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
         target = jnp.dtype(w.dtype if dtype is None else dtype)
         return w if isinstance(w, jax.Array) and w.dtype == target else jnp.zeros(w.shape, target)
 
-    return jax.tree.map(one, params, is_leaf=is_quantized)
+    return jax.tree.map(one, params, is_leaf=_is_weight)
 
 
 def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
@@ -170,7 +174,7 @@ def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] 
             return PartialStack(w, at, partial[path])
         return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)
 
-    return jax.tree_util.tree_map_with_path(one, params, at, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(one, params, at, is_leaf=_is_weight)
 
 
 MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original

@@ -17,17 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
-from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
+from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
 from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
 from jaxmem.stack.cuts import StackCall, cut, is_cut
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.stages import Pipeline, apply_in_order, create_layers
 
+Path = tuple[Any, ...]
 # (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
@@ -40,6 +42,7 @@ class StackOptions:
     pipeline: Pipeline | None = None
     # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
     host: tuple[str, ...] = ()
+    expert_groups: int = 1  # in how many groups layers copy frozen experts from host memory
 
 
 def apply_stack(
@@ -65,13 +68,23 @@ def apply_stack(
     def run(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
         return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, one, shared)
 
-    return apply_layers(run, nnx.to_pure_dict(state), x, inputs, shared, options=options)
+    experts = (path for path, variable in nnx.to_flat_state(state) if "expert" in variable.get_metadata()["axes"])
+    streamed = frozenset(experts if options.expert_groups > 1 else ())
+    return apply_layers(run, nnx.to_pure_dict(state), x, inputs, shared, options=options, streamed=streamed)
 
 
 def apply_layers(
-    run: Layer, weights: Any, x: Any, inputs: Any = None, shared: Any = None, *, options: StackOptions = StackOptions()
+    run: Layer,
+    weights: Any,
+    x: Any,
+    inputs: Any = None,
+    shared: Any = None,
+    *,
+    options: StackOptions = StackOptions(),
+    streamed: frozenset[Path] = frozenset(),
 ) -> tuple[Any, Any]:
-    """`apply_stack` for layers that are functions `run(weights, x, input, shared)` of their stored weights."""
+    """`apply_stack` for layers that are functions `run(weights, x, input, shared)` of their stored weights. `streamed`:
+    the weights that layers copy from host memory in groups (`StreamedArray`), if they are there."""
     call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
     if options.pipeline is not None:
         if (result := cut(call)) is not None:
@@ -80,7 +93,7 @@ def apply_layers(
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
     ranges = layer_ranges(weights)
     if len(ranges) == 1:
-        return _apply(call, options, forms)
+        return _apply(call, options, forms, streamed)
     forms |= {(*group, size, *form) for form in forms for size in (1, call.layers) for group in ((), vmap_groups())}
     outputs = []
     for layers in ranges:
@@ -89,9 +102,15 @@ def apply_layers(
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, Any]:
+def _apply(
+    call: StackCall, options: StackOptions, forms: Forms, streamed: frozenset[Path] = frozenset()
+) -> tuple[Any, Any]:
     """Applies a stack, or a range of it. `forms` are the shapes of the weights of a layer."""
     call = checkpointed(call, options, call.layers, forms)
+    if streamed and (call.plan is not None or is_cut()):
+        stream = partial(jax.tree.map, lambda x: StreamedArray(x, options.expert_groups) if is_on_host(x) else x)
+        weights = {path: stream(w) if path in streamed else w for path, w in flatten_dict(call.weights).items()}
+        call = replace(call, weights=unflatten_dict(weights))
     if (result := cut(call)) is not None:
         return result
     if call.plan is not None:

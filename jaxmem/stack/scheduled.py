@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxmem.sharding import GROUPS, current
-from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, take_layer, to_device
+from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
 from jaxmem.sharding.weights import StoredWeight, hooks_in_place, is_in_place
 from jaxmem.stack.cuts import Run, StackCall
 from jaxmem.stack.schedule import Schedule
@@ -50,7 +50,7 @@ def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, in
     def scanned(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
         (x, carried, fetched), (own, one, layer) = carry, of_layer
         following = fetch_layer(weights, layer + 1)
-        x, carried, output = step(carried, one, fill(own, fetched), x)
+        x, carried, output = step(carried, one, fill(fill(own, fetched), streamed_leaves(weights, layer)), x)
         return (x, carried, following), output
 
     numbers = jnp.arange(jax.tree.leaves((weights, inputs))[0].shape[0], dtype=jnp.int32)
@@ -197,7 +197,7 @@ def _is_stored_weight(x: Any) -> bool:
 
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
     """The weights of one layer, some of which have been copied from host memory."""
-    return fill(take_layer(device_leaves(stacked), layer), fetched)
+    return fill(fill(take_layer(device_leaves(stacked), layer), fetched), streamed_leaves(stacked, layer))
 
 
 def after(x: Any, layer: jax.Array) -> jax.Array:
@@ -207,6 +207,6 @@ def after(x: Any, layer: jax.Array) -> jax.Array:
 
 
 def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
-    """One layer of the leaves in host memory, copied to the device. An index beyond either end is clipped; its result
+    """One layer of `host_leaves`, copied to the device. An index beyond either end is clipped; its result
     is not used."""
     return jax.tree.map(lambda x: to_device(take_layer(x, jnp.clip(layer, 0, x.shape[0] - 1))), host_leaves(stacked))

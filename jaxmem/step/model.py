@@ -262,7 +262,7 @@ class ModelSpec:
     def stack_options(self) -> StackOptions:
         memory = self.cfg.memory
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
-        return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload))
+        return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload), memory.expert_groups)
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:

@@ -88,28 +88,29 @@ def map_groups(
     values: Tree,
     groups: Groups,
     *,
-    counts_blocks: bool = False,
+    parts: int = 1,
 ) -> Float[Array, "rows outputs"]:
     """For each row of x, the sum over its groups of `function(weights, frozen, rows, values)`, in float32.
 
     Leaves of `weights` and `frozen` are [groups, ...]; leaves of `values` are [sorted, ...], in the order of
-    `groups.rows`. Gradients exist for `weights`, `x` and `values`. `counts_blocks`: the number of blocks is computed at
-    run time, for groups with far fewer rows than `groups.rows` has; `jax.vmap` of it copies the result in each block.
+    `groups.rows`. Gradients exist for `weights`, `x` and `values`. `parts`: about one of this number of parts of
+    `groups.rows` belongs to these groups. With several, the number of blocks is computed at run time; `jax.vmap` of it
+    copies the result in each block.
     """
-    return _map(function, counts_blocks, weights, frozen, x, values, groups)
+    return _map(function, parts, weights, frozen, x, values, groups)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _map(
     function: GroupFunction,
-    counts_blocks: bool,
+    parts: int,
     weights: Tree,
     frozen: Tree,
     x: jax.Array,
     values: Tree,
     groups: Groups,
 ) -> jax.Array:
-    blocks = _Blocks.of(groups, x.shape[0])
+    blocks = _Blocks.of(groups, x.shape[0], parts)
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
         rows, places, group = blocks.read(i)
@@ -117,12 +118,12 @@ def _map(
         return y.at[rows].add(own.astype(jnp.float32), mode="drop")
 
     zeros = jnp.zeros((x.shape[0], _outputs(function, weights, frozen, x, values)), jnp.float32)
-    return blocks.loop(step, zeros, counts_blocks)
+    return blocks.loop(step, zeros, parts > 1)
 
 
-def _backward(function: GroupFunction, counts_blocks: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(function: GroupFunction, parts: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     weights, frozen, x, values, groups = saved
-    blocks = _Blocks.of(groups, x.shape[0])
+    blocks = _Blocks.of(groups, x.shape[0], parts)
 
     def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         of_weights, sums, of_x, of_values = carry
@@ -148,11 +149,11 @@ def _backward(function: GroupFunction, counts_blocks: bool, saved: Any, g: jax.A
         jnp.zeros(x.shape, jnp.float32),
         jax.tree.map(jnp.zeros_like, values),
     )
-    of_weights, _, of_x, of_values = blocks.loop(step, begin, counts_blocks)
+    of_weights, _, of_x, of_values = blocks.loop(step, begin, parts > 1)
     return of_weights, None, of_x.astype(x.dtype), of_values, None
 
 
-_map.defvjp(lambda function, counts_blocks, *saved: (_map(function, counts_blocks, *saved), saved), _backward)
+_map.defvjp(lambda function, parts, *saved: (_map(function, parts, *saved), saved), _backward)
 
 
 class _Blocks(NamedTuple):
@@ -168,8 +169,8 @@ class _Blocks(NamedTuple):
     limit: int  # the number of rows of x, which is the index of padding
 
     @classmethod
-    def of(cls, groups: Groups, limit: int) -> "_Blocks":
-        size = usual_rows(groups.rows.shape[0], groups.starts.shape[0])
+    def of(cls, groups: Groups, limit: int, parts: int) -> "_Blocks":
+        size = usual_rows(groups.rows.shape[0] // parts, groups.starts.shape[0])
         start, stop, group, is_first, used = block_table(groups.starts, groups.stops, size, groups.rows.shape[0])
         return cls(size, used, start, stop, group, is_first, groups.rows, limit)
 

@@ -107,8 +107,10 @@ def gpt_oss():
     [
         ({"expert": 2, "fsdp": 2, "tensor": 2}, {}),
         ({"context": 2}, {"head_groups": 2, "remat": "sqrt", "update": "during"}),
+        ({}, {"offload": "frozen", "remat": "full", "expert_groups": 2}),
+        ({}, {"offload": "frozen", "remat": "sqrt", "update": "during", "experts": "triton", "expert_groups": 4}),
     ],
-    ids=["mesh", "groups of heads"],
+    ids=["mesh", "groups of heads", "groups of experts from the host", "the same, fused"],
 )
 def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
     many = adapters_of(GPT_OSS, mesh, memory, begin=gpt_oss)
