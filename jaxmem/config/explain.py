@@ -22,7 +22,7 @@ ELSEWHERE = {name: setting for setting, names in OTHER_NAMES["elsewhere"].items(
 def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
     """The message of a validation error of these settings, with one line per problem."""
     errors = error.errors(include_url=False)
-    missing = [item for item in errors if item["type"] == "missing" and item["loc"][:2] == ("model", "decoder")]
+    missing = [item for item in errors if item["type"] == "missing" and item["loc"][:-1] == ("model", "decoder")]
     lines = [_line(item, raw) for item in errors if item not in missing]
     if missing:
         keys = ", ".join(_dotted(_declared(item["loc"])[0]) for item in missing)
