@@ -37,9 +37,6 @@ def _run(words: Sequence[str], place: Path, devices: Mapping[str, str], files: P
     os.environ.update(devices)
     jax.config.update("jax_platforms", devices["JAX_PLATFORMS"])  # which it has read already
     jax.config.update("jax_num_cpu_devices", int(devices["JAX_NUM_CPU_DEVICES"]))
-    if words[0] == "train":  # it reads no call stacks, as in tests/conftest.py
-        jax.config.update("jax_include_full_tracebacks_in_locations", False)
-        jax.config.update("jax_compilation_cache_dir", f"{jax.config.jax_compilation_cache_dir}/without-frames")
     _do_less()
     main([*words])
 
