@@ -84,7 +84,7 @@ def _declared(location: Sequence[int | str]) -> tuple[tuple[int | str, ...], dic
         if part in (family := schema.get("discriminator", {"mapping": {}})["mapping"]):
             inner: Any = {"$ref": family[part]}
         else:
-            inner = next((one for member in _members(schema) if (one := _inner(member, part))), None)
+            inner = next((one for member in _sections(schema, sections) if (one := _inner(member, part))), None)
             if inner is None:
                 return tuple(found), schema, tuple(location[at:])
             found.append(part)
@@ -95,6 +95,11 @@ def _declared(location: Sequence[int | str]) -> tuple[tuple[int | str, ...], dic
 def _members(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the members of a union, otherwise the schema itself."""
     return schema.get("anyOf", [schema])
+
+
+def _sections(schema: Mapping[str, Any], sections: Mapping[str, Any]) -> list[Any]:
+    """The members of a union, where references are replaced with the sections."""
+    return [sections.get(one.get("$ref", "").rpartition("/")[2], one) for one in _members(schema)]
 
 
 def _inner(schema: Mapping[str, Any], part: int | str) -> Any:
@@ -115,8 +120,7 @@ def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, A
     if name in ELSEWHERE:
         return f"; use {ELSEWHERE[name]}"
     sections = Config.model_json_schema()["$defs"]
-    members = [sections.get(one.get("$ref", "").rpartition("/")[2], one) for one in _members(schema)]  # or null
-    known = {key: _dotted((*section, key)) for one in members for key in one.get("properties", ())}
+    known = {key: _dotted((*section, key)) for one in _sections(schema, sections) for key in one.get("properties", ())}
     if close := difflib.get_close_matches(name, known, n=1):
         return f"; did you mean {known[close[0]]}?"
     # Options of `jaxmem generate` have the names of keys of unrelated sections (tokens, temperature).
