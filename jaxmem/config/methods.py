@@ -55,7 +55,7 @@ METHODS = {
     ),
     "full-int8": Method(
         "all parameters in int8, low-rank optimizer APOLLO-Mini",
-        "weights are quantized; one learning rate per matrix, from a projection of rank 1, to be tuned again, from the start",
+        "weights are quantized; one learning rate per matrix, from a projection of rank 1, which must be tuned again",
         {
             "precision": {"parameters": "int8"},
             "optimizer": {"name": "apollo_mini", "project_embeddings": True, "clip_by": "weight"},
