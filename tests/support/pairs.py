@@ -189,6 +189,7 @@ UNTRIED = {
     "adapter.experts": "a mixture of experts: tests/step/test_experts.py",
     "adapter.shared_a": "a mixture of experts: tests/step/test_experts.py",
     "memory.experts": "a mixture of experts: tests/step/test_experts.py",
+    "memory.expert_groups": "a mixture of experts: tests/step/test_experts.py",
     "mesh.expert": "a mixture of experts: tests/step/test_experts.py",
     "adapter.base_run": "reads a directory",
 }
