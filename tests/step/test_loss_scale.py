@@ -101,12 +101,12 @@ def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
         (
             {"parameters": "int4"},
             "triton",
-            "kernel=triton requires .*adamw8bit or .*=int8, not adamw with int4",
+            "kernel=triton does not support .*adamw with .*=int4; use .*adamw8bit or .*=int8",
         ),
         (
             {"parameters": "int8", "rounding": "nearest"},
             "triton",
-            "optimizer.kernel=triton does not support precision.rounding=nearest",
+            "kernel=triton with .*=int8 does not support precision.rounding=nearest",
         ),
     ],
 )

@@ -108,7 +108,7 @@ FAULTS = {
     ),
     "smoothing": Fault(
         "label smoothing the wrong way round",
-        "jaxmem/models/cross_entropy.py",
+        "jaxmem/models/losses.py",
         "partition - (1.0 - s) * label_logit - s * mean()",
         "partition - s * label_logit - (1.0 - s) * mean()",
         "tests/models/test_losses.py",
