@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
-from jaxmem.models.kv_cache import CacheSlot, KVCache, attend_to_cache
 from jaxmem.models.layers import Keys, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
@@ -84,8 +83,8 @@ class Attention(nnx.Module):
         x: Float[Array, "batch time embed"],
         tokens: Tokens = Tokens(),
         keys: Keys | None = None,
-        slot: CacheSlot | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
+        slot: Any = None,  # a `kv_cache.CacheSlot`
+    ) -> tuple[Float[Array, "batch time embed"], Any]:
         """With a `slot`, x continues the tokens in the KV cache, and the updated cache is also returned."""
         inner, outer = fold_keys(keys, 2)
         q, k, v = self._project(self._inner, x, tokens.angles, inner)
@@ -95,7 +94,7 @@ class Attention(nnx.Module):
             # XLA's partitioner shards attention to the cache; it cannot shard the kernels in PER_DEVICE.
             implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
             options = {"implementation": implementation, "sinks": _sinks(self._inner)}
-            mixed, cache = attend_to_cache(q, k, v, slot, self.spec.options(tokens.has_window) | options)
+            mixed, cache = slot.attend(q, k, v, self.spec.options(tokens.has_window) | options)
             mixed = mixed[..., : self.spec.values]
         else:
             mixed = self._attend(q, k, v, tokens, _sinks(self._inner))

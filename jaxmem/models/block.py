@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from jaxmem.models.attention import Attention, Tokens, as_keys, context_order, gather_time, key_data, scatter_time
 from jaxmem.models.chunking import map_token_chunks
-from jaxmem.models.kv_cache import CacheSlot, KVCache
 from jaxmem.models.layers import Features, Keys, RowKeys, dropout, fold_keys, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.sharding import constrain, current, row_major_in_stages
@@ -88,8 +87,8 @@ class Block(nnx.Module):
         self.attention, self.mlp, self.dropout = attention, mlp, dropout
 
     def __call__(
-        self, x: Features, tokens: Tokens = Tokens(), keys: RowKeys | None = None, slot: CacheSlot | None = None
-    ) -> tuple[Features, KVCache | None, jax.Array | None]:
+        self, x: Features, tokens: Tokens = Tokens(), keys: RowKeys | None = None, slot: Any = None
+    ) -> tuple[Features, Any, jax.Array | None]:
         """Also returns the updated cache if there is a `slot` of a KV cache (see `Attention`), and the statistics of
         the router if the MLP is a mixture of experts."""
         x = row_major_in_stages(x, "batch", "stream", "embed")
@@ -105,8 +104,8 @@ class Block(nnx.Module):
         return scatter_time(x + dropout(y, self.dropout, second)), cache, router
 
     def _attend(
-        self, x: Features, tokens: Tokens, keys: Keys | None, slot: CacheSlot | None, size: int | None
-    ) -> tuple[Features, KVCache | None]:
+        self, x: Features, tokens: Tokens, keys: Keys | None, slot: Any, size: int | None
+    ) -> tuple[Features, Any]:
         groups = self.attention.group_count(x)
         if slot is None and (size is not None or groups > 1):
             return self.attention.in_chunks(self.attention_norm, x, tokens, keys, size, groups), None

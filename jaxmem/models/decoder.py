@@ -15,7 +15,6 @@ from jaxmem.config.names import stack_name
 from jaxmem.models.attention import Attention, AttentionSpec, Tokens, context_order
 from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
-from jaxmem.models.kv_cache import CacheSlot, KVCache, empty_cache
 from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys, soft_cap, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import STATISTICS, Execution, Network
@@ -212,29 +211,33 @@ class Decoder(Network):
             return self.embedding.weight
         return self.head.weight if self.head.lora is None else None
 
-    def empty_cache(self, rows: int, capacity: int, storage: str = "full") -> KVCache:
+    def empty_cache(self, rows: int, capacity: int, storage: str = "full") -> Any:
         """A KV cache for `rows` texts of up to `capacity` tokens, stored in full precision or in int8."""
+        from jaxmem.models.kv_cache import empty_cache
+
         return empty_cache(self.cfg, rows, capacity, self.execution.dtype, storage)
 
     def extend(
         self,
         tokens: Ids,
-        cache: KVCache,
+        cache: Any,
         length: Int[Array, ""],
         first: Int[Array, "batch"] | None = None,
         last: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "batch vocab"], KVCache]:
+    ) -> tuple[Float[Array, "batch vocab"], Any]:
         """Returns the logits after `tokens` and the cache, to which they are written in place, starting at `length`.
 
         `first`: the index of the first token of each text that is not padding (texts are padded on the left). `last`:
         the index of the token whose logits are returned, by default the last; later tokens are padding, overwritten
         later.
         """
+        from jaxmem.models.kv_cache import CacheSlot
+
         positions = jnp.broadcast_to(length + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         # Padding is before the first token, so its position does not matter.
         shared = self._shared(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
 
-        def layer(block: Block, carry: tuple[jax.Array, KVCache], one: Any, _: None) -> Any:
+        def layer(block: Block, carry: tuple[jax.Array, Any], one: Any, _: None) -> Any:
             (x, cache), (i, has_window) = carry, one
             return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first))[:2]
 

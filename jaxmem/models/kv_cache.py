@@ -36,6 +36,46 @@ class CacheSlot:
     length: Int[Array, ""]  # tokens in the cache
     first: Int[Array, "batch"] | None  # the index of the first token of each text that is not padding; None: 0
 
+    def attend(
+        self, q: Float[Array, "batch time heads head_dim"], k: NewTokens, v: NewTokens, options: dict[str, Any]
+    ) -> tuple[Float[Array, "batch time heads head_dim"], KVCache]:
+        """Attention of new tokens to the tokens in the cache and to earlier new tokens. Also returns the updated cache.
+        `options`: the options of `kernels.attention`."""
+        # The cache is written before it is read; in the other order XLA copies the caches of all layers.
+        cache = self._write(self.cache[0], k), self._write(self.cache[1], v)
+        new, capacity = q.shape[1], capacity_of(cache)
+        places = jnp.arange(capacity, dtype=jnp.int32)
+        end = self.length + new
+        if new > 1:  # rotated so that the last token is last, as a causal mask expects
+            places = (places + end) % capacity
+        visible = places < end
+        if new == 1 and (window := options["window"]) is not None:
+            unlimited = jnp.logical_not(options.get("has_window", True))
+            visible &= (places >= end - window) | unlimited
+            options = options | {"window": None, "has_window": None}
+        visible = visible[None] if self.first is None else visible & (places >= self.first[:, None])
+
+        def read(buffer: Buffer) -> jax.Array:
+            values = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), buffer)
+            if new > 1:
+                values = jax.tree.map(lambda x: jnp.take(x, places, axis=1), values)
+            return values.dequantize(q.dtype) if isinstance(values, QTensor) else values
+
+        mixed = kernels.attention(
+            q,
+            *map(read, cache),
+            causal=new > 1,
+            segment_ids=jnp.ones(q.shape[:2], jnp.int32),
+            kv_segment_ids=jnp.broadcast_to(visible.astype(jnp.int32), (q.shape[0], capacity)),
+            **options,
+        )
+        return mixed, cache
+
+    def _write(self, buffer: Buffer, new: NewTokens) -> Buffer:
+        values: Any = buffer.requantize(new) if isinstance(buffer, QTensor) else new.astype(buffer.dtype)
+        at = (self.layer, 0, self.length, 0, 0)
+        return _constrain(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at), buffer, values))
+
 
 def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage: str = "full") -> KVCache:
     """A cache of zeros. `storage`: `full` (in `dtype`) or `int8`."""
@@ -58,52 +98,6 @@ def grow(cache: KVCache, more: int) -> Any:
 def capacity_of(cache: KVCache) -> int:
     """Tokens that the cache can hold."""
     return int(jax.tree.leaves(cache)[0].shape[2])
-
-
-def attend_to_cache(
-    q: Float[Array, "batch time heads head_dim"],
-    k: NewTokens,
-    v: NewTokens,
-    slot: CacheSlot,
-    options: dict[str, Any],
-) -> tuple[Float[Array, "batch time heads head_dim"], KVCache]:
-    """Attention of new tokens to the tokens in the cache and to earlier new tokens. Also returns the updated cache.
-    `options`: the options of `kernels.attention`."""
-    # The cache is written before it is read; in the other order XLA copies the caches of all layers.
-    cache = _write(slot.cache[0], k, slot), _write(slot.cache[1], v, slot)
-    new, capacity = q.shape[1], capacity_of(cache)
-    places = jnp.arange(capacity, dtype=jnp.int32)
-    end = slot.length + new
-    if new > 1:  # rotated so that the last token is last, as a causal mask expects
-        places = (places + end) % capacity
-    visible = places < end
-    if new == 1 and (window := options["window"]) is not None:
-        unlimited = jnp.logical_not(options.get("has_window", True))
-        visible &= (places >= end - window) | unlimited
-        options = options | {"window": None, "has_window": None}
-    visible = visible[None] if slot.first is None else visible & (places >= slot.first[:, None])
-
-    def read(buffer: Buffer) -> jax.Array:
-        values = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot.layer, keepdims=False), buffer)
-        if new > 1:
-            values = jax.tree.map(lambda x: jnp.take(x, places, axis=1), values)
-        return values.dequantize(q.dtype) if isinstance(values, QTensor) else values
-
-    mixed = kernels.attention(
-        q,
-        *map(read, cache),
-        causal=new > 1,
-        segment_ids=jnp.ones(q.shape[:2], jnp.int32),
-        kv_segment_ids=jnp.broadcast_to(visible.astype(jnp.int32), (q.shape[0], capacity)),
-        **options,
-    )
-    return mixed, cache
-
-
-def _write(buffer: Buffer, new: NewTokens, slot: CacheSlot) -> Buffer:
-    values: Any = buffer.requantize(new) if isinstance(buffer, QTensor) else new.astype(buffer.dtype)
-    at = (slot.layer, 0, slot.length, 0, 0)
-    return _constrain(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at), buffer, values))
 
 
 def _constrain(buffer: Buffer) -> Buffer:
