@@ -76,7 +76,9 @@ def config_page() -> str:
             parts += [f"## {name}", *_keys(at, sections)]
         if name == "optimizer":
             rows = [(f"`{one}`", entry.summary, _settings(entry.fields)) for one, entry in OPTIMIZERS.items()]
-            parts.append(_table(("optimizer.name", "", "hyperparameters and their defaults"), rows))
+            parts.append(
+                _table(("optimizer.name", "method, bytes per parameter", "hyperparameters and defaults"), rows)
+            )
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -123,8 +125,8 @@ def _value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def _settings(fields: dict[str, Any]) -> str:
-    return ", ".join(f"`{key}: {_value(value)}`" for key, value in fields.items())
+def _settings(fields: dict[str, Any]) -> str:  # without `kernel`: its default in a config is that of the section
+    return ", ".join(f"`{key}: {_value(value)}`" for key, value in fields.items() if key != "kernel")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

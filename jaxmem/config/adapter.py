@@ -52,11 +52,11 @@ class Adapter(Section):
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
         None,
-        "stored format of the frozen weights; null: for qlora that of a quantized model.hf, or nf4; else"
-        " precision.parameters",
+        "stored format of the frozen weights; null: with qlora the format of model.hf if it is quantized, else nf4;"
+        " with other kinds precision.parameters",
     )
     experts: StoredFormat | None = setting(
-        None, "stored format of the frozen weights of experts, e.g. mxfp4 for gpt-oss; null: that of base"
+        None, "stored format of the frozen weights of experts, e.g. mxfp4 for gpt-oss; null: as in base"
     )
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
     hf: str | None = setting(

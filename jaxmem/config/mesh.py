@@ -39,8 +39,8 @@ WeightKind = Literal["attention", "gate_up", "down", "experts", "head"]
 
 class Rules(Section):
     """The mesh axes that each dimension of weights is sharded over: the table of `sharding/table.py`. `fsdp` and
-    `context` shard the stored weights as far as `zero` says, and `expert` wherever `fsdp` does; `tensor` also shards
-    the computation. If two dimensions of a weight name one axis, only the first is sharded over it.
+    `context` shard only the stored arrays that `zero` selects, and `expert` shards what `fsdp` shards; `tensor` also
+    shards the computation. If two dimensions of a weight name the same axis, only the first is sharded over it.
 
     `logits`, `replicated` and `optimizer` change this for single kinds of weights and for the optimizer state."""
 
@@ -58,7 +58,7 @@ class Rules(Section):
     replicated: ListOf[WeightKind] = setting(
         (), "kinds of weights that zero: 3 stores like zero: 2, replicated; head: the output matrix"
     )
-    optimizer: ListOf[Literal["replica"]] = setting((), "mesh axes that shard the optimizer state in addition to embed")
+    optimizer: ListOf[Literal["replica"]] = setting((), "additional mesh axes that shard the optimizer state")
 
     @property
     def table(self) -> dict[str, tuple[str, ...]]:

@@ -139,8 +139,8 @@ class Optimizer(Section):
     trainable: Texts = setting((), "patterns of trainable parameters; empty: all")
     clip_by: Literal["global", "previous", "weight"] = setting(
         "global",
-        "norm that clip limits; global: of all gradients; previous: of those of the previous update;"
-        " weight: of each gradient",
+        "the norm that clip limits; global: norm of all gradients together; previous: the global norm of the previous"
+        " update; weight: norm of each weight's gradient",
     )
     kernel: Literal["auto", "none", "triton"] = setting(
         "auto", "fused update for adamw8bit or int8 weights; none: plain JAX; auto: triton on GPUs, else none"

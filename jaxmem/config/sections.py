@@ -68,7 +68,7 @@ class Data(Source):
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
     streaming: bool = setting(
         False,
-        "read the files one after the other while the run trains; files of the hub are fetched when they are next",
+        "read the files one after the other while the run trains; files of the hub are fetched when needed",
     )
     chat_template: str | None = setting(None, "a Jinja file; null: the template of the tokenizer")
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
@@ -186,12 +186,12 @@ class Cluster(Section):
     start_timeout: Count = setting(300, "seconds to wait for all processes")
     preflight: bool = setting(True, "measure compute and communication before training")
     elastic: bool = setting(
-        False, "on fewer devices than the mesh has: less mesh.replica or mesh.fsdp, and more batch.accumulate"
+        False, "with too few devices for the mesh: reduce mesh.replica or mesh.fsdp, increase batch.accumulate"
     )
 
 
 class Config(Section):
-    """A run: all its sections, and the values that follow from several of them."""
+    """The config of a run: its sections, and values that are derived from several sections."""
 
     name: str = setting(..., "name of the run's directory in output")
     seed: Annotated[int, Field(ge=0)] = setting(0, "seed of initial weights, data order, dropout and rounding")
