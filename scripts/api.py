@@ -54,7 +54,7 @@ This is the reference of the functions for your own training loop. There is one 
 CONFIG = """# Config
 
 Every key of a config file. `jaxmem train CONFIG section.key=value` sets a key on the command line. An unknown key, a
-wrong value or a key without effect is an error before the run starts. `jaxmem schema` prints the same as a JSON schema,
+wrong value or a key without effect is an error before the run starts. `jaxmem schema` prints the keys as a JSON schema,
 for completion in editors. `python scripts/api.py` writes this page.
 """
 

@@ -45,7 +45,7 @@ def bench_kernels(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only check the results, also those of each option of a kernel (e.g. a window)."),
+        typer.Option("--check", help="Check results without measuring, with each option of a kernel (e.g. a window)."),
     ] = False,
     only: Only = None,
     without: Without = None,

@@ -21,7 +21,7 @@ MethodName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora; fit: also several, as full,lora.",
+        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora; fit compares several: full,lora.",
     ),
 ]
 SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]

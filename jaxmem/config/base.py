@@ -62,7 +62,7 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
         case {"type": "array", "prefixItems": items}:
             yield f"a list [{', '.join(map(allowed, items))}]"
         case {"type": "array", "items": item}:
-            yield f"a {'non-empty ' if 'minItems' in schema else ''}list of values, each {allowed(item)}"
+            yield f"a {'non-empty ' if 'minItems' in schema else ''}list whose values are {allowed(item)}"
         case {"type": "object", "additionalProperties": dict() as value}:
             yield f"a mapping {{text: {allowed(value)}}}"
         case {"type": kind} if kind in NOUNS:

@@ -48,7 +48,7 @@ def _elastic(cfg: Config, n: int) -> Config:
     axes, batch = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}, cfg.batch
     if -1 in axes.values():
         axis = next(axis for axis, size in axes.items() if size == -1)
-        raise UserError(f"cluster.elastic=true does not support mesh.{axis}=-1; set its size on all devices")
+        raise UserError(f"cluster.elastic=true does not support mesh.{axis}=-1; set its size with all devices")
     if math.prod(axes.values()) == n:
         return cfg
     most = batch.global_size // (batch.accumulate * cfg.mesh.row_shards)
@@ -215,7 +215,7 @@ def _advice(cfg: Config, n: int) -> str:
     if possible:
         return f"for {n} devices, use " + ", or ".join(text for *_, text in sorted(possible)[:3])
     plain = "\n".join(_indivisible(cfg.replace(mesh=dict.fromkeys(MESH_AXES, 1) | {"replica": n})))
-    return f"no mesh of {n} devices supports this config; with mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
+    return f"no mesh of {n} devices supports this config; with mesh.replica={n} and all other axes 1: {plain}"
 
 
 def meshes(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:

@@ -27,7 +27,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file contains."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for JSON files; copy the file again")
+            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for JSON files; replace this file")
         text = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error

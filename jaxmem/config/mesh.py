@@ -15,7 +15,7 @@ class Mesh(Section):
     replica: int = setting(1, "copies of the model; the batch is sharded over them (data parallelism)")
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
     expert: int = setting(
-        1, "shards of the experts of each layer (expert parallelism); all else is sharded as over fsdp"
+        1, "shards of the experts of each layer (expert parallelism); shards the batch and other weights like fsdp"
     )
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
@@ -53,10 +53,10 @@ class Rules(Section):
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
     logits: ListOf[Literal["fsdp"]] = setting(
-        (), "mesh axes that shard the vocabulary of logits instead of their tokens: features are gathered, not weights"
+        (), "mesh axes over which logits are sharded by vocabulary, not by token: features are gathered, not weights"
     )
     replicated: ListOf[WeightKind] = setting(
-        (), "kinds of weights that zero: 3 stores like zero: 2, replicated; head: the output matrix"
+        (), "kinds of weights that are stored replicated, as with zero=2, although zero=3; head: the output matrix"
     )
     optimizer: ListOf[Literal["replica"]] = setting((), "additional mesh axes that shard the optimizer state")
 

@@ -165,7 +165,7 @@ class Decoder(Family):
     )
     layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
         (),
-        "attention of each layer, repeated if shorter; only sliding_attention has model.window; []: all have it",
+        "kind of each layer; a shorter list is repeated; only sliding_attention uses model.window; []: all layers do",
     )
     latent: Latent | None = setting(None, "multi-head latent attention instead of keys and values per head")
     sliding_rope: Rope | None = setting(None, "rotary positions of layers with sliding_attention; null: those of rope")

@@ -112,7 +112,7 @@ OPTIMIZERS = {
     "adafactor": Entry(
         AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment: almost no state."
     ),
-    "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "One second moment per neuron: 4 bytes."),
+    "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "AdamW, one second moment per neuron: 4 bytes."),
     "muon": Entry(MuonSettings, "muon:scale_by_muon", "Orthogonalized momentum for hidden matrices: 4 bytes."),
     "adamw8bit": Entry(AdamW8bitSettings, "quantized:scale_by_adam8bit", "AdamW in 8 bits: 2.03 bytes."),
     "adamw4bit": Entry(AdamWSettings, "quantized:scale_by_adam4bit", "AdamW in 4 bits: 1.06 bytes."),

@@ -43,7 +43,7 @@ def register_family(section: type[Family]) -> str:
     """Adds a section for `model`, and returns the name of the family: the default of its field `family`."""
     name = section.model_fields["family"].default
     if not isinstance(name, str):
-        raise UserError(f"register_model: {section.__name__} must have a field `family: Literal[NAME] = NAME`")
+        raise UserError(f"register_family: {section.__name__} must have a field `family: Literal[NAME] = NAME`")
     FAMILIES[name] = section
     families: Any = Union[tuple(FAMILIES.values())]  # noqa: UP007
     Config.model_fields["model"].annotation = families

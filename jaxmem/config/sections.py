@@ -159,7 +159,7 @@ class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
     path: str | None = setting(
-        None, "directory or bucket (gs://, s3://) for checkpoints, in PATH/NAME; null: the directory of the run"
+        None, "directory or bucket (gs://, s3://); checkpoints are saved in PATH/NAME; null: the directory of the run"
     )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")

@@ -40,8 +40,8 @@ class TokenCache(RecordSource):
         if meta["tokenizer"] != tokenizer.identity:
             raise UserError(
                 f"{self.path}: these tokens were made with data.tokenizer={meta['made_with']} ({meta['vocab_size']} "
-                f"tokens), not with the current tokenizer ({tokenizer.vocab_size} tokens); use that one, or"
-                " run jaxmem tokenize again"
+                f"tokens), not with the current tokenizer ({tokenizer.vocab_size} tokens); set data.tokenizer to the"
+                " former, or run jaxmem tokenize again"
             )
         self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
         self._tokens = self._map("tokens.bin", _dtype(meta["vocab_size"]), meta["tokens"])

@@ -6,12 +6,11 @@ record, and how many of its tokens are used. (grain's packing fills rows from on
 the number of processes.)
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last document is continued in
-the next row. If a row reaches this limit, its rest is padding; a run warns about this at its
-start. The target of a token is the
-next token of the same document, even if that token is the first of the next row. A record is a document, or a piece of
-a document that is too long for one record. The last token of a record has no target: mask 0. Segment ids count the
-documents in a row from 1. Positions begin at 0 with each document and with each row: a document continued in the next
-row does not attend to its beginning.
+the next row. If a row reaches this limit, its rest is padding; a run warns about this at its start. The target of a
+token is the next token of the same document, even if that token is the first of the next row. A record is a document,
+or a piece of a document that is too long for one record. The last token of a record has no target: mask 0. Segment ids
+count the documents in a row from 1. Positions begin at 0 with each document and with each row: a document continued in
+the next row does not attend to its beginning.
 
 Without packing, a row is the beginning of one record, then padding: segment 0, mask 0.
 

@@ -67,7 +67,7 @@ def vocab_cross_entropy(
     over, weight = vocab_over(), network.projection
     entries = network.cfg.vocab // axis_size(over)
     if over:
-        # The gradient is summed where `tensor` shards its tokens.
+        # `tensor` shards the tokens of x here, so its gradient is summed over `over` in this sharding.
         x = constrain(sum_gradients(x, over), "batch", "stream", "embed")
         labels = labels - jax.lax.axis_index(over) * entries
     slices = slices_for(chunk, x, entries, max_entries)
@@ -147,8 +147,8 @@ class SlicedLoss:
         return _sliced(loss, x, at, rest, labels)
 
     def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
-        """The loss, and its gradients of features and weight as separate functions. Features and three float32 per
-        token are saved; the logits of a slice are recomputed for the slice of the weight gradient."""
+        """The loss, with one function for the gradient of the features and one for that of the weight. Features and
+        three float32 per token are saved; the weight gradient of a slice recomputes the logits of this slice."""
         rest = weight.stored if isinstance(weight, weights.StoredWeight) else weight
         y, (*_, found) = _forward(self, x, rest, None, labels)
 
@@ -238,7 +238,7 @@ class SlicedLoss:
         of_logits = jnp.where(entries >= 0, of_logits, 0.0).astype(x.dtype)
         of_weight = jnp.einsum("bte,btpv->epv", x, of_logits)
         if shard_count("activations", "vocab_batch") < shard_count("activations", "batch"):
-            # Complete sums of this device's entries (`rules.logits`); otherwise XLA would gather the logits.
+            # With `rules.logits`, a device has its entries for all tokens; unconstrained, XLA would gather the logits.
             of_weight = constrain(of_weight, "embed", "vocab", None, role="compute")
         of_x = jnp.einsum("btpv,epv->pbte", of_logits, weight, preferred_element_type=jnp.float32)
         return of_weight, of_x
@@ -279,7 +279,7 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
         slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, found, g)
         if trainable:
             slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
-            # Slices run from the last to the first: the slice that contains a masked column overwrites it.
+            # From the last slice to the first: columns masked in one slice are then overwritten by the slice before.
             of_weight = slices.write(of_weight, axes.index("vocab"), j, slices.as_weight(slice_of_weight, axes))
             of_weight = constrain(of_weight, *axes, role="gradients")
         return of_weight, constrain(of_x + slice_of_x, "vocab", "vocab_batch", "vocab_time", None)

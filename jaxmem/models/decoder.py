@@ -96,7 +96,7 @@ class Decoder(Network):
             sinks=cfg.attention_sinks,
             values=None if cfg.latent is None else cfg.latent.value_dim,
         )
-        # First: the order determines the random weights.
+        # Attention is created before the MLP: this order determines the random weights.
         if cfg.latent is None:
             attention = Attention(rngs, spec, self.execution)
         else:
@@ -228,8 +228,8 @@ class Decoder(Network):
         """Returns the logits after `tokens` and the cache, to which they are written in place, starting at `length`.
 
         `first`: the index of the first token of each text that is not padding (texts are padded on the left). `last`:
-        the index of the token whose logits are returned, by default the last; later tokens are padding, overwritten
-        later.
+        the index of the token whose logits are returned, by default the last; tokens after it are padding, which the
+        next call overwrites.
         """
         from jaxmem.models.kv_cache import CacheSlot
 

@@ -36,7 +36,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: Any
     axes: Axes  # logical names, or None
-    dims: tuple[int | str | None, ...]  # the corresponding dimensions of the parameter, as `Derived` counts them
+    dims: tuple[int | str | None, ...]  # for each axis, the dimension of the parameter, not counting `layer`
     experts: int = 1  # matrices of this shape in a layer
 
     @property
@@ -87,7 +87,7 @@ State = dict[str, Any]  # the state arrays of a rule, by name
 class MatrixRule:
     """An optimizer of one matrix (or vector, or scalar)."""
 
-    elementwise: ClassVar[bool] = False  # whether it supports some rows at a time, and does not read the weight
+    elementwise: ClassVar[bool] = False  # whether rows can be updated separately, without reading the weight
     updates_stacks: ClassVar[bool] = False  # whether it updates a stack of layers as one array
 
     def init(self, spec: ParameterSpec) -> State:
@@ -130,7 +130,7 @@ class OfExperts(MatrixRule):
                 u, new = self.rule.update(g, state, at_expert)
             return u.astype(g.dtype), new
 
-        # Arguments, since a nested `shard_map` (pipeline stages) cannot read scalars of the outer one.
+        # Passed as arguments, since a nested `shard_map` (pipeline stages) cannot read scalars of the outer one.
         scalars = (jnp.broadcast_to(x, g.shape[:1]) for x in (at.count, at.layer, at.key))
         return update_layers(one, (g, state), (at.weight, *scalars), "expert")
 

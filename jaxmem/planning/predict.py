@@ -80,7 +80,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         else:  # XLA slices the experts of a layer from the stack, since loops and kernels read them
             kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + experts
     if is_during := cfg.memory.update == "during":
-        # Weights that the backward pass updates are stored transposed too, if that makes their all-gather contiguous.
+        # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
         transposed = filter(size_of.is_transposed, state.parts["parameters"])
         kinds["weights: copies"] = size_of("weights", transposed)
     activations = sum(kinds.values())
@@ -151,8 +151,8 @@ def _one_layer(cfg: Config, size_of: DeviceBytes, role: Role, leaves: Sequence[S
 
 
 def _update_in_stages(cfg: Config, size_of: DeviceBytes, state: StateLeaves) -> int:
-    """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, with one micro-batch only
-    of parameters outside of the layers of stages, and the larger of such a layer and of a parameter outside."""
+    """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, and the largest gradient of
+    a layer or of a parameter outside of the stages. With one micro-batch, layers of stages have no sums."""
     layers = pipelined_layers(cfg.model)
     inside = [leaf for leaf in state.trainable if leaf.is_stacked and leaf.shape[0] == layers]
     outside = [leaf for leaf in state.trainable if leaf not in inside]
@@ -209,9 +209,10 @@ class _Activations:
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
             units = model.mlp / mlp  # hidden units whose weights a device multiplies with
             if model.experts is not None:
-                # Tokens of the devices along `expert`. Blocks: inputs, and gradients of the results and of the inputs
-                # in float32. Fused: results and their gradients, and three arrays of hidden units, of all choices; with
-                # `expert`, of a chunk of them, in addition to tokens, results and the gradients of both.
+                # `blockwise`: for the tokens of all devices along `expert`, the inputs, and in float32 the gradients of
+                # inputs and outputs. `triton`: for each chosen expert of each token, the output, its gradient, and
+                # three arrays of hidden units; with `mesh.expert`, for one chunk, plus inputs, outputs and the
+                # gradients of both for all tokens.
                 self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
                 if cfg.memory.experts == "triton":
                     chosen = tokens * model.experts.top_k * (BALANCED if mesh.expert > 1 else 1)

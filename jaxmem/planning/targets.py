@@ -212,8 +212,8 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
         )
     except NotImplementedError as error:
         raise UserError(
-            f"target {target.name}: jax started without its CUDA plugin; set JAX_PLATFORMS=cpu, or plan before"
-            " anything else uses jax"
+            f"target {target.name}: this process already uses jax without its CUDA plugin, which compiles for GPUs; set"
+            " JAX_PLATFORMS=cpu before jax starts, or plan before anything else uses jax"
         ) from error
     return topology.devices
 

@@ -198,8 +198,8 @@ def fit(
 ) -> Fit | Comparison:
     """Search for the configs that fit a target such as `h100-80gb:8` (default: this machine's devices), fastest first.
 
-    `source`: a config, a preset or a Hugging Face directory; for the last two, the methods of training are compared
-    unless `method` names one; several names, separated by commas, are compared. `allow`: words for the settings that
+    `source`: a config, a preset or a Hugging Face directory. `method`: one method of training, or several to compare,
+    separated by commas; without it, all methods are compared, except for a config. `allow`: words for the settings that
     may change (`knobs.KNOBS` lists the settings of each). `compiles`: steps to compile at most. `progress` is called
     with lines of text.
     """

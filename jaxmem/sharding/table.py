@@ -63,7 +63,7 @@ KINDS = {
     ("expert", "embed", "mlp"): "experts",
     ("expert", "mlp", "embed"): "experts",
 }  # the kind of a weight, from its logical axes without `layer`
-RULE_AXES = ("fsdp", "context")  # the axes of STORAGE_AXES as rules name them
+RULE_AXES = ("fsdp", "context")  # the section `rules` names STORAGE_AXES so: its `fsdp` stands for `expert` too
 STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
 
 
@@ -137,7 +137,7 @@ def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection
 
 
 def _with_expert(over: tuple[str, ...]) -> tuple[str, ...]:
-    """Rules name `fsdp` for both axes."""
+    """Mesh axes from those in the section `rules`, where `fsdp` stands for `fsdp` and `expert`."""
     return tuple(one for axis in over for one in ((axis, "expert") if axis == "fsdp" else (axis,)))
 
 
@@ -149,8 +149,8 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
     """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, it shards the first one.
 
     If an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over that axis
-    instead, so that block scales are not replicated on many devices. Layers that are not divisible by the pipeline
-    stages are replicated: they are before the layers that the stages share, which are padded.
+    instead, so that block scales are not replicated on many devices. A stack whose number of layers is not divisible by
+    that of the pipeline stages is replicated: only the last stack is divided into stages, and it is padded for this.
     """
     if kind := KINDS.get(tuple(axis_name(axis) for axis in axes if axis not in ("layer", None))):
         table = {dim: table.get(f"{kind}.{dim}", over) for dim, over in table.items()}

@@ -187,7 +187,7 @@ class Storage:
     precision: Precision
     double_quant: bool | int = False  # whether the block scales are quantized too; a number: in groups of this size
     on_host: bool = False  # whether matrices are in host memory
-    has_exact_blocks: bool = False  # whether blocks have the size of `precision` where the dimension is a multiple
+    has_exact_blocks: bool = False  # whether blocks have the size in `precision` wherever it divides the dimension
 
 
 def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along: int = -2) -> jax.Array | QTensor:
@@ -220,7 +220,7 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> j
     block = min(limit, size) if is_exact else even_block_size(size, limit) or min(limit, size)
     double_quant = storage.double_quant
     if not isinstance(double_quant, bool):
-        double_quant = math.gcd(size // block, double_quant)  # groups of a file that are parts of a column
+        double_quant = math.gcd(size // block, double_quant)  # groups that do not extend over columns
     q = quantize(w, precision.parameters, block, axis, double_quant=double_quant)
     return dataclasses.replace(q, dtype="bfloat16")
 

@@ -1,7 +1,7 @@
 """Applying a stack of layers: a scan over layers with recompute, or pipeline stages under `jax.vmap` over
 micro-batches.
 
-A stack with some trainable layers is divided into consecutive ranges in which each weight is trainable or frozen.
+A stack with some trainable layers is divided into ranges of consecutive layers that have the same trainable weights.
 Frozen weights are not sliced into ranges, since a slice is a copy: each layer indexes the complete stack. If all
 weights of a range, and all before it (also the embedding), are frozen, jax does not differentiate the range and saves
 no activations of it. With the last N of L layers trainable, the backward pass, saved activations and gradients are as
@@ -124,7 +124,7 @@ def _apply(
 
 def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
     """A scan over layers whose backward pass writes the results of hooks in place. The forward pass carries the arrays
-    `at` unchanged, so the backward pass carries their gradients, which begin as the arguments of the hooks."""
+    `at`, so the backward pass carries their gradients: first the arguments of the hooks, then their results."""
     leaves, form = jax.tree.flatten(call.weights, is_leaf=is_in_place)
     hooked = {n: w for n, w in enumerate(leaves) if is_in_place(w)}
 
@@ -157,7 +157,7 @@ _hooked_layer.defvjp(lambda _, value, at, layer: ((value, at), layer), _hooked_l
 
 @jax.custom_vjp
 def _with_first_gradient(x: Any, _at: Any, _gradient: Any) -> Any:
-    """`x`; sets the gradient of `_at`."""
+    """Returns `x`. In the backward pass, the gradient of `_at` begins as `_gradient`."""
     return x
 
 
@@ -165,8 +165,8 @@ _with_first_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradien
 
 
 def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: Forms | None = None) -> StackCall:
-    """The call with the recompute policy, for a stack of `layers` layers: with a plan of the boundaries to save, or
-    with `run` in a `jax.checkpoint`. `forms` are the shapes of the weights of a layer."""
+    """The call with the recompute policy of a stack of `layers` layers. A policy that saves only some boundaries sets
+    `plan`; any other wraps `run` in a `jax.checkpoint`. `forms` are the shapes of the weights of a layer."""
     if forms is None:
         forms = {leaf.shape[1:] for leaf in jax.tree.leaves(call.weights)}
     fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
@@ -175,7 +175,7 @@ def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: For
     ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
     call = replace(call, plan=schedule("every_1" if ahead else options.remat, layers))
     if call.plan is None:
-        is_offloaded_later = is_cut() and call.on_host  # the handler offloads
+        is_offloaded_later = is_cut() and call.on_host  # by the handler of `cut_by`
         run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
         saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.

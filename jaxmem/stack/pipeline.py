@@ -3,7 +3,7 @@
 `run` executes a schedule (`pipeline_schedules.py`): a loop over ticks inside of a `jax.shard_map` over the stages, in
 which each stage takes the branch of its operation, and then sends activations to the next stage and their gradients to
 the previous one by a collective-permute. The other mesh axes are automatic: a stage's layers communicate over them as
-without pipeline, inside of the branch, which all devices of a stage take.
+without a pipeline. They may do so inside a branch, since all devices of a stage take the same branch.
 
 Nothing is differentiated through the loop: `stage_layers.py` has the forward and the backward pass of a work item.
 
@@ -58,8 +58,8 @@ class _State(NamedTuple):
     inputs: Tree
     gradients: Tree
     results: Results
-    forward: Tree  # before the operation, on the first stage: the embedding of its micro-batch
-    backward: Tree
+    forward: Tree  # sent to the next stage; until the operation runs, the first stage has the embedding here
+    backward: Tree  # sent to the previous stage
 
 
 def run(table: Timetable, network: PipelineNetwork, layers: Layers) -> Results:
@@ -83,8 +83,8 @@ class _Run:
         table = self._table
         columns = {"kind": table.kind, "micro": table.micro, "turn": table.turn, **vars(table.slots)}
         del columns["counts"]
-        # Whether any stage receives something, and the micro-batches whose embedding, loss or gradient of the embedding
-        # is computed: all devices take the same branch.
+        # Equal on all stages, which compute these together: whether any stage receives something, and the micro-batches
+        # whose embedding, loss or gradient of the embedding is computed.
         every: dict[str, np.ndarray] = {
             "received": np.any(table.slots.received >= 0, axis=1),
             "returned": np.any(table.slots.returned >= 0, axis=1),
@@ -98,7 +98,7 @@ class _Run:
 
     def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
         own, every = row
-        # Only what changes is passed: XLA may copy the rest, such as weights that a visitor updates.
+        # Branches receive only what they change, because XLA may copy what they receive (e.g. all weights of a stage).
         embed = lambda _: self._call(every["embedded"]).x  # noqa: E731
         state = state._replace(forward=when(every["embedded"] >= 0, embed, state.forward, self._per_item))
         operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
@@ -131,8 +131,8 @@ class _Run:
     # ------------------------------------------------------------------ what all stages compute together
 
     def _loss(self, micro: jax.Array, slot: jax.Array, y: Tree, carry: Any) -> Any:
-        """Adds the loss of a micro-batch whose forward pass the last stage has finished, and its gradients. `y`: on the
-        last stage, the output of the layers; the ring of this stage receives its gradient."""
+        """Adds the loss of a micro-batch whose forward pass the last stage has finished, and its gradients. `y`: the
+        output of the layers, on the last stage. On this stage, `slot` of the ring receives the gradient of `y`."""
         network, item, last, (ring, outside, sums) = self._network, self._micro(micro), self._p.stages - 1, carry
         y = self._from_stage(last, y)
         if not self._table.trains:

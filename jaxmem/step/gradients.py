@@ -1,7 +1,7 @@
 """Gradients of a batch that is divided into micro-batches, and when devices reduce them.
 
 The backward pass adds the gradient of each layer to the sum over micro-batches as soon as it is computed
-(`weights.HookedWeight`), so one float32 array per weight is in memory, and the gradients of one layer.
+(`weights.HookedWeight`), so memory holds one float32 sum per weight, and the gradients of one layer.
 
 Where gradients are sharded (`fsdp` with ZeRO-2 or 3), the gradients of every micro-batch are reduce-scattered as soon
 as they are computed, and no device ever stores a full gradient. Where they are replicated (`replica`; `fsdp` below
@@ -55,8 +55,8 @@ def accumulate(
     [micro-batches, rows, ...]; `dtype` is the dtype of communication.
 
     `state` is what the forward pass changes, for example the statistics of BatchNorm. Each micro-batch begins with the
-    state that the previous one returned. Statistics are those of all rows of a micro-batch, so each micro-batch is one
-    batch on all devices, whose gradients are reduced at once."""
+    state that the previous one returned. Such statistics need all rows of a micro-batch, so devices do not compute
+    separate gradients: with `state`, the gradients of every micro-batch are reduced."""
     layout = current()
     is_local = layout is not None and layout.local_gradient_axes and not state
     local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
@@ -147,8 +147,8 @@ class _LocalGradients:
     def _differentiate(
         self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *own: Params
     ) -> tuple[Params, Sums]:
-        """Gradients of the sum of the losses of all groups with respect to `at`, which all groups share if `at_axis` is
-        None; with 0 it is [groups, ...], like the trees in `own`."""
+        """Gradients with respect to `at` of the sum of the losses of all groups. `at_axis` None: all groups share `at`;
+        0: `at` is [groups, ...], like the trees in `own`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (at_axis, *[0] * len(own), 0, 0)

@@ -137,7 +137,7 @@ def _update(
         )
     if not on_host:
         # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
-        # The all-gather is outside of the cond: for a loop in one of its branches XLA would copy the old weights.
+        # The all-gather comes after the cond: XLA would copy the old weights if its loop were in a branch of the cond.
         new = gather_in_place(params, constrain_tree(new, stored, "optimizer"), stored)
     return model.with_forward_state(model.selection.merge(state.params, new), after), opt_state
 
