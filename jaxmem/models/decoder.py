@@ -225,7 +225,7 @@ class Decoder(Network):
         first: Int[Array, "batch"] | None = None,
         last: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Returns the logits after `tokens` and the cache, to which they are written in place, starting at `length`.
+        """Returns the logits after `tokens`, and the cache with `tokens` written in place, starting at index `length`.
 
         `first`: the index of the first token of each text that is not padding (texts are padded on the left). `last`:
         the index of the token whose logits are returned, by default the last; tokens after it are padding, which the
