@@ -8,8 +8,8 @@ Tests set `INTERPRETER`, which runs the programs on a CPU.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from .launch import on_each_platform
 SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
 PTX = 87  # the first PTX version with compute capability 12.0; later versions need a newer ptxas
 
-INTERPRETER: Callable[..., Any] | None = None  # (kernel, grid, static, shapes of outputs, *arrays) -> outputs
+INTERPRETER: Callable[..., Any] | None = None  # (kernel, how, shapes of results, *arrays) -> results
 
 
 def _refuse(*_: Any) -> Any:
@@ -43,28 +43,30 @@ def load_programs(module: str) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is compiled and launched. `static`: its compile-time values. `in_place`: {index of an array: index
-    of the output that reuses its memory}. `flops`: as in `on_each_platform`."""
+    """How a kernel is compiled and launched. `static`: its compile-time values. `in_place`: indices of the arrays that
+    the kernel overwrites. `flops`: as in `on_each_platform`."""
 
     grid: tuple[int, ...]
     static: Any
     warps: int = 4
     stages: int = 1
     flops: float = 0.0
-    in_place: Mapping[int, int] = field(default_factory=dict)
+    in_place: tuple[int, ...] = ()
 
 
 def launch(
     kernel: Any, arrays: Sequence[jax.Array], outputs: Sequence[jax.ShapeDtypeStruct], how: Launch
 ) -> list[jax.Array]:
-    """Runs `kernel(*arrays, *outputs, s=how.static)` on a grid."""
+    """Runs `kernel(*arrays, *outputs, *unused, s=how.static)` on a grid; returns the outputs, then the arrays in place.
+    `unused`: one parameter for each array in place, since jax-triton 0.3 passes such an array a second time."""
     compute_capability = capability()
+    results = [*outputs, *(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in how.in_place)]
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
         run = _refuse
         if INTERPRETER is not None:
-            run = functools.partial(INTERPRETER, kernel, how.grid, how.static, tuple(outputs))
-        return list(jax.pure_callback(run, list(outputs), *arrays))
+            run = functools.partial(INTERPRETER, kernel, how, results)
+        return list(jax.pure_callback(run, results, *arrays))
 
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         call = _triton_call()
@@ -72,14 +74,15 @@ def launch(
             "compute_capability": compute_capability,
             "num_warps": how.warps,
             "num_stages": how.stages,
-            "input_output_aliases": dict(how.in_place),
+            "input_output_aliases": {array: len(outputs) + i for i, array in enumerate(how.in_place)},
             "s": how.static,
         }
         # jax-triton 0.4 renames two arguments; 0.3 leaves the version of PTX to Triton.
         if "out_type" in inspect.signature(call).parameters:
-            options |= {"out_type": list(outputs), "backend_options": {"enable_fp_fusion": True, "ptx_version": PTX}}
+            options |= {"out_type": results, "backend_options": {"enable_fp_fusion": True, "ptx_version": PTX}}
+            options |= dict.fromkeys(kernel.arg_names[len(arrays) + len(outputs) : -1])  # `unused`
         else:
-            options |= {"out_shape": list(outputs), "enable_fp_fusion": True}
+            options |= {"out_shape": results, "enable_fp_fusion": True}
         return list(call(*arrays, kernel=kernel, grid=how.grid, **options))
 
     return list(on_each_platform(kernel.__name__, how.flops, cpu=on_cpu, gpu=on_gpu)(*arrays))

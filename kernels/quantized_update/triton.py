@@ -53,7 +53,8 @@ def adam8(
     factors = jnp.stack([root, jnp.float32(adam.epsilon)]) * (unbiased[0] / (1 - adam.beta1))
     numbers = [blocked(x, blocks) for x in (g, state.m, state.v)]
     arrays = [*numbers, *(lines(x, blocks) for x in (state.m_scale, state.v_scale)), factors]
-    u, *new = _run("adam8_update", blocks, arrays, g, arrays[:5], {1: 1, 2: 2, 3: 3, 4: 4}, adam)
+    outputs = [jax.ShapeDtypeStruct(arrays[0].shape, g.dtype)]
+    u, *new = _run("adam8_update", blocks, arrays, g, outputs, (1, 2, 3, 4), adam)
     return u.reshape(g.shape), Moments8(*(x.reshape(old.shape) for x, old in zip(new, state, strict=True)))
 
 
@@ -61,7 +62,7 @@ def int8_add(
     blocks: ScaleBlocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     arrays = [blocked(codes, blocks), lines(scale, blocks), blocked(u, blocks), lines(seeds, blocks)]
-    new, new_scale = _run("int8_add", blocks, arrays, u, arrays[:2], {0: 0, 1: 1})
+    new, new_scale = _run("int8_add", blocks, arrays, u, [], (0, 1))
     return new.reshape(codes.shape), new_scale.reshape(scale.shape)
 
 
@@ -70,8 +71,8 @@ def _run(
     blocks: ScaleBlocks,
     arrays: list[jax.Array],
     like: jax.Array,
-    outputs: list[jax.Array],
-    in_place: dict[int, int],
+    outputs: list[jax.ShapeDtypeStruct],
+    in_place: tuple[int, ...],
     adam: Adam | None = None,
 ) -> list[jax.Array]:
     along_columns, columns = blocks.along == -1, like.shape[-1]
@@ -91,7 +92,7 @@ def _run(
     return launch(
         getattr(load_programs(PROGRAMS), operation),
         arrays,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        outputs,
         Launch(
             grid=(grid,),
             static=UpdateTiling(along_columns, blocks.size, padded, each, total, columns, **betas),

@@ -53,8 +53,8 @@ def largest(x, steps: tl.constexpr, s: tl.constexpr):
 
 @program
 def adam8_update(
-    g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, factors_ptr, u_ptr, new_m_ptr, new_v_ptr, new_m_scale_ptr,
-    new_v_scale_ptr, s: tl.constexpr,
+    g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, factors_ptr, u_ptr, _m_ptr, _v_ptr, _m_scale_ptr, _v_scale_ptr,
+    s: tl.constexpr,
 ):  # fmt: skip
     """m is in units of 1 - beta1 and v in units of 1 - beta2, so that g and its square are added without a factor."""
     _, first, offset, mask, first_block, block_offset, block_mask = tile(s)
@@ -70,14 +70,14 @@ def adam8_update(
     m_most, m_inverse = largest(m, 1.0, s)
     v_most, v_inverse = largest(v, 1.0, s)
     tl.store(u_ptr + first + offset, u.to(u_ptr.dtype.element_ty), mask=mask)
-    tl.store(new_m_ptr + first + offset, dynamic8_code(m, over_block(m_inverse, s), True, True), mask=mask)
-    tl.store(new_v_ptr + first + offset, dynamic8_code(v, over_block(v_inverse, s), False, False), mask=mask)
-    tl.store(new_m_scale_ptr + first_block + block_offset, m_most * s.m_unit, mask=block_mask)
-    tl.store(new_v_scale_ptr + first_block + block_offset, v_most * s.v_unit, mask=block_mask)
+    tl.store(m_ptr + first + offset, dynamic8_code(m, over_block(m_inverse, s), True, True), mask=mask)
+    tl.store(v_ptr + first + offset, dynamic8_code(v, over_block(v_inverse, s), False, False), mask=mask)
+    tl.store(m_scale_ptr + first_block + block_offset, m_most * s.m_unit, mask=block_mask)
+    tl.store(v_scale_ptr + first_block + block_offset, v_most * s.v_unit, mask=block_mask)
 
 
 @program
-def int8_add(codes_ptr, scale_ptr, u_ptr, seeds_ptr, new_ptr, new_scale_ptr, s: tl.constexpr):
+def int8_add(codes_ptr, scale_ptr, u_ptr, seeds_ptr, _codes_ptr, _scale_ptr, s: tl.constexpr):
     place, first, offset, mask, first_block, block_offset, block_mask = tile(s)
     scale = tl.load(scale_ptr + first_block + block_offset, mask=block_mask, other=0.0) * 0.007874015748031496  # 1/127
     old = tl.load(codes_ptr + first + offset, mask=mask, other=0).to(tl.float32)
@@ -86,5 +86,5 @@ def int8_add(codes_ptr, scale_ptr, u_ptr, seeds_ptr, new_ptr, new_scale_ptr, s: 
     seeds = tl.load(seeds_ptr + first_block + block_offset, mask=block_mask, other=0)
     steps = tl.floor(w * over_block(inverse, s) + uniform(over_block(seeds, s), place))
     codes = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int32).to(tl.int8)
-    tl.store(new_ptr + first + offset, codes, mask=mask)
-    tl.store(new_scale_ptr + first_block + block_offset, most, mask=block_mask)
+    tl.store(codes_ptr + first + offset, codes, mask=mask)
+    tl.store(scale_ptr + first_block + block_offset, most, mask=block_mask)

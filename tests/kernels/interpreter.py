@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem.kernels.triton_launch import Launch
+
 _ONE = threading.Lock()  # the interpreter changes triton.language while it runs
 
 
@@ -21,8 +23,8 @@ class _Memory:
         return self.array.ctypes.data
 
 
-def interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *arrays: Any) -> Any:
-    """For `triton_launch.INTERPRETER`: the outputs of a kernel."""
+def interpret(kernel: Any, how: Launch, results: Any, *arrays: Any) -> Any:
+    """For `triton_launch.INTERPRETER`: the outputs of a kernel and its arrays in place."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     jit = importlib.import_module("triton.runtime.jit")
 
@@ -38,14 +40,16 @@ def interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *ar
         return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
     inputs = [np.ascontiguousarray(x) for x in arrays]
-    made = [np.zeros(x.shape, x.dtype) for x in outputs]
+    made = [np.zeros(x.shape, x.dtype) for x in results]
+    for i, copy in zip(how.in_place, made[len(made) - len(how.in_place) :], strict=True):
+        copy[...], inputs[i] = inputs[i], copy
     with _ONE, np.errstate(all="ignore"):
         refused, jit.JITFunction.__call__ = jit.JITFunction.__call__, called
         builder = _with_bfloat16(interpreter)
         try:
             function = interpreter.InterpretedFunction(kernel.fn)
-            run = Executor(function.rewrite(), function.arg_names, grid)
-            run(*map(_Memory, [*inputs, *made]), s=static)
+            run = Executor(function.rewrite(), function.arg_names, how.grid)
+            run(*map(_Memory, [*inputs, *made]), s=how.static)
         finally:
             jit.JITFunction.__call__ = refused
             del builder.cast_impl, builder.create_dot
