@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
 from jaxmem.config import Config, Decoder
@@ -231,12 +230,8 @@ class _Activations:
     def _head_waits(self, model: Decoder, scattered: bool) -> bool:
         """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if this
         gradient and the gradient of the features are both communicated: with ring attention, with logits in slices, or
-        with offloaded optimizer state and one micro-batch (observed with fsdp). From jax 0.11 on it also does so with
-        recomputation on a single device."""
+        with offloaded optimizer state and one micro-batch (observed with fsdp)."""
         cfg, mesh = self.cfg, self.cfg.mesh
-        is_single = mesh.row_shards * mesh.context * mesh.tensor * mesh.stage == 1
-        if is_single and repeats_forward(cfg.memory.remat) and jax.__version_info__ >= (0, 11):
-            return True
         fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
         sliced = self.chunk < model.vocab
         return scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
