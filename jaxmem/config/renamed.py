@@ -2,12 +2,11 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from importlib.resources import files
 from typing import Any
 
-import yaml
+from jaxmem.config.tables import read_table
 
-OTHER_NAMES = yaml.safe_load(files(__package__).joinpath("other_names.yaml").read_text(encoding="utf-8"))
+OTHER_NAMES = read_table("other_names")
 KEYS: dict[str, str] = OTHER_NAMES["renamed"]
 VALUES: dict[str, dict[object, object]] = OTHER_NAMES["values"]
 
