@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.chat_forms import REASONING, Chat, chat_of, pair_of
 from jaxmem.data.chat_template import ChatTemplate, Message, Rendered, TemplateError, template_for
-from jaxmem.data.jsonl import JsonLines, parse_object, string_value
+from jaxmem.data.jsonl import JsonRecords, string_value
 from jaxmem.data.records import EMPTY, Document, InvalidRecordError
 from jaxmem.data.tokenizer import Tokenizer
 
@@ -33,15 +34,15 @@ MOST_NAMED = 8  # largest number of fields with a warning
 PAIR = ("chosen", "rejected")
 
 
-class JsonRecords(JsonLines):
-    """Lines that are parsed completely. A line is one or several documents, each at most a row long."""
+class ChatRecords(JsonRecords):
+    """Records that are one or several documents, each at most a row long."""
 
-    def parse(self, line: bytes) -> Sequence[Document]:
+    def parse(self, record: dict[str, Any]) -> Sequence[Document]:
         raise NotImplementedError
 
     def documents(self, index: int) -> Sequence[Document]:
         nothing = [EMPTY] * self.documents_per_record
-        found = self.read_valid(index, lambda index: self.parse(self.line(index)))
+        found = self.read_valid(index, lambda index: self.parse(self.record(index)))
         if found is None:
             return nothing
         length = self.data.sequence_length
@@ -60,7 +61,7 @@ def _beginning(document: Document, length: int) -> Document:
     return Document(document.tokens[:length], document.is_target[:length], is_indivisible=True)
 
 
-class Conversations(JsonRecords):
+class Conversations(ChatRecords):
     """The conversations of JSONL files."""
 
     noun = "conversations"
@@ -69,11 +70,11 @@ class Conversations(JsonRecords):
         super().__init__(paths, source, data, tokenizer)
         self._encoder = ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template))
 
-    def parse(self, line: bytes) -> Sequence[Document]:
-        return [self._encoder.document(chat_of(parse_object(line)))]
+    def parse(self, record: dict[str, Any]) -> Sequence[Document]:
+        return [self._encoder.document(chat_of(record))]
 
 
-class Preferences(JsonRecords):
+class Preferences(ChatRecords):
     """Pairs of answers to the same prompt, one of which is preferred, as lines of JSONL.
 
         {"prompt": "...", "chosen": "...", "rejected": "..."}
@@ -97,8 +98,8 @@ class Preferences(JsonRecords):
             self._last = index, super().documents(index)
         return self._last[1]
 
-    def parse(self, line: bytes) -> Sequence[Document]:
-        return parse_pair(line, self.tokenizer, self._encoder)
+    def parse(self, record: dict[str, Any]) -> Sequence[Document]:
+        return parse_pair(record, self.tokenizer, self._encoder)
 
 
 class ChatEncoder:
@@ -207,9 +208,8 @@ def _common_prefix(left: str, right: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def parse_pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
-    """The two answers of a line, each after the prompt."""
-    found = parse_object(line)
+def parse_pair(found: dict[str, Any], tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
+    """The two answers of a record, each after the prompt."""
     if missing := [answer for answer in PAIR if answer not in found]:
         raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
     if isinstance(prompt := found.get("prompt"), str) and isinstance(found["chosen"], str):

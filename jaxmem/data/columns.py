@@ -1,4 +1,4 @@
-"""Documents that are rows of Parquet files, or of the Arrow files that `datasets` saves.
+"""Rows of Parquet files, or of the Arrow files that `datasets` saves.
 
 To read one row, a complete row group (Arrow: a record batch) is decoded. So the shuffle keeps row groups together
 (`blocks`), and the last few row groups stay decoded. A row is one record of any length. If row groups are large or many
@@ -8,30 +8,23 @@ processes read the same row groups, run `jaxmem tokenize` first: it reads each r
 import json
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmem.config.sections import Data, Source
-from jaxmem.config.sources import COLUMNS
-from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, TokenizedText
-from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.data.records import EmptyDataError
 from jaxmem.errors import UserError, nearest
 
 DECODED = 4  # row groups that stay decoded
 SPLITS = "dataset_dict.json"  # a file of `datasets` next to one directory per split
 
 
-def is_columns(paths: Sequence[Path]) -> bool:
-    return paths[0].suffix.lower() in COLUMNS
-
-
-class ColumnRecords:
+class ColumnRows:
     """The rows of files, with random access. `field`: the column of strings to read; None: all columns."""
 
-    def __init__(self, paths: Sequence[Path], field: str | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], field: str | None) -> None:
         self._paths, self._field = paths, field
         splits = sorted({path.parent for path in paths if (path.parent.parent / SPLITS).is_file()})
         if len(splits) > 1:
@@ -50,15 +43,14 @@ class ColumnRecords:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def row(self, index: int) -> dict[str, Any]:
+    def record(self, index: int) -> dict[str, Any]:
+        """A row. Values that JSON does not have, such as dates, are text."""
         group, row = self._find(index)
         with self._lock:
             table = self.decoded(group)
-        return {name: table.column(name)[row].as_py() for name in table.schema.names}
-
-    def line(self, index: int) -> bytes:
-        """A row as a line of JSON."""
-        return json.dumps(self.row(index), ensure_ascii=False, default=str).encode()
+        values = {name: table.column(name)[row].as_py() for name in table.schema.names}
+        found: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return found
 
     def where(self, index: int) -> str:
         group, row = self._find(index)
@@ -75,11 +67,11 @@ class ColumnRecords:
 
     def _lengths(self, file: int) -> list[int]:
         """The number of rows of each row group."""
-        return self._read(file, lambda opened: [opened.length(group) for group in range(opened.groups)])
+        return self._read(file, lambda opened: opened.lengths)
 
     def _decode(self, group: int) -> Any:
         file, number = self._groups[group]
-        return self._read(file, lambda opened: opened.decode(number, self._field))
+        return self._read(file, lambda opened: opened.decode(number))
 
     def _read(self, file: int, read: Callable[[Any], Any]) -> Any:
         path = self._paths[file]
@@ -92,80 +84,48 @@ class ColumnRecords:
             kind = "parquet" if is_parquet else "arrow"
             raise UserError(f"{path}: not a valid {kind} file: {error}; {use}") from error
 
-    def _open(self, file: int) -> Any:
-        path = self._paths[file]
-        opened = (_Parquet if path.suffix.lower() == ".parquet" else _Arrow)(path)
-        self._check(path, opened.schema)
+    def _open(self, file: int) -> "_RowGroups":
+        path, columns = self._paths[file], [self._field] if self._field else None
+        opened = (_open_parquet if path.suffix.lower() == ".parquet" else _open_arrow)(path, columns)
+        if self._field is not None:
+            if self._field not in opened.schema.names:
+                hint = nearest(self._field, opened.schema.names)
+                raise UserError(f"{path}: data.field={self._field} is not a column{hint}")
+            if "string" not in (kind := str(opened.schema.field(self._field).type)):
+                raise UserError(f"{path}: data.field={self._field} has type {kind}; use a column of strings")
         return opened
 
-    def _check(self, path: Path, schema: Any) -> None:
-        if self._field is None:
-            return
-        if self._field not in schema.names:
-            raise UserError(f"{path}: data.field={self._field} is not a column{nearest(self._field, schema.names)}")
-        if "string" not in (kind := str(schema.field(self._field).type)):
-            raise UserError(f"{path}: data.field={self._field} has type {kind}; use a column of strings")
+
+class _RowGroups(NamedTuple):
+    """An open file: the number of rows of each row group (Arrow: record batch), and a function that decodes one."""
+
+    schema: Any
+    lengths: list[int]
+    decode: Callable[[int], Any]
 
 
-class _Parquet:
-    def __init__(self, path: Path) -> None:
-        self._file = _pyarrow("parquet").ParquetFile(path)
-        self.schema, self.groups = self._file.schema_arrow, self._file.metadata.num_row_groups
-
-    def length(self, group: int) -> int:
-        return int(self._file.metadata.row_group(group).num_rows)
-
-    def decode(self, group: int, field: str | None) -> Any:
-        return self._file.read_row_group(group, columns=field and [field])
+def _open_parquet(path: Path, columns: list[str] | None) -> _RowGroups:
+    file = _pyarrow().parquet.ParquetFile(path)
+    lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    return _RowGroups(file.schema_arrow, lengths, partial(file.read_row_group, columns=columns))
 
 
-class _Arrow:
+def _open_arrow(path: Path, columns: list[str] | None) -> _RowGroups:
     """An Arrow file, as a stream of record batches or with an index of them. It is memory mapped."""
-
-    def __init__(self, path: Path) -> None:
-        arrow = _pyarrow("ipc")
-        with path.open("rb") as file:
-            has_index = file.read(6) == b"ARROW1"
-        mapped = _pyarrow("").memory_map(str(path))
-        reader = arrow.open_file(mapped) if has_index else arrow.open_stream(mapped)
-        self._batches = reader.read_all().to_batches()
-        self.schema, self.groups = reader.schema, len(self._batches)
-
-    def length(self, group: int) -> int:
-        return int(self._batches[group].num_rows)
-
-    def decode(self, group: int, field: str | None) -> Any:
-        return self._batches[group].select([field]) if field else self._batches[group]
+    arrow = _pyarrow()
+    with path.open("rb") as file:
+        has_index = file.read(6) == b"ARROW1"
+    mapped = arrow.memory_map(str(path))
+    reader = arrow.ipc.open_file(mapped) if has_index else arrow.ipc.open_stream(mapped)
+    batches = reader.read_all().to_batches()
+    lengths = [batch.num_rows for batch in batches]
+    return _RowGroups(reader.schema, lengths, lambda group: batches[group].select(columns or reader.schema.names))
 
 
-class ColumnTexts(TokenizedText):
-    """The documents in one column."""
-
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        self.rows = ColumnRecords(paths, source.field)
-        self.blocks = self.rows.blocks
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def piece(self, index: int) -> DocumentPiece:
-        text = self.rows.row(index)[self.source.field]
-        if text is None:
-            raise InvalidRecordError(f"{self.source.field} is null")
-        return DocumentPiece(text, True, True)
-
-    def where(self, index: int) -> str:
-        return self.rows.where(index)
-
-    def close(self) -> None:
-        self.rows.close()
-
-
-def _pyarrow(module: str) -> Any:
+def _pyarrow() -> Any:
     try:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise UserError("Parquet and Arrow files require pyarrow; run pip install 'jaxmem[parquet]'") from error
-    return getattr(pyarrow, module) if module else pyarrow
+    return pyarrow

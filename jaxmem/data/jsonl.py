@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.columns import ColumnRecords, is_columns
+from jaxmem.config.sources import COLUMNS
+from jaxmem.data.columns import ColumnRows
 from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer
@@ -48,9 +49,9 @@ class Lines:
         file = int(np.searchsorted(self._ends, index, side="right"))
         return self._indexes[file], index - int(self._ends[file]) + self._indexes[file].records
 
-    def line(self, index: int) -> bytes:
+    def record(self, index: int) -> dict[str, Any]:
         file, record = self._find(index)
-        return file.line(record)
+        return parse_object(file.line(record))
 
     def where(self, index: int) -> str:
         file, record = self._find(index)
@@ -60,33 +61,39 @@ class Lines:
         self._files.close()
 
 
-class JsonLines(RecordSource):
-    """Records that are lines of JSON, or rows of Parquet and Arrow files as lines of JSON."""
+class JsonRecords(RecordSource):
+    """Records that are objects: lines of JSON, or rows of Parquet and Arrow files."""
+
+    field: str | None = None  # the only column that is read; None: all columns
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
         super().__init__(paths, source, data, tokenizer)
-        self._lines: Lines | ColumnRecords = ColumnRecords(paths) if is_columns(paths) else Lines(paths)
-        self.blocks = self._lines.blocks
+        is_columns = paths[0].suffix.lower() in COLUMNS or source.source in ("parquet", "arrow")
+        self.rows: Lines | ColumnRows = ColumnRows(paths, self.field) if is_columns else Lines(paths)
+        self.blocks = self.rows.blocks
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.rows)
 
-    def line(self, index: int) -> bytes:
-        return self._lines.line(index)
+    def record(self, index: int) -> dict[str, Any]:
+        return self.rows.record(index)
 
     def where(self, index: int) -> str:
-        return self._lines.where(index)
+        return self.rows.where(index)
 
     def close(self) -> None:
-        self._lines.close()
+        self.rows.close()
 
 
-class JsonTexts(JsonLines, TokenizedText):
-    """The documents at one key of the lines."""
+class JsonTexts(JsonRecords, TokenizedText):
+    """The documents at one key of the records."""
+
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        self.field = source.field
+        super().__init__(paths, source, data, tokenizer)
 
     def piece(self, index: int) -> DocumentPiece:
-        key = self.source.field
-        found = parse_object(self.line(index))
+        key, found = self.source.field, self.record(index)
         if key not in found:
             keys = ", ".join(list(found)[:8])
             raise InvalidRecordError(f"data.field={key} is not a key of the record; expected one of {keys}")
@@ -138,7 +145,7 @@ def parse_json(text: str) -> Any:
 def string_value(value: Any, key: str) -> str:
     """`value`, the text at `key` of a line."""
     if not isinstance(value, str):
-        raise InvalidRecordError(f"{key} must be a string")
+        raise InvalidRecordError(f"{key} must be a string, not {as_yaml(value)[:60]}")
     return value
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmem.data import jsonl
 from jaxmem.data.files import find_files
-from jaxmem.data.jsonl import JsonLines, JsonTexts
+from jaxmem.data.jsonl import JsonRecords, JsonTexts
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.errors import UserError
 from tests.support.records import open_records
@@ -88,7 +88,7 @@ def test_files_without_a_document(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("\n\r\n\n")
     with pytest.raises(UserError, match=r"x\.jsonl: the data is empty"):
-        open_records(JsonLines, [path])
+        open_records(JsonRecords, [path])
 
 
 def test_several_files_follow_each_other(tmp_path: Path) -> None:

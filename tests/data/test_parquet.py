@@ -1,6 +1,5 @@
 """Rows of parquet as documents, a row group at a time."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
-from jaxmem.data.columns import DECODED, ColumnTexts
-from jaxmem.data.jsonl import JsonLines
+from jaxmem.data.columns import DECODED
+from jaxmem.data.jsonl import JsonRecords, JsonTexts
 from jaxmem.data.records import DocumentPiece
 from jaxmem.errors import UserError
 from tests.support.records import open_records
@@ -33,7 +32,7 @@ def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", texts[:30], 7),
         write_parquet(tmp_path / "b.parquet", texts[30:], 100),
     ]
-    records = open_records(ColumnTexts, paths, "text")
+    records = open_records(JsonTexts, paths, "text")
     assert records.blocks is not None
     assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
     for i in np.random.default_rng(0).permutation(50).tolist():
@@ -56,18 +55,18 @@ def test_parquet_trains_a_row_group_at_a_time(config: Make, tmp_path: Path) -> N
 def test_broken_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["x", None], 10)
     with pytest.raises(UserError, match=r"a\.parquet: data\.field=txt is not a column; did you mean text\?"):
-        open_records(ColumnTexts, [path], "txt")
+        open_records(JsonTexts, [path], "txt")
     with pytest.raises(UserError, match=r"data.field=id has type int64"):
-        open_records(ColumnTexts, [path], "id")
-    with pytest.raises(UserError, match="text is null"):
-        open_records(ColumnTexts, [path], "text").piece(1)
-    records = open_records(ColumnTexts, [path], "text")
+        open_records(JsonTexts, [path], "id")
+    with pytest.raises(UserError, match="text must be a string, not null"):
+        open_records(JsonTexts, [path], "text").piece(1)
+    records = open_records(JsonTexts, [path], "text")
     path.write_bytes(b"PAR1 nothing like it PAR1")
     with pytest.raises(UserError, match=r"a\.parquet: not a valid parquet file"):
         records.piece(0)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"require pyarrow; run pip install 'jaxmem\[parquet\]'"):
-        open_records(ColumnTexts, [path], "text")
+        open_records(JsonTexts, [path], "text")
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -104,6 +103,6 @@ def test_directories_that_datasets_saved(config: Make, tmp_path: Path) -> None:
 def test_conversations_in_columns(tmp_path: Path) -> None:
     place = saved_dataset(tmp_path / "chats", {"messages": [CHAT] * 4, "note": [None] * 4}, files=1)
     pq.write_table(pa.table({"messages": [CHAT] * 4}), tmp_path / "chats.parquet")
-    lines = [open_records(JsonLines, [path]) for path in (tmp_path / "chats.parquet", *place.glob("*.arrow"))]
-    assert [json.loads(one.line(2))["messages"] for one in lines] == [CHAT, CHAT]
+    lines = [open_records(JsonRecords, [path]) for path in (tmp_path / "chats.parquet", *place.glob("*.arrow"))]
+    assert [one.record(2)["messages"] for one in lines] == [CHAT, CHAT]
     assert [len(one) for one in lines] == [4, 4]

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmem.data.chat import ChatEncoder, Preferences, parse_pair
 from jaxmem.data.chat_template import ChatTemplate
+from jaxmem.data.jsonl import parse_object
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Bytes
 from jaxmem.errors import UserError
@@ -27,7 +28,7 @@ def message_of(role: str, content: str) -> dict[str, str]:
 
 def targets_of(line: object) -> list[tuple[str, str]]:
     """Of each answer the whole text, and what of it is learnt; `|` is the end."""
-    found = parse_pair(json.dumps(line).encode(), Bytes(), encoder)
+    found = parse_pair(parse_object(json.dumps(line).encode()), Bytes(), encoder)
 
     def spelt(ids: np.ndarray) -> str:
         return "".join("|" if i == 256 else chr(i) for i in ids)
@@ -68,7 +69,7 @@ def test_texts_and_messages() -> None:
 )
 def test_invalid_pairs(line: object, message: str) -> None:
     with pytest.raises(InvalidRecordError, match=message):
-        parse_pair(json.dumps(line).encode(), Bytes(), encoder)
+        parse_pair(parse_object(json.dumps(line).encode()), Bytes(), encoder)
 
 
 def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_path) -> None:
