@@ -7,9 +7,9 @@ more memory than a run on 10 MB.
 
 import glob
 import os
-import threading
-from collections import OrderedDict
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from jaxmem.config.hub import dataset_path, is_dataset
@@ -76,35 +76,29 @@ class OpenFiles:
     """Reads parts of many files through few descriptors; safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, int] = OrderedDict()
-        self._lock = threading.Lock()
+        self._opened = lru_cache(OPEN_FILES)(_OpenFile)
 
     def read(self, path: Path, start: int, end: int) -> bytes:
         """The bytes [start, end) of a file; an error if the file has become shorter."""
-        with self._lock:
-            try:
-                descriptor = self._descriptor(path)
-                parts = []
-                while start < end and (part := os.pread(descriptor, end - start, start)):
-                    parts.append(part)
-                    start += len(part)
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            file = self._opened(path)
+            parts = []
+            while start < end and (part := os.pread(file.descriptor, end - start, start)):
+                parts.append(part)
+                start += len(part)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
         if start < end:
             raise UserError(f"{path}: the file became shorter while it was in use; restore it, or start a new run")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _descriptor(self, path: Path) -> int:
-        if path in self._open:
-            self._open.move_to_end(path)
-            return self._open[path]
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        self._open[path] = descriptor
-        if len(self._open) > OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        return descriptor
-
     def close(self) -> None:
-        with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
+        self._opened.cache_clear()
+
+
+class _OpenFile:
+    """A descriptor, which is closed when no thread reads from it and the cache has dropped it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,34 +26,6 @@ END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s
 
 END_TEXT = "<|endoftext|>"  # the end-of-document token of `bytes` in a text
 MAX_GROWTH = 4096  # limit of the growth of a text by normalization; usual tokenizers at most double a text
-
-
-class Tokenizer(Protocol):
-    """The attributes and methods of a tokenizer that the library uses."""
-
-    vocab_size: int
-    end: int  # id of the end-of-document token
-    begin: tuple[int, ...]  # ids before each document
-    ends: frozenset[int]  # ids that end an answer: `end`, and those in the model's settings
-    special: Mapping[str, int]  # special tokens, e.g. those that begin and end a turn; no text may contain them
-    directory: Path | None  # the directory of its files, with the chat template
-    identity: str  # equal for tokenizers with the same ids
-
-    def encode(self, text: bytes | str) -> np.ndarray: ...
-
-    def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]: ...
-
-    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text in which special tokens are written out (the output of a chat template), and the first and last
-        character of each token, [token, 2]. No begin tokens are added."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-
-def tokenizer_for(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json (or of a directory that contains one)."""
-    return Bytes() if name == "bytes" else FileTokenizer(name)
 
 
 def _valid(text: str) -> str:
@@ -75,11 +47,13 @@ class Bytes:
     ([104, 195, 169], 'hé')
     """
 
-    vocab_size, end, identity = 257, 256, "bytes"
-    begin: tuple[int, ...] = ()
-    ends = frozenset({256})
-    special: Mapping[str, int] = MappingProxyType({END_TEXT: 256})
-    directory: Path | None = None
+    vocab_size = 257
+    end = 256  # id of the end-of-document token
+    begin: tuple[int, ...] = ()  # ids before each document
+    ends = frozenset({256})  # ids that end an answer: `end`, and those in the model's settings
+    special: Mapping[str, int] = MappingProxyType({END_TEXT: 256})  # tokens that no text may contain, e.g. of turns
+    directory: Path | None = None  # the directory of its files, with the chat template
+    identity = "bytes"  # equal for tokenizers with the same ids
 
     def encode(self, text: bytes | str) -> np.ndarray:
         data = text if isinstance(text, bytes) else _valid(text).encode()
@@ -89,6 +63,8 @@ class Bytes:
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text in which special tokens are written out (the output of a chat template), and the first and last
+        character of each token, [token, 2]. No begin tokens are added."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for match in re.finditer(f"{re.escape(END_TEXT)}|.", _valid(text), re.DOTALL):
@@ -102,7 +78,7 @@ class Bytes:
 
 
 class FileTokenizer:
-    """A tokenizer.json of Hugging Face."""
+    """A tokenizer.json of Hugging Face, with the attributes of `Bytes`."""
 
     def __init__(self, path: str) -> None:
         file = Path(local_directory(path, "data.tokenizer")).expanduser()
@@ -211,6 +187,14 @@ class FileTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         with self._errors_of_file():
             return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+Tokenizer: TypeAlias = Bytes | FileTokenizer
+
+
+def tokenizer_for(name: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json (or of a directory that contains one)."""
+    return Bytes() if name == "bytes" else FileTokenizer(name)
 
 
 def _growth(part: Any) -> float:
