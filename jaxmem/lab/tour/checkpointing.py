@@ -63,7 +63,7 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
             "device, GiB": gib(row["temporaries"]),
             "host, GiB": gib(row["host"]),
             "estimated, s": row["seconds"],
-            "hidden, %": 100 * row["hidden"] if row["host"] else None,
+            "overlapped, %": 100 * row["hidden"] if row["host"] else None,
             "measured, s": row["measured"],
         }
         for name, row in offloaded.items()
@@ -80,7 +80,7 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
         f" larger share than in training. With about 2 sqrt N boundaries {depths[-1]} layers need"
         f" {none[memory] / root[memory]:.0f} times fewer bytes than with everything saved, for"
         f" {root[arithmetic] - 1:.0%} more arithmetic; `constant` needs {constant[arithmetic]:.1f} times the"
-        " arithmetic. Hidden: transfers overlapped with computation.",
+        " arithmetic. Overlapped: the share of the transfers that overlaps with computation.",
         [
             LinePlot("Memory of the backward pass", "layers", "MiB", sizes, "xy"),
             LinePlot(f"{depths[-1]} layers: memory and CPU time", "MiB", "ms", cost, "xy"),

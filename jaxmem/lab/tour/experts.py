@@ -57,8 +57,8 @@ def measure(target: str) -> Findings:
         f" loss is {dense - mixture:.3f} lower. Largest load: the most tokens of an expert, relative to the mean."
         f" Compiled: {TOKENS:,} tokens, a width of 2,048, experts of 768 hidden units, 8 per token (one layer of"
         f" Qwen3-30B-A3B), bfloat16. From {COUNTS[0]} to {COUNTS[1]} experts the buffers of ragged_dot grow"
-        f" {growth['ragged_dot']:.1f} times, of blocks {growth['blockwise']:.1f} times, and of the kernel"
-        f" {growth['triton']:.1f} times.",
+        f" {growth['ragged_dot']:.1f} times, those of blockwise {growth['blockwise']:.1f} times, and those of"
+        f" triton {growth['triton']:.1f} times.",
         [
             Bars(trained, ("held-out loss",), "Held-out loss, nats per byte"),
             Bars(buffers, tuple(columns.values()), "Temporary buffers of a layer, MiB", grouped=True),

@@ -41,8 +41,8 @@ def measure() -> Findings:
     return Findings(
         [Table("What a format can represent", [describe(name) for name in FORMATS]), trained],
         "State: weights, their master weights or remainders, and AdamW's two moments. Loss: nats per byte, from the"
-        " same initial weights. The sum is rounded after each addition, as in an optimizer; with stochastic rounding it"
-        f" is {stochastic_sum():.2f} in bfloat16.",
+        " same initial weights. The sum 1 + 1000 x 0.001 is rounded after each addition, as in an optimizer; with"
+        f" stochastic rounding it is {stochastic_sum():.2f} in bfloat16.",
         [Bars(trained, ("minus float32",), "Held-out loss minus float32's")],
     )
 

@@ -91,10 +91,10 @@ def measure() -> Findings:
             (
                 "library loop",
                 library_loop,
-                "and plans, on any mesh, with any setting",
+                "also plans, on any mesh, with any setting",
                 library_loop(config("parts"), first),
             ),
-            ("config", by_config, "and logs, saves, evaluates, resumes", expected),
+            ("config", by_config, "also logs, saves, evaluates, resumes", expected),
             ("config, 8 devices", None, "one line of the config", by_config(config("eight"), eight)),
             ("config, stopped and started", None, "the same command again", by_config(config("again"), first)),
         ]
