@@ -174,7 +174,7 @@ def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """The name in the text model of a tensor of a model that also reads images; None: it is of the image encoder."""
+    """The name that a tensor of such a model has in its text model; None: it belongs to the image encoder."""
     return next((new + name.removeprefix(old) for old, new in _TEXT_PREFIXES.items() if name.startswith(old)), None)
 
 

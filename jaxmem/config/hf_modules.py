@@ -130,7 +130,7 @@ def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
 
 
 def modules_of(model: Decoder) -> list[HfModule]:
-    """All modules with weights; one of the modules of experts for all experts of a layer."""
+    """All modules with weights. A module of experts is listed once for all experts of a layer."""
     biased = {name for field, names in BIASES.items() if getattr(model, field) for name in names}
     absent = {"head"} if model.tie_embeddings else set()
     absent |= set() if model.qk_norm else {"q_norm", "k_norm"}

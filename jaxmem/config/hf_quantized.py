@@ -11,7 +11,7 @@ from jaxmem.config.hf_modules import EXPERTS, LATENT, MODULES, match_names
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.config.networks import Experts
 
-MAX_COMPARISONS = 10_000_000  # of names of modules with patterns of a file, which is not trusted
+MAX_COMPARISONS = 10_000_000  # limit on comparing module names with patterns of a file, which is not trusted
 GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # what is added to the zero points of a file, by `checkpoint_format`
 
 
@@ -21,12 +21,12 @@ class HfScheme:
 
     method: str  # the tensors of a matrix, a key of `hf.quantized.LAYOUTS`
     bits: int
-    listed: str | None = None  # the stored format whose values the codes are; None: evenly spaced values
+    listed: str | None = None  # the stored format with the same values; None: evenly spaced values
     block_size: int | None = None  # inputs that share a scale; None: all
     is_symmetric: bool = True  # whether the zero point is the middle of the codes
     zero_offset: int = 0  # added to the zero points of the file
     scale_group: int | None = None  # block scales that share a scale (double quantization)
-    is_reordered: bool = False  # whether the inputs of a block are anywhere (act-order)
+    is_reordered: bool = False  # whether a block may have any inputs, not only neighbours (act-order)
     skipped: tuple[str, ...] = ()  # modules that are not quantized
 
     @property

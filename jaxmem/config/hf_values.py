@@ -15,7 +15,7 @@ from jaxmem.errors import UserError
 
 MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
 Size = Annotated[int, Field(ge=1, le=1 << 31)]  # a limit above all dimensions of models, since it is not trusted
-Quantity = Annotated[int, Field(ge=1, le=10_000)]  # of layers or experts, likewise
+Quantity = Annotated[int, Field(ge=1, le=10_000)]  # a limit on the number of layers or experts
 Number = Annotated[float, Field(gt=0, lt=1e300)]
 
 

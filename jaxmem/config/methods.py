@@ -187,7 +187,7 @@ def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
 
 
 def check_method(name: str) -> str:
-    """The name of a method, if it is one."""
+    """The name, or an error if no method has it."""
     if name not in METHODS:
         raise UserError(f"--method {name} is unknown{nearest(name, METHODS)}")
     return name

@@ -51,8 +51,8 @@ def split_layers(pattern: str) -> tuple[str, slice | None]:
 
 
 def layer_stacks(kinds: Sequence[object]) -> tuple[tuple[range, ...], ...]:
-    """Layers of several kinds as stacks of equal layers: runs of one kind, and after them a repeated pattern. The
-    stacks of a pattern are one group, to which one scan over the period applies.
+    """Divides layers of several kinds into stacks of equal layers: first runs of one kind, then a repeated pattern. The
+    stacks of the pattern are one group; one scan applies it, a period of the pattern at a time.
 
     >>> layer_stacks("DEEE"), layer_stacks("DEDE")
     (((range(0, 1),), (range(1, 4),)), ((range(0, 4, 2), range(1, 4, 2)),))
@@ -64,7 +64,7 @@ def layer_stacks(kinds: Sequence[object]) -> tuple[tuple[range, ...], ...]:
         rest = kinds[begin:]
         return next(n for n in range(1, count + 1) if len(rest) % n == 0 and rest[n:] == rest[:-n])
 
-    # The fewest modules; of equally many, those with more runs, since a group is recomputed as one layer.
+    # Of the divisions into the fewest modules, the one with the most runs, since a group is recomputed as one layer.
     runs = min(range(len(edges)), key=lambda runs: (runs + period_from(edges[runs]), -runs))
     begin, period = edges[runs], period_from(edges[runs])
     pattern = tuple(range(first, count, period) for first in range(begin, begin + period))

@@ -73,15 +73,15 @@ class Latent(Section):
 
     kv_rank: Count = setting(..., "size of the vector from which keys and values are computed")
     q_rank: Count | None = setting(None, "size of the vector from which queries are computed; null: model.embed")
-    rope_dim: Count = setting(..., "last dimensions of queries and keys, which are rotated; heads share those of keys")
+    rope_dim: Count = setting(..., "rotated dimensions at the end of queries and keys; heads share those of keys")
     value_dim: Count = setting(..., "width of the values of a head; model.head_dim is the width of queries and keys")
 
 
 class Experts(Section):
     """A mixture of experts instead of one MLP; `model.mlp` is the hidden width of an expert."""
 
-    count: Count = setting(..., "experts of a layer")
-    top_k: Count = setting(..., "experts of a token")
+    count: Count = setting(..., "number of experts per layer")
+    top_k: Count = setting(..., "number of experts per token")
     renormalize: bool = setting(True, "divide the weights of the chosen experts by their sum")
     capacity_factor: Positive | None = setting(
         None, "an expert drops tokens above this multiple of the mean number of tokens; null: none"
@@ -91,8 +91,8 @@ class Experts(Section):
     shared: Count | None = setting(None, "hidden width of a shared expert, which computes every token; null: none")
     shared_gate: bool = setting(True, "multiply the output of the shared expert by the sigmoid of a linear layer")
     scale: Positive = setting(1.0, "factor on the weights of the chosen experts")
-    groups: Count = setting(1, "groups of experts; a token uses experts of the top_groups groups only")
-    top_groups: Count = setting(1, "groups of a token: those with the largest probability of one expert")
+    groups: Count = setting(1, "number of groups of experts; a token uses only experts of its top_groups groups")
+    top_groups: Count = setting(1, "number of groups per token: those whose best expert is the most probable")
     every: Count = setting(1, "every n-th layer has experts: layers n - 1, 2 n - 1, ..., where the first layer is 0")
     dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting(
         (), "numbers of further layers without experts, where the first layer is 0"

@@ -53,7 +53,7 @@ class AttentionSpec:
     joint_qk_norm: bool = False  # whether this norm is over all heads together, instead of each head
     norm_offset: float = 0.0
     sinks: bool = False  # whether each head has a trained logit in its softmax, without a value
-    values: int | None = None  # the first dimensions of values; the others are zeros. None: all
+    values: int | None = None  # number of first dimensions of values that are not zeros (padding); None: all
 
     def options(self, has_window: jax.Array | None) -> dict[str, Any]:
         """Options of `kernels.attention` for a layer. `has_window`: whether it has a window; None: all layers agree."""

@@ -84,8 +84,8 @@ class Slices(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _send(x: Float[Array, "rows width"], rows: int, there: Slices, _back: Slices) -> Float[Array, "received width"]:
-    """The rows that the other devices send, in an array of `rows` rows; the others are 0. `_back` sends their gradient
-    back."""
+    """The rows that the other devices send, in an array of `rows` rows, whose unused rows are 0. `_back` sends their
+    gradient back."""
     return jax.lax.platform_dependent(x, jnp.zeros((rows, x.shape[1]), x.dtype), there, cpu=_padded, default=_ragged)
 
 

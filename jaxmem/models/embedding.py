@@ -76,7 +76,7 @@ def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
         return _lookup_with_gradient(matrix, ids, axes, dtype)
     ids = ids - jax.lax.axis_index(over) * matrix.shape[0]
     inside = (ids >= 0) & (ids < matrix.shape[0])
-    # Other ids read different rows too: their gradients are zeros, which are fastest to add to different rows.
+    # Ids outside of this part read rows spread over it, since their zero gradients are added fastest to different rows.
     x = _lookup_with_gradient(matrix, ids % matrix.shape[0], axes, dtype)
     return sum_parts(jnp.where(constrain(inside[..., None], *RESIDUAL[:2], None), x, jnp.zeros((), dtype)), over)
 

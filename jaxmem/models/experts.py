@@ -73,8 +73,8 @@ class ExpertLinear(Linear):
         return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
 
     def trainable(self, dtype: DTypeLike) -> Tree:
-        """The weight, if it has a gradient, the bias, and the weights of the adapter: A [experts, inputs, rank], B,
-        scaled, and its bias, added to the other. An A that all experts share is repeated."""
+        """The weight, if it has a gradient; the bias, including that of the adapter; and the weights of the adapter, A
+        [experts, inputs, rank] and the scaled B. An A that all experts share is repeated."""
         own = {} if self.frozen(dtype) else {"weight": fetch(self.weight, dtype)}
         own |= {} if self.bias is None else {"bias": fetch(self.bias, dtype)}
         if self.lora is None:
@@ -158,7 +158,7 @@ class Experts(nnx.Module):
 
 
 def _of_top_groups(cfg: networks.Experts, x: Float[Array, "batch time experts"]) -> Float[Array, "batch time experts"]:
-    """The probabilities, with zeros for experts outside of the `top_groups` groups with the largest ones."""
+    """The probabilities, with zeros outside of the `top_groups` groups whose best expert is the most probable."""
     if cfg.top_groups == cfg.groups:
         return x
     grouped = x.reshape(*x.shape[:-1], cfg.groups, -1)

@@ -7,9 +7,9 @@ tokens, and a frozen quantized weight is dequantized for one expert at a time. T
 whatever the recompute policy saves.
 
 Each device computes the experts that it stores. Along the mesh axis `expert`, `dispatch` brings the tokens of other
-devices, and with `triton` too the backward pass recomputes the MLPs: they run in chunks of the balanced size, usually
-one, instead of in arrays with room for all tokens of all devices. Along `tensor`, the hidden units of each expert are
-sharded.
+devices. The MLPs then run in chunks of a balanced size (usually one chunk), instead of in arrays with room for all
+tokens of all devices, and the backward pass recomputes them, with `triton` too. Along `tensor`, the hidden units of
+each expert are sharded.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ class Execution:
     experts: str = "blockwise"  # matmuls of experts: blockwise or triton
     deterministic: bool = False  # attention gradients are bitwise reproducible
     packed: bool = True  # a sequence may have several documents; false: one document, and padding
-    max_segments: int | None = None  # most segments of a packed sequence: documents, and the padding; None: unknown
+    max_segments: int | None = None  # largest number of segments of a packed sequence, with padding; None: unknown
     context_method: str = "ring"  # the communication of attention over `context`
     chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
     stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable

@@ -132,8 +132,8 @@ class PlainNetwork:
 
 
 def store(path: Path, w: jax.Array, axes: Axes, storage: Storage) -> Any:
-    """A new weight as it is stored. Biases are not quantized; those of attention are [heads, head_dim], and its
-    kernels [embed, heads, head_dim], with few heads."""
+    """A new weight as it is stored. Biases are not quantized, also if they are matrices ([heads, head_dim] of
+    attention). If a kernel [embed, heads, head_dim] has few heads, its blocks are along head_dim."""
     if storage.precision.is_quantized and path[-1] == "bias":
         return w
     is_short = w.ndim - (axes[:1] == ("layer",)) > 2 and w.shape[-2] < MIN_BLOCK

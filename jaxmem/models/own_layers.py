@@ -72,7 +72,7 @@ def flat_state(state: Any) -> dict[Path, nnx.Variable]:
 
 
 def numbered(arrays: Mapping[Path, Any]) -> dict[tuple[str | int, ...], Any]:
-    """Indices of lists are numbers in the state of a module."""
+    """Arrays by their paths in the state of a module, where indices of lists are integers."""
     return {tuple(int(key) if key.isdigit() else key for key in path): x for path, x in arrays.items()}
 
 
@@ -134,7 +134,7 @@ class Stack:
 
 
 def _argument(leaf: Any, array: Any, keys: jax.Array | None) -> Any:
-    """An argument of a block: other random numbers in each layer."""
+    """An argument of a block. A random number generator has another key in each layer."""
     if _is_rngs(leaf):
         return nnx.Rngs(jax.random.key(0) if keys is None else keys.ravel()[-1])
     return leaf if array is None else array

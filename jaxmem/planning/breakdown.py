@@ -130,7 +130,7 @@ class Breakdown:
 
     @cached_property
     def _backward(self) -> int:
-        """The moment at which the backward pass begins, i.e. of its first matrix multiplication."""
+        """The moment at which the backward pass begins: that of its first matrix multiplication."""
         matmuls = (
             time for time, one in enumerate(self.lifetimes.schedule)
             if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, one.inner())))

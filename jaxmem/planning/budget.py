@@ -35,8 +35,8 @@ from jaxmem.step import program
 
 TRIES = 4  # largest number of compiled steps, if one of them fits
 ROOM = 1000  # steps are compiled for this many times the memory, since at the limit XLA would recompute by itself
-# Share of the memory without the state that XLA fills with temporaries (xla_gpu_memory_limit_slop_factor). Beyond it,
-# XLA recomputes, and overlaps less communication: llama3-70b on 16 H100s takes 1.95 instead of 1.33 s.
+# The share of the memory not used by the state that XLA fills with temporaries (xla_gpu_memory_limit_slop_factor). If a
+# step needs more, XLA recomputes and overlaps less communication: llama3-70b on 16 H100s takes 1.95 instead of 1.33 s.
 FILLED = 0.95
 WORTH = 0.01  # no step is compiled for a smaller gain than this share of the time of the layers
 SLACK = 0.1  # share of the memory that an estimate leaves free

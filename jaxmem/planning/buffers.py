@@ -157,7 +157,7 @@ class Lifetimes:
 
 
 def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-    """The indices in the result of `user` of the value at `index` in the result of `one`; none if it is copied."""
+    """Where the value at `index` in the result of `one` is in the result of `user`; nowhere if `user` copies it."""
     if user.opcode in ("bitcast", "optimization-barrier", "all-reduce-done"):
         yield user, index
     elif user.opcode == "get-tuple-element" or user.opcode.endswith("-done"):

@@ -149,8 +149,8 @@ class Module:
 
 
 def runs_of_called(one: Instruction, *, time: bool = False) -> list[Fraction | int]:
-    """The number of runs of each called computation in one run of an instruction; with `time`, the number of runs that
-    take as long as the runs and the time in which this device waits for others (a pipeline stage for its neighbours).
+    """The number of runs of each called computation in one run of an instruction. With `time`, the time in which this
+    device waits for others (a pipeline stage for its neighbours) counts as further runs.
 
     In a scope `runs_1_in_200` a conditional's true branch runs 1 of 200 times and its false branch the other times;
     without a scope each branch counts once.

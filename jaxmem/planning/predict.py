@@ -134,8 +134,8 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, width: 
         if cfg.mesh.stage == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
             gradients = max(gradients, size_of("optimizer", state.trainable, width))
         gradients += size_of("gradients", state.trainable, FLOAT32)
-    # If the optimizer state is sharded over more devices than the weights, shards of all new weights exist, and other
-    # weights than those of layers are gathered before the old ones are freed.
+    # If the optimizer state is sharded over more devices than the weights, shards of all new weights exist; new weights
+    # outside of layers are gathered before the old ones are freed.
     stored_width = math.ceil(state.stored_bytes)
     stored, shards = (size_of(role, state.trainable, stored_width) for role in ("weights", "optimizer"))
     outside = size_of("weights", (leaf for leaf in state.trainable if not leaf.is_stacked), stored_width)

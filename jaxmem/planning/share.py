@@ -134,7 +134,7 @@ class KnownShapes:
 
 
 def sorted_dims(dims: Iterable[int]) -> Dims:
-    """Dimensions up to transposition.
+    """The dimensions above 1, sorted: the same for an array and its transposes.
 
     >>> sorted_dims((1, 512, 32, 4096))
     (32, 512, 4096)

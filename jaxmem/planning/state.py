@@ -20,9 +20,9 @@ from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 STATE: Mapping[str, Role] = {
     "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
 }  # fmt: skip
-# Why the weights that a device computes with are communicated: all-gathered, since they are stored sharded (zero 3);
-# gradients reduce-scattered (from zero 2); gradients all-reduced; replicated over `tensor`, over which tokens are
-# sharded, so that gradients are all-reduced over it; updated in shards, then all-gathered (zero 1 and 2).
+# Reasons to communicate a weight or its gradient, in this order: the weight is stored sharded, so it is gathered (zero
+# 3); the gradient is reduce-scattered (from zero 2); the gradient is all-reduced; the weight is replicated over
+# `tensor`, which shards tokens, so the gradient is all-reduced over it; the weight is updated in shards (zero 1 and 2).
 TRAFFIC = ("gathered", "scattered", "reduced", "replicated", "renewed")
 
 

@@ -30,8 +30,8 @@ COMPILES = 3  # largest number of compiled configs per method
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The fastest compiled config of a method that fits; otherwise the smallest compiled one; otherwise the fastest
-    estimated one that may fit, or the smallest."""
+    """The config that represents a method: the fastest compiled config that fits; if none fits, the smallest compiled
+    one; if none is compiled, by the estimates the fastest that may fit, or the smallest."""
 
     name: str
     candidate: Candidate | None  # None: the method does not support this config

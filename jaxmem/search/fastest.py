@@ -117,13 +117,13 @@ def target_json(target: Target, limit: int) -> dict[str, Any]:
 
 
 UNLIKELY = 0.01  # a config with a smaller probability of fitting is unlikely to fit
-NEIGHBOURHOODS = 3  # the number of configs, the fastest of the estimated front, whose neighbours are added
+NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
 WORTHWHILE = 0.01  # least expected gain for which a step is compiled
 Progress = Callable[[str], None]
 
 
 class Search:
-    """A search among all configs that some knobs make of one config."""
+    """A search among all configs that differ from one config in the settings of some knobs."""
 
     def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
         self._space, self._compilers, self._progress = Space(cfg, compilers.target, knobs), compilers, progress

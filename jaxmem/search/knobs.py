@@ -21,7 +21,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import RULE_AXES
 
 Change = Mapping[str, Any]  # {dotted key: value}
-# Whether `tensor` shards a dimension, and whether it is sharded in storage if it is the first of its weight.
+# Mesh axes to try for a dimension. RULE_AXES have an effect only on the first dimension of a weight that names them.
 _FORMS = ((), ("tensor",), RULE_AXES, ("tensor", *RULE_AXES))
 
 
@@ -152,12 +152,12 @@ def _attention_rules(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _mlp_rules(cfg: Config, _: Target) -> Iterable[Change]:
-    """The same for the MLP."""
+    """Whether `tensor` shards the MLP, and which dimension of its weights is sharded in storage."""
     return ({"rules.embed": RULE_AXES, "rules.mlp": own} for own in _FORMS if "mlp" in cfg.model.dims())
 
 
 def _logit_rules(cfg: Config, _: Target) -> Iterable[Change]:
-    """The axes that shard the vocabulary of logits; the others shard their tokens."""
+    """The mesh axes that shard logits by vocabulary; the others shard them by token."""
     if isinstance(cfg.model, Decoder):
         for over in itertools.product(((), ("tensor",)), ((), ("fsdp",))):
             yield dict(zip(("rules.vocab", "rules.logits"), over, strict=True))

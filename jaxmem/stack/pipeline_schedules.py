@@ -49,7 +49,7 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
         rows.append([_at(order, pair - s, FORWARD) for s in range(p)])
         rows.append([_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
     rows = [row for row in rows if any(row)]
-    if name == "zero_bubble":  # with more of W waiting, fewer places are idle, up to a limit
+    if name == "zero_bubble":  # if more W may wait, fewer places are idle, up to a limit
         rows = min((_with_weight_gradients(rows, p, most) for most in range(2 * p)), key=len)
     table = _table(p, m, v, rows)
     check(table)

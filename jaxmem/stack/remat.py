@@ -44,8 +44,8 @@ def _save_all_but_weights(weights: Forms) -> Policy:
 
 
 def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
-    """The `jax.checkpoint` policy. `weights` are the shapes of the weights of a layer, and `host` names activations
-    that are saved in host memory, in addition to the others. With BOUNDARY all saved activations are offloaded."""
+    """The `jax.checkpoint` policy. `weights` are the shapes of the weights of a layer. `host` names activations that
+    are saved too, but in host memory; with BOUNDARY all saved activations are in host memory."""
     if isinstance(remat, tuple):
         saved: tuple[str, ...] | None = remat
     elif (known := policy_of(remat)) is not None:  # scheduled policies save the inputs of layers only

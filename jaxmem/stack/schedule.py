@@ -55,7 +55,7 @@ def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
         far = split(high - low, slot)
         steps += [(low + i, slot + min(i, 1), slot + 1) for i in range(far)]
         todo += [(low, low + far, slot), (low + far, high, slot + 1)]
-    # What is computed before the backward pass of the last layer is the forward pass.
+    # The forward pass computes all that is needed for the backward pass of the last layer.
     own = layers - 1
     first = [0] + [target for _, _, target in steps[:own]]
     slots = 1 + max(target for _, _, target in steps)

@@ -24,7 +24,7 @@ _BARRIER = "optimization_barrier"  # has one result for each operand, which depe
 
 @dataclass
 class SplitBackward:
-    """`begin` is traced first."""
+    """A backward pass in two parts, `begin` and `finish`. `begin` is traced first."""
 
     _equations: Sequence[Any] = ()
     _outputs: Sequence[Any] = ()

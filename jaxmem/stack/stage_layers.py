@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 
 
 class StageLayers:
-    """`call` is the stack, with the input of any micro-batch. A `row` has the entries of the timetable for a tick."""
+    """The work of a stage. `call`: the stack, with the input of any micro-batch. `row`: a tick of the timetable."""
 
     def __init__(self, table: Timetable, layers: Layers, stage: jax.Array, call: StackCall) -> None:
         self._table, self._layers, self._stage, self._x = table, layers, stage, jax.tree.map(jnp.zeros_like, call.x)
@@ -54,7 +54,7 @@ class StageLayers:
         self._split = SplitBackward() if table.splits_backward else None
 
     def prepared(self, call: StackCall) -> StackCall:
-        """The stack as one with this stage's number of layers, whose inputs begin with the number of the layer."""
+        """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
         pipeline, run = self._p, call.run
 
         def layer(weights: Tree, x: Any, one: Any, shared: Any) -> tuple[Any, None]:
@@ -91,8 +91,8 @@ class StageLayers:
         return x, ring
 
     def backward(self, call: StackCall, g: Any, row: Any, rings: tuple[Tree, Tree], gradients: Gradients) -> Any:
-        """The gradient of the input of the layers; the rings of what F saved and of the values for W; and the gradients
-        with those of this item, where there is no W."""
+        """The gradient of the input of the layers; the rings of what F saved and of the values for W; and `gradients`,
+        to which those of this item are added if there is no W."""
         plan, group, split = call.plan, self._p.group, self._split
         turn, slot, last = row["turn"], row["saved"], group - 1
 
@@ -248,9 +248,9 @@ def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
 
 
 def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
-    """`function(state)` where the condition is true, otherwise `state`. A loop of at most one iteration updates the
-    state in place; XLA copies what the branches of a conditional pass on. `scope` tells the planner how often it
-    runs."""
+    """`function(state)` where the condition is true, otherwise `state`. It is a loop of at most one iteration, which
+    updates the state in place; a conditional would copy what its branches return unchanged. `scope` tells the planner
+    how often the function runs."""
     with jax.named_scope(scope):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
 

@@ -58,8 +58,8 @@ class Timetable:
         return np.asarray(COSTS[self.splits_backward]) + recomputes * (np.arange(4) == BACKWARD)
 
     def scope(self, kind: int, recomputes: bool = False) -> str | None:
-        """The name of a scope that tells the planner how often a stage runs an operation, and in how many ticks the
-        others wait for it, since it is the longest one; None: never."""
+        """The name of a scope that tells the planner how often a stage runs an operation, and in how many ticks it is
+        the longest operation, for which other stages wait; None: it never runs."""
         longest = np.argmax(self.costs(recomputes)[self.kind], axis=1)
         lasts = int(np.sum(self.kind[np.arange(self.ticks), longest] == kind))
         count = int(np.sum(self.kind == kind)) // self.stages
@@ -135,7 +135,7 @@ def _slots(table: Timetable) -> Slots:  # noqa: C901
     now = -1
 
     def deliver() -> None:
-        """At the end of a tick, after the operations have freed their slots."""
+        """Stores what arrives at the end of a tick, after the operations have freed their slots."""
         for where, ring, tick, stage, key in arriving:
             where[tick, stage] = rings[ring][stage].put(key)
         arriving.clear()

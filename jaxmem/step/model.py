@@ -57,7 +57,7 @@ class ModelSpec:
         if (plain := self.plain) is not None:
             shapes = {path: variable.get_value() for path, variable in plain.variables.items()}
             return plain.graphdef, unflatten_dict(dict(plain.axes)), unflatten_dict(shapes)
-        # Without the identity layers that pad pipeline stages.
+        # These shapes do not include the identity layers that pad pipeline stages.
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self._build(jax.random.key(0)))))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
@@ -125,7 +125,7 @@ class ModelSpec:
 
     @cached_property
     def active(self) -> int:
-        """The number of parameters that a token uses, where it uses some experts only."""
+        """The number of parameters that a token uses: of the experts, only those of the token."""
         return self._active(self._parameter_shapes)
 
     @cached_property

@@ -44,7 +44,7 @@ def objective(complete: config.Config) -> Objective:
     """The objective of a config."""
     cfg, memory = complete.objective, complete.memory
     if cfg.name == "own":
-        # All in one part, so that every stack of layers is in it.
+        # The first part is the complete loss, so that all stacks of layers are in this part.
         return Objective(partial(_own, complete.own), lambda _network, sums, _batch: sums)
     parts: dict[str, tuple[Callable[..., Any], Callable[..., Sums]]] = {
         "next_token": (_tokens, partial(_next_token, cfg, memory)),

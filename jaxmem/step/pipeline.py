@@ -4,8 +4,8 @@ The vocabulary of the embedding and of the output projection is sharded over the
 the loss together. Other weights outside of the layers are replicated over the stages, like their gradients. If a model
 has several stacks of layers, those before the last one are part of the embedding.
 
-Gradients of devices that have other rows but the same gradients (`Layout.local_gradient_axes`) are summed once, after
-the loop: the `jax.shard_map` is over these axes too.
+Devices that process different rows and need the sum of their gradients (`Layout.local_gradient_axes`) sum them once,
+after the loop: the `jax.shard_map` is over these axes too.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def execute(
     scale: jax.Array | float = 1.0,  # the factor of the loss
     visit: StageVisit | None = None,
 ) -> Results:
-    """Executes a schedule. With `visit`, gradients of devices that have other rows are summed in every backward pass,
+    """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass,
     `Results.layers` is the new `stacked`, and `Results.sums` is the sums of the objective and the new `values`."""
     model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.trains else None
     pipeline, (*before, name) = model.pipeline, stacks_of(model)
@@ -116,7 +116,7 @@ def execute(
             return model.network({**with_gradients(outside, at), name: layers})
 
         def count(micro: Any) -> jax.Array:
-            """Known before the loop: it depends on the batch only."""
+            """The count of a micro-batch. It is known before the loop, since it depends on the batch only."""
             return loss(at, jax.tree.map(jnp.zeros_like, embed(at, micro).x), micro)[1]["count"]
 
         network = PipelineNetwork(embed, loss, at, batch)
@@ -157,8 +157,8 @@ def stacks_of(model: ModelSpec) -> list[str]:
 
 
 def _cut(features: Callable[[], Any], before: int, y: Any = None) -> tuple[StackCall, Any]:
-    """The stack that the network is about to apply after `before` others; and its features, if `y` is the result of the
-    stack."""
+    """The stack that the network applies after `before` others, and the features of the network, where `y` (if given)
+    is used as the result of that stack."""
     calls: list[StackCall] = []
 
     def known(part: Any) -> Any:

@@ -93,8 +93,8 @@ class Segments:
 
     @cached_property
     def last(self) -> Tree:
-        """The parameters outside of stacks that only the last segment uses: usually the final norm. Not a matrix that a
-        cut uses too: tied embeddings, whose gradient is complete only after the lookup."""
+        """The parameters outside of stacks that only the last segment uses: usually the final norm. A matrix that a cut
+        uses too (tied embeddings) is not one of them: its gradient is complete only after the lookup."""
         return _without(self._at, [*set().union(*self._read[:-1]), *self._paths])
 
     def backward(

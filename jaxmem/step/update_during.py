@@ -52,7 +52,7 @@ class _BackwardUpdate:
         self._spec, self._state, self._network, self._write = spec, state, network, write
         # The groups of each stack, one per weight.
         self._groups = {n: [spec.group(w) for w in single_weights(network.trainable(n))] for n in network.stacks}
-        self._norm: jax.Array | None = None  # of all gradients, where the optimizer needs it
+        self._norm: jax.Array | None = None  # the norm of all gradients, if the optimizer needs it
         self._params: list[Tree] = []
         self._states: list[Tree] = []
         self._squares: list[Tree] = []

@@ -56,7 +56,7 @@ class LayerUpdate:
     before: Sequence[Tree]  # the state of each group before the update; arrays that are not stacked are read from it
     write: Write
     norm: jax.Array | None
-    layers: int  # of the complete stack
+    layers: int  # number of layers of the complete stack
     first: int | jax.Array = 0  # the index of the first layer of the stack's part that is updated here
 
     def begin(self, weights: Tree, layers: int) -> tuple[Tree, list[Tree], Tree]:
