@@ -78,8 +78,8 @@ def _outer_dims(module: Any) -> int:
 
 
 def _equation(module: Any) -> tuple[str, str, str, str, dict[str, int]]:
-    """Of an Einsum: dimensions of the input and of the output, contracted and other dimensions of the kernel, and their
-    sizes."""
+    """The dimensions of an Einsum: those of the input, those of the output, the contracted and the other dimensions of
+    the kernel; and the sizes of the dimensions."""
     operands, result = module.einsum_str.replace(" ", "").split("->")
     inputs, kernel = operands.split(",")
     shape = _weight(module).shape

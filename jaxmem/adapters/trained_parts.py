@@ -55,7 +55,7 @@ class Prompt(nnx.Module):
 class TokenRows(nnx.Module):
     """The adapter of an embedding: rows that replace the embedding's rows of the tokens `ids`."""
 
-    scale = 1.0  # `merged_weight` requires one
+    scale = 1.0  # read by `merged_weight`
 
     def __init__(self, initial: Float[Array, "n embed"], ids: Sequence[int]):
         self.trained: nnx.Param = nnx.Param(store_new(initial, (None, "embed")), axes=(None, "embed"))

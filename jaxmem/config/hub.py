@@ -184,7 +184,7 @@ def _explained(repository: str, revision: str | None, what: str, kind: str) -> I
         ) from error
     except UserError:
         raise
-    except Exception as error:  # of its HTTP client, which differs between versions of huggingface_hub
+    except Exception as error:  # of the HTTP client, another one in each version of huggingface_hub
         raise UserError(
             f"{what}: the hub cannot be reached: {one_line(error)}; try again, or copy the {kind}'s files here"
         ) from error

@@ -221,7 +221,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
     }
     if family.sliding_theta is not None:
         found["rope_local_base_freq"] = (model.sliding_rope or model.rope).theta
-        found["sliding_window"] = model.window or length  # without a layer that has it
+        found["sliding_window"] = model.window or length  # `length` if no layer has a window
     if family.windows == "asked":
         found |= {"use_sliding_window": any(model.windows), "max_window_layers": model.windows.count(None)}
     if model.windows_differ or isinstance(family.windows, int):

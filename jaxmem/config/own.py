@@ -71,7 +71,7 @@ class Own:
         return self.loss is not None and _arguments(self.loss) >= 3
 
 
-NO_PARTS = Own()  # of all configs without parts, so that configs with equal settings are equal
+NO_PARTS = Own()  # shared by all configs without parts, so that configs with equal settings are equal
 
 
 class OwnBatches:

@@ -92,7 +92,7 @@ class _BlockShuffle:
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
         self._lengths, self._seed = lengths, seed
         self._starts, self._count = np.cumsum(lengths) - lengths, int(lengths.sum())
-        # The rows of a batch are close together, so few blocks are in use at a time; between epochs, blocks of both.
+        # The rows of a batch are close together, so few blocks are in use at a time (of two epochs where they meet).
         self._blocks = lru_cache(4)(self._blocks_of)
         self._within = lru_cache(16)(self._within_block)
 
@@ -125,8 +125,8 @@ class WeightedSelection:
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
-        # For each source: its number, and the weight of all later sources as a fraction of that of this and all later
-        # ones.
+        # For each source: its number, and the share of the later sources in the weight of this and the later sources,
+        # as numerator and denominator.
         self._rests: list[tuple[int, int, int]] = []
         sources = sorted(range(len(weights)), key=lambda source: -weights[source])
         exact = [Fraction(weights[source]) for source in sources]

@@ -91,7 +91,7 @@ class Bitsandbytes4:
         own = self.columns // block  # blocks of a row
         scale = scale.reshape(self.rows, own).T
         if group is not None:
-            # Groups of a file may continue in the next row; the largest groups that do not are parts of them.
+            # Groups of a file may continue in the next row. They are divided into the largest equal parts that do not.
             part = math.gcd(own, group)
             first = np.arange(self.rows)[:, None] * own + np.arange(0, own, part)
             of_groups = parts["weight.nested_absmax"][first // group].T
@@ -124,7 +124,7 @@ class SpacedTensors(NamedTuple):
     order: str  # the block of each input; empty: always in order
     packed: int | None  # the dimension of [in, out] along which int32 words have several codes; None: one code in int8
     is_transposed: bool  # whether tensors are [out, in]
-    positions: tuple[int, ...] = tuple(range(8))  # of consecutive codes in a word
+    positions: tuple[int, ...] = tuple(range(8))  # positions of consecutive codes in a word
 
 
 SPACED = {

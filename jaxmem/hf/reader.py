@@ -120,7 +120,7 @@ def read_arrays(
     layout: Layout | None,
     quantized: Mapping[str, Callable[[], Encoded]] = MappingProxyType({}),
 ) -> dict[WeightPath, Any]:
-    """The arrays of these weights, by path. `quantized`: what reads the quantized ones, by name."""
+    """The arrays of these weights, by path. `quantized`: functions that read the quantized ones, by name."""
     flat_axes = flatten_dict(axes)
     return {weight.path: _read(tensors, weight, flat_axes[weight.path], layout, quantized) for weight in weights}
 

@@ -173,7 +173,7 @@ def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Any
 
 
 def _take(x: jax.Array, place: jax.Array, dims: int) -> jax.Array:
-    """The entry of a stack with `dims` dimensions."""
+    """The entry at `place` of a stack, whose first `dims` dimensions are layers and experts."""
     for dim in range(dims):
         x = jax.lax.dynamic_index_in_dim(x, place[dim], keepdims=False)
     return x

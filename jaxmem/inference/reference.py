@@ -94,8 +94,8 @@ def _compute(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
     found = []
-    in_turn = program.cfg.at_length(program.cfg.data.sequence_length)  # without length buckets
-    with Loader(in_turn, "all", program.rows, corpus=corpus, agree=any_process) as loader:
+    one_length = program.cfg.at_length(program.cfg.data.sequence_length)  # without length buckets
+    with Loader(one_length, "all", program.rows, corpus=corpus, agree=any_process) as loader:
         for batch in loader:
             rows = serialized(program.compiled_likelihoods(params, program.place(batch)))
             found.append(np.asarray(rows).ravel())

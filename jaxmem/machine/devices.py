@@ -110,7 +110,7 @@ def collect_garbage_rarely() -> None:
 
 
 def _skip_last_collection() -> None:
-    """Not with Triton, whose bindings report all objects that are not collected as leaks."""
+    """Skips the last collection, except with Triton, whose bindings report objects that are not collected as leaks."""
     if "triton" not in sys.modules:
         gc.freeze()
 

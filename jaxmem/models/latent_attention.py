@@ -21,7 +21,7 @@ from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import constrain
 
-EPSILON = 1e-6  # of the norms of latent vectors, in all models
+EPSILON = 1e-6  # epsilon of the norms of latent vectors, equal in all models
 
 
 class LatentAttention(Attention):

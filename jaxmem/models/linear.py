@@ -90,7 +90,7 @@ def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: s
     exists."""
     from jaxmem import kernels
 
-    x, q = jax.lax.optimization_barrier((x, q))  # only when x is available
+    x, q = jax.lax.optimization_barrier((x, q))  # gathers only when x is available
     q, layout = gather_quantized(q, axes), current()
     double_quant = isinstance(q.scale, QTensor)
     scale = kernels.QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scales

@@ -33,7 +33,7 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, map_devices
 
 Tree = Any
-Activate = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
+Activate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> hidden units
 # Along `expert`, a device computes its choices in chunks of this multiple of the mean number of choices per device.
 BALANCED = 1.25
 

@@ -83,7 +83,7 @@ class Stack:
     path: Path
     count: int
     module: Any
-    weights: Mapping[Path, Any]  # as they are stored
+    weights: Mapping[Path, Any]  # weights as they are stored
     axes: Mapping[Path, Axes]
     state: Mapping[Path, nnx.Variable]  # what the forward pass changes
     options: StackOptions

@@ -179,8 +179,8 @@ def _devices(axes: Axes) -> list[int]:
 
 
 def _parts(size: int, units: int, devices: list[int]) -> int:
-    """The least number of parts of at most PART_SIZE elements per device. It is a divisor of the number of units. Each
-    device has the same number of units of a part, if necessary with fewer parts; otherwise devices would send units.
+    """The least number of parts of at most PART_SIZE elements per device. It is a divisor of the number of units. There
+    may be fewer parts, so that each device has equally many units of a part; otherwise devices would send units.
 
     >>> many = 8 * PART_SIZE
     >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])

@@ -33,7 +33,7 @@ class NamedValue:
 
     name: str
     layers: int
-    bytes_per_layer: int  # for the sequences of a micro-batch on one device
+    bytes_per_layer: int  # bytes for the sequences of a micro-batch on one device
     flops_per_layer: int  # FLOPs to recompute the value from other named values
 
 

@@ -275,7 +275,7 @@ def _kernel(eqn: Any, times: Any) -> Matmul:
     each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval
     sizes = [(_bytes(x.aval), x.aval.ndim == 3 and x.aval.shape[0] > 2) for x in (*eqn.invars, *eqn.outvars)]
-    weights = sum(size for size, is_weight in sizes if is_weight)  # of experts; other kernels have activations in 3-D
+    weights = sum(size for size, is_weight in sizes if is_weight)  # the weights of experts
     others = sum(size for size, is_weight in sizes if not is_weight)
     return Matmul(times, int(float(each) * math.prod(out.shape)), weights, others, str(out.dtype), is_kernel=True)
 

@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 HOST = "pinned_host"  # jax's name of the memory
-CHUNK = 2**24  # elements
+CHUNK = 2**24  # elements that are written at a time
 
 
 @jax.tree_util.register_dataclass

@@ -42,7 +42,7 @@ class StackOptions:
     pipeline: Pipeline | None = None
     # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
     host: tuple[str, ...] = ()
-    expert_groups: int = 1  # in how many groups layers copy frozen experts from host memory
+    expert_groups: int = 1  # number of groups in which a layer copies frozen experts from host memory
 
 
 def apply_stack(
@@ -175,7 +175,7 @@ def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: For
     ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
     call = replace(call, plan=schedule("every_1" if ahead else options.remat, layers))
     if call.plan is None:
-        is_offloaded_later = is_cut() and call.on_host  # by the handler of `cut_by`
+        is_offloaded_later = is_cut() and call.on_host  # the handler of `cut_by` offloads
         run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
         saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.

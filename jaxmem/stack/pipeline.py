@@ -46,7 +46,7 @@ class PipelineNetwork:
 class Results(NamedTuple):
     """What the loop returns for one stage, of all its micro-batches."""
 
-    layers: Gradients  # of its layers
+    layers: Gradients  # gradients of the layers of the stage
     outside: Tree  # the float32 gradients of the weights outside of the stack, which all stages compute
     sums: Tree
 

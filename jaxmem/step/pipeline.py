@@ -80,7 +80,7 @@ def execute(
     table: Timetable,
     terms: Objective,
     params: Params,
-    batch: tuple[Batch, jax.Array | None],  # with the keys of its rows
+    batch: tuple[Batch, jax.Array | None],  # (batch, keys of its rows)
     scale: jax.Array | float = 1.0,  # the factor of the loss
     visit: StageVisit | None = None,
 ) -> Results:

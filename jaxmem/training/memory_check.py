@@ -119,7 +119,7 @@ def _available(plan: Plan, in_use: int | None, requested: int | None) -> int:
     if in_use is None or requested is None:
         return int((1 - MARGIN) * planned)
     needed = in_use + requested
-    # A run above its plan: subtract the difference. A run that failed below its plan: the rest was not available.
+    # If the run needed more than planned, subtract the difference. If it needed less, the rest was not available.
     return min(plan.limit - (needed - planned), planned - 1) if needed > planned else needed - 1
 
 

@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run to report on. `peak_flops` (per second) is of the same devices as the work of the steps, one or all. The
+    """A run to report on. `peak_flops` (per second) is the peak of the devices whose work is reported: one or all. The
     last three fields are the progress of a resumed run."""
 
     total_steps: int

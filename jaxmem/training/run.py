@@ -44,7 +44,7 @@ from jaxmem.training.trackers import check_trackers, trackers_for
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
 
-_UNITS = {"tokens": "tok", "images": "img", "rows": "row"}  # in the speed of a line of progress
+_UNITS = {"tokens": "tok", "images": "img", "rows": "row"}  # units in the speed that a progress line shows
 
 
 @dataclass(frozen=True, repr=False)

@@ -42,8 +42,8 @@ def attention(
     all other implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads,
     queries] in float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
     `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
-    one of them, so layers of one scan may differ in it. `window_share`: of how many calls (second) the window applies
-    to how many (first), for the planner. `sinks`: a logit for each head, [heads], that is part of each softmax without
+    one of them, so layers of one scan may differ in it. `window_share`, for the planner: (number of calls to which the
+    window applies, number of all calls). `sinks`: a logit for each head, [heads], that is part of each softmax without
     a value; differentiable.
     """
     arrays, checked, extras = check_arguments(q, k, v, **options)

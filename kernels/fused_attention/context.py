@@ -74,7 +74,7 @@ def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) ->
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
     here = _of_sequence(axis, extras)
     *found, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, None, shard.options, here)
-    if d_sinks is not None:  # of this device's heads
+    if d_sinks is not None:  # the gradients for this device's heads; zeros for the other heads
         first = jax.lax.axis_index(axis) * d_sinks.size
         d_sinks = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(extras.sinks), d_sinks, first, 0)
     dq, *others = _to_sequence(axis, *found)

@@ -20,7 +20,7 @@ class Shard(NamedTuple):
     heads or the positions of this device."""
 
     method: Callable[..., tuple[jax.Array, jax.Array]]
-    derivative: Callable[..., Any]  # of the method
+    derivative: Callable[..., Any]  # the derivative of the method
     kernel: Implementation
     axis: str
     options: Options

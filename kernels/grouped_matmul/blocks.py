@@ -93,9 +93,9 @@ def map_groups(
     """For each row of x, the sum over its groups of `function(weights, frozen, rows, values)`, in float32.
 
     Leaves of `weights` and `frozen` are [groups, ...]; leaves of `values` are [sorted, ...], in the order of
-    `groups.rows`. Gradients exist for `weights`, `x` and `values`. `parts`: about one of this number of parts of
-    `groups.rows` belongs to these groups. With several, the number of blocks is computed at run time; `jax.vmap` of it
-    copies the result in each block.
+    `groups.rows`. Gradients exist for `weights`, `x` and `values`. `parts`: about 1 / `parts` of `groups.rows` belongs
+    to these groups. If it is above 1, the number of blocks is computed at run time, and `jax.vmap` of the loop copies
+    the result in each block.
     """
     return _map(function, parts, weights, frozen, x, values, groups)
 

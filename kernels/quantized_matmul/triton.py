@@ -125,8 +125,8 @@ def weight_arrays(call: MatmulCall, codes: jax.Array, scale: Any) -> tuple[list[
 
 
 def fitting(call: MatmulCall, tokens: int, most: TileSizes) -> TileSizes:
-    """Sizes for this call. A tile of codes is inside one block, or has a power of two of blocks, if its rows remain
-    enough for the tensor cores."""
+    """Sizes for this call. A tile of codes is inside one block, or has a power of two of blocks, unless this leaves too
+    few rows for the tensor cores."""
     together = call.form.together
     rows = block_size(most.rows, -(-call.inputs // together))
     if call.unit >= rows or call.unit & (call.unit - 1):

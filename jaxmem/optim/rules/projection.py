@@ -22,7 +22,7 @@ FRESH = 0.1  # share of random directions at the start of a refresh
 
 @dataclass(frozen=True)
 class Side:
-    """The dimension of a matrix that is projected, and the rank."""
+    """The dimension of a matrix that is projected (`away`), and the rank that replaces it."""
 
     spec: ParameterSpec
     rank: int
