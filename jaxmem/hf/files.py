@@ -63,7 +63,7 @@ def _copy(file: Path, target: Path) -> None:
 
 
 def storage_dtype(directory: str | Path) -> str:
-    """The dtype of the weights of a directory, from its config.json; with experts in MXFP4, of its other weights."""
+    """The dtype of the weights of a directory, from its config.json; with experts in MXFP4, the dtype of the others."""
     settings = read_json(Path(directory).expanduser() / "config.json")
     default = "bfloat16" if "quantization_config" in settings else "float32"
     return str(settings.get("dtype") or settings.get("torch_dtype") or default)

@@ -75,9 +75,9 @@ class Evaluator(AbstractContextManager["Evaluator"]):
 def evaluate(
     run: str | Path, data: str | OwnData | None = None, overrides: Sequence[str] = (), **parts: Unpack[ModelParts]
 ) -> Means:
-    """The loss and other metrics of a run on its held-out data, or of a run or a Hugging Face directory on all of
-    `data`: texts, or records (JSONL, Parquet) in a form that training reads, or an iterable of batches. `overrides` may
-    name other data. `parts`: the model and the loss of the script that trained the run."""
+    """The loss and other metrics of a run or a Hugging Face directory on all of `data`: files of texts or of records
+    (JSONL, Parquet) in a form that training reads, or an iterable of batches. Without `data`, a run is evaluated on its
+    held-out data; `overrides` may name other data. `parts`: model and loss of the script that trained the run."""
     if parts or not (data is None or isinstance(data, str)):
         objects = own_of({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
         program, params = open_run(run, overrides, objects)

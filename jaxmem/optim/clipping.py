@@ -68,7 +68,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
 
 
 def record_norm(state: Any, norm: jax.Array) -> Any:
-    """The optimizer state with this norm of all gradients, for gradients that were passed to the optimizer in parts."""
+    """The state with `norm` as the norm of all gradients, for gradients that the optimizer receives in parts."""
     known = lambda x: isinstance(x, PreviousNorm)  # noqa: E731
     return jax.tree.map(lambda x: PreviousNorm(norm) if known(x) else x, state, is_leaf=known)
 

@@ -109,8 +109,8 @@ def quantize(
     """Quantizes `x`, with one scale per `block_size` values along `axis`. The last block may be shorter.
 
     With `block_size=None` there is one scale per slice along `axis` (per channel), with `axis=None` one scale for x.
-    `double_quant` also quantizes the scales, in groups of up to 256 blocks, or up to this number (of mxfp4 they always
-    have 8 bits). With a `key`, or a 32-bit seed per block (`seeds`), values are rounded stochastically.
+    `double_quant` also quantizes the scales, in groups of up to 256 blocks, or `double_quant` blocks if it is a
+    number; mxfp4 always has 8-bit scales. With a `key`, or a 32-bit seed per block (`seeds`), rounding is stochastic.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes

@@ -199,9 +199,9 @@ def fit(
     """Search for the configs that fit a target such as `h100-80gb:8` (default: this machine's devices), fastest first.
 
     `source`: a config, a preset or a Hugging Face directory. `method`: one method of training, or several to compare,
-    separated by commas; without it, all methods are compared, except for a config. `allow`: words for the settings that
-    may change (`knobs.KNOBS` lists the settings of each). `compiles`: steps to compile at most. `progress` is called
-    with lines of text.
+    separated by commas; without it, all methods are compared if the source is a model. `allow`: words for the settings
+    that may change (`knobs.KNOBS` lists the settings of each word). `compiles`: the largest number of steps to compile.
+    `progress` is called with lines of text.
     """
     aim = compile_target(target)
     methods = [name.strip() for name in (options.get("method") or "").split(",")]

@@ -36,7 +36,7 @@ def dequant_matmul(
     `format`: nf4, fp4, mxfp4, int4 (two codes per byte along `inputs`, the first in the high bits, uint8) or int8.
     `scale` has a float32 for each `block_size` inputs of each output, or is `QuantizedScales`. Values are dequantized
     in float32 and rounded to the dtype of x; sums are in float32. Only x has a gradient, computed from the same codes.
-    `inputs`: by default that of x, or of the codes. `implementation`: a name in IMPLEMENTATIONS; None: chosen by
+    `inputs`: by default the size in x, or in the codes. `implementation`: a name in IMPLEMENTATIONS; None: chosen by
     `kernels.choice`.
     """
     transposed = Validator("dequant_matmul").flag("transposed", transposed)

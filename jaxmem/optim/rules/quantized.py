@@ -97,8 +97,8 @@ def quantized(
 
 @transformation(AdamW8bitSettings)
 def scale_by_adam8bit(settings: AdamW8bitSettings, spec: ParameterSpec) -> MatrixRule:
-    """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: `triton` for a fused update on GPUs,
-    `auto` where all blocks are complete.
+    """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: `triton`, a fused update on GPUs;
+    `auto`, the same for arrays whose blocks are all complete; `none`, plain JAX.
 
     >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).leaves["w"]
     >>> state["m"].value.nbytes, state["v"].value.nbytes
