@@ -9,10 +9,10 @@ from jaxmem.lazy import lazy_names
 # Hugging Face directories in hf/names.py.
 FAMILIES: dict[str, Any] = {
     "decoder": ("jaxmem.models.decoder", "Decoder"),
-    "vit": ("jaxmem.models.vit", "Vit"),
-    "convnet": ("jaxmem.models.convnet", "Convnet"),
+    "vit": ("jaxmem.models.image_networks", "Vit"),
+    "convnet": ("jaxmem.models.image_networks", "Convnet"),
     "image_text": ("jaxmem.models.image_text", "ImageText"),
-    "mlp": ("jaxmem.models.mlp", "Mlp"),
+    "mlp": ("jaxmem.models.image_networks", "Mlp"),
 }
 __getattr__, __all__ = lazy_names(
     __name__,

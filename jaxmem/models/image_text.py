@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxmem.config import networks
 from jaxmem.models.decoder import Decoder
+from jaxmem.models.image_networks import Vit
 from jaxmem.models.layers import RowKeys, fetch, new_constant, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
-from jaxmem.models.vit import Vit
 
 START_TEMPERATURE = 0.07
 

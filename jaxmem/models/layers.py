@@ -86,6 +86,18 @@ class RMSNorm(nnx.Module):
         return recompute_from_inputs(norm, x, fetch(self.scale, jnp.float32))
 
 
+class LayerNorm(nnx.Module):
+    """(x - mean) / standard deviation * scale + bias, in float32."""
+
+    def __init__(self, size: int):
+        self.scale = new_constant(1.0, (size,), ("norm",))
+        self.bias = new_constant(0.0, (size,), ("norm",))
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
+        return recompute_from_inputs(partial(normalize, 1e-5), x, scale, bias)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def soft_cap(x: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
     """cap tanh(x / cap) (Gemma Team, arXiv:2408.00118). Saves its result for the backward pass."""

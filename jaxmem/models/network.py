@@ -1,5 +1,6 @@
 """Base classes of the networks of all families."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.models.chunking import Chunking
-from jaxmem.stack import StackOptions
+from jaxmem.models.layers import RowKeys, split_keys
+from jaxmem.stack import StackOptions, apply_stack
 
 # Statistics of the routers of mixtures of experts for each token; only the first has a gradient.
 STATISTICS = ("router_loss", "router_load", "router_entropy")
@@ -45,3 +47,16 @@ class Network(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError
+
+
+def apply_blocks(
+    blocks: Any,
+    x: Any,
+    keys: RowKeys | None,
+    layers: int,
+    options: StackOptions,
+    apply: Callable[[Any, Any, Any], Any] = lambda block, x, keys: block(x, keys),
+) -> Any:
+    """Applies a stack of layers without further inputs to `x`, each as `apply(block, x, dropout keys of the layer)`."""
+    layer_keys = None if keys is None else split_keys(keys, layers)
+    return apply_stack(blocks, lambda *inputs: (apply(*inputs[:3]), None), x, layer_keys, options=options)[0]

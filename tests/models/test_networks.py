@@ -11,7 +11,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from jaxmem.config import Convnet, Mlp, Vit
-from jaxmem.models import Execution, build, convnet
+from jaxmem.models import Execution, build, image_networks
 from jaxmem.sharding import make_rules
 from jaxmem.stack import StackOptions
 
@@ -233,7 +233,7 @@ def convolution_inputs():
 
 def test_convolution_and_its_gradients():
     x, w, g = convolution_inputs()
-    y, back = jax.vjp(jax.jit(convnet.convolve), x, w)
+    y, back = jax.vjp(jax.jit(image_networks.convolve), x, w)
     np.testing.assert_allclose(y, neighbours(x, w), atol=1e-5)
     dx, dw = back(jnp.asarray(g))
     # The product of a gradient and a direction is the change along it, and a convolution is linear in both.
@@ -243,7 +243,7 @@ def test_convolution_and_its_gradients():
         assert np.sum(dw * way_w) == pytest.approx(np.sum(g * neighbours(x, way_w)), rel=1e-5)
 
 
-WAYS = {"cpu": convnet._gradients_on_cpu, "cuda": convnet._gradients}
+WAYS = {"cpu": image_networks._gradients_on_cpu, "cuda": image_networks._gradients}
 
 
 def test_gradients_on_cpu_equal_those_of_jax():
@@ -259,7 +259,7 @@ def test_each_platform_has_its_own_gradients():
         return set(re.findall(r"dim_numbers = (\[.*?->\[.*?\])", lowered))
 
     def through(x, w, g):
-        return jax.vjp(convnet.convolve, x, w)[1](g)
+        return jax.vjp(image_networks.convolve, x, w)[1](g)
 
     for platform, way in WAYS.items():
         assert orders(platform, through) == orders(platform, way)

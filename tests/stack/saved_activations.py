@@ -36,7 +36,7 @@ def kinds() -> dict[str, Kind]:
     import jax.numpy as jnp
 
     from jaxmem.models import attention as attentions
-    from jaxmem.models import block, convnet, cross_entropy, layers, simple_networks
+    from jaxmem.models import block, cross_entropy, image_networks, layers
     from jaxmem.models.embedding import Embedding
     from jaxmem.models.linear import Linear
     from jaxmem.models.network import Execution
@@ -69,7 +69,7 @@ def kinds() -> dict[str, Kind]:
         "linear": Kind(linear, apply),
         "linear that does not learn": Kind(linear, apply, frozen=True),
         "RMS norm": Kind(lambda _: layers.RMSNorm(EMBED, 1e-5), apply),
-        "layer norm": Kind(lambda _: simple_networks.LayerNorm(EMBED), apply),
+        "layer norm": Kind(lambda _: layers.LayerNorm(EMBED), apply),
         "attention, blockwise": Kind(attention, lambda layer, x: layer(x)[0]),
         "gated MLP": Kind(lambda rngs: block.GatedMlp(rngs, EMBED, HIDDEN), apply),
         "MLP with GELU": Kind(lambda rngs: block.DenseMlp(rngs, EMBED, HIDDEN), apply),
@@ -79,7 +79,9 @@ def kinds() -> dict[str, Kind]:
         "embedding": Kind(lambda rngs: Embedding(rngs, VOCAB, EMBED), embedded),
         "logits and loss, whole": Kind(head, whole),
         "logits and loss, in slices": Kind(head, sliced),
-        "convolution": Kind(lambda rngs: convnet.Convolution(rngs, EMBED, EMBED, ("mlp", "embed")), apply, image=True),
+        "convolution": Kind(
+            lambda rngs: image_networks.Convolution(rngs, EMBED, EMBED, ("mlp", "embed")), apply, image=True
+        ),
     }
 
 
