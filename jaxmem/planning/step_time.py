@@ -14,7 +14,7 @@ from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import layers_per_pass, passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH
-from jaxmem.step.attention_choice import context_traffic
+from jaxmem.step.kernel_choice import context_traffic
 from jaxmem.step.model import repeats_forward
 
 _EXPOSED = 0.3  # least share of the communication that is exposed

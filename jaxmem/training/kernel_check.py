@@ -29,7 +29,7 @@ from jaxmem.machine.devices import cudnn_remedy
 from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
-from jaxmem.step.attention_choice import attention_request
+from jaxmem.step.kernel_choice import attention_request
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates

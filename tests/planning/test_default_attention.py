@@ -11,8 +11,7 @@ from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import program
-from jaxmem.step.attention_choice import attention_choice
-from jaxmem.step.kernel_choice import resolved
+from jaxmem.step.kernel_choice import attention_choice, resolved
 from tests.planning.conftest import SMALL, config
 
 CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"
