@@ -80,7 +80,7 @@ def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice
 
 
 def _resolve(cfg: Config, setting: str, triton: Choice, plain: str, reason: str | None) -> Choice:
-    """The implementation that the config names. Otherwise `triton`, or `plain` if there is a `reason` against triton."""
+    """The implementation that the config names. Otherwise `triton`, or `plain` if there is a reason against it."""
     section, key = setting.split(".")
     named = getattr(getattr(cfg, section), key)
     if named != "auto":

@@ -5,18 +5,117 @@ IMPLEMENTATIONS; it raises ValueError for calls that it does not support. `tests
 all implementations.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
+from jaxtyping import Array, Float, UInt8
 
 from jaxmem.kernels.choice import Operation
-from jaxmem.kernels.validation import Validator
-
-from .arguments import FORMS, MatmulCall, QuantizedScales, check_arguments
+from jaxmem.kernels.codes import E2M1, FP4, NF4
+from jaxmem.kernels.validation import FLOATS, Validator, describe
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "sliced", "triton")}
+
+
+class QuantizedScales(NamedTuple):
+    """Quantized block scales (double quantization): block scale = value(code) * scale + mean, with the value of a
+    signed 8-bit dynamic code."""
+
+    codes: UInt8[Array, "blocks outputs"]
+    scale: Float[Array, "groups outputs"]  # one per group of blocks
+    mean: Float[Array, "1 1"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """An encoding of values from -1 to 1 (mxfp4: from -6 to 6)."""
+
+    bits: int
+    listed: tuple[float, ...] | None = None  # the value of each code; None: evenly spaced
+
+    @property
+    def together(self) -> int:
+        """Codes per byte: neighbours along `inputs`, the first in the high bits."""
+        return 8 // self.bits
+
+    @property
+    def steps(self) -> int:
+        """Steps from 0 to 1 of evenly spaced values."""
+        return 2 ** (self.bits - 1) - 1
+
+
+FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "mxfp4": Form(4, E2M1), "int4": Form(4), "int8": Form(8)}
+
+
+@dataclass(frozen=True)
+class MatmulCall:
+    """Compile-time properties of a call."""
+
+    form: Form
+    block: int  # inputs that share a scale
+    inputs: int
+    outputs: int
+
+    @property
+    def unit(self) -> int:
+        """Rows of codes that share a scale."""
+        return self.block // self.form.together
+
+
+def check_arguments(
+    x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Any, transposed: bool
+) -> tuple[jax.Array, jax.Array, Any, MatmulCall]:
+    """The arrays and the compile-time properties; ValueError names a wrong argument."""
+    checks = Validator("dequant_matmul")
+    known = isinstance(format_, str) and format_ in FORMS
+    checks.require(known, f"format is {describe(format_)}; it should be one of {', '.join(FORMS)}")
+    form = FORMS[format_]
+    last = "outputs" if transposed else "inputs"
+    x = checks.array("x", x, f"[..., {last}]", FLOATS)
+    codes = checks.array("codes", codes, "[inputs, outputs]")
+    wanted = "int8" if form.bits == 8 else "uint8"
+    checks.require(codes.dtype.name == wanted, f"codes is {codes.dtype}; codes of {format_} are {wanted}")
+    outputs = codes.shape[1]
+    if inputs is None:
+        inputs = codes.shape[0] * form.together if transposed else x.shape[-1]
+    inputs, block = checks.whole_number("inputs", inputs), checks.whole_number("block_size", block_size)
+    wide = outputs if transposed else inputs
+    checks.require(x.shape[-1] == wide, f"x has shape {x.shape}; its last dimension should be the {wide} {last}")
+    rows = -(-inputs // form.together)
+    checks.require(codes.shape[0] == rows, f"codes has {codes.shape[0]} rows; {inputs} inputs in {format_} need {rows}")
+    checks.require(block >= 1, f"block_size is {block}; it should be at least 1")
+    blocks = -(-inputs // block)
+    scale = _scale(checks, scale)
+    own = scale.codes if isinstance(scale, QuantizedScales) else scale
+    checks.require(
+        own.shape == (blocks, outputs),
+        f"scale has shape {own.shape}; {inputs} inputs in blocks of {block} need {(blocks, outputs)}",
+    )
+    if isinstance(scale, QuantizedScales):
+        checks.require(
+            scale.scale.shape[1:] == (outputs,) and scale.scale.size > 0 and scale.mean.shape == (1, 1),
+            f"scale has groups of shape {scale.scale.shape} and a mean of {scale.mean.shape}; they should be"
+            f" [groups, {outputs}] and [1, 1]",
+        )
+    if blocks == 1:  # the size of a single block beyond the inputs has no effect; a small size fits in 32 bits
+        block = min(block, max(2, 1 << (inputs - 1).bit_length()))
+    return x, codes, scale, MatmulCall(form, block, inputs, outputs)
+
+
+def _scale(checks: Validator, scale: Any) -> Any:
+    if not isinstance(scale, QuantizedScales):
+        array = isinstance(scale, jax.Array | np.ndarray)
+        checks.require(array, f"scale is {describe(scale)}; it should be an array or QuantizedScales")
+        return checks.array("scale", scale, None, ("float32",))
+    return QuantizedScales(
+        checks.array("scale.codes", scale.codes, None, ("uint8",)),
+        checks.array("scale.scale", scale.scale, None, ("float32",)),
+        checks.array("scale.mean", scale.mean, None, ("float32",)),
+    )
 
 
 def dequant_matmul(
@@ -56,18 +155,32 @@ def _product(module: Any, call: MatmulCall, transposed: bool, x: jax.Array, code
     return (module.of_activations if transposed else module.multiply)(call, x, codes, scale)
 
 
-def _forward(
-    module: Any, call: MatmulCall, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any
-) -> tuple[jax.Array, Any]:
-    return _product(module, call, transposed, x, codes, scale), (codes, scale)
+_product.defvjp(
+    lambda *arguments: (_product(*arguments), arguments[-2:]),
+    lambda module, call, transposed, saved, g: (_product(module, call, not transposed, g, *saved), None, None),
+)
 
 
-def _backward(
-    module: Any, call: MatmulCall, transposed: bool, saved: Any, g: jax.Array
-) -> tuple[jax.Array, None, None]:
-    return _product(module, call, not transposed, g, *saved), None, None
+class MatmulShape(NamedTuple):
+    tokens: int
+    inputs: int
+    outputs: int
+    format: str = "nf4"
+    block: int = 64
+    double: bool = True
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matmul, or of its gradient with respect to x."""
+        return 2 * self.tokens * self.inputs * self.outputs
 
 
-_product.defvjp(_forward, _backward)
-
-__all__ = ["FORMS", "IMPLEMENTATIONS", "MatmulCall", "QuantizedScales", "dequant_matmul"]
+MATMUL_SHAPES = {
+    "llama3-8b up": MatmulShape(512, 4096, 14336),
+    "llama3-8b down": MatmulShape(512, 14336, 4096),
+    "llama3-8b up, long": MatmulShape(8192, 4096, 14336),
+    "llama3-8b one token": MatmulShape(1, 4096, 14336),
+    "llama3-70b up": MatmulShape(2048, 8192, 28672),
+    "qwen2.5-7b int4": MatmulShape(2048, 3584, 18944, "int4", double=False),
+    "llama2-7b int8": MatmulShape(2048, 4096, 11008, "int8", 256, double=False),
+}

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.kernels.codes import dynamic_code
 
-from .arguments import MatmulCall, QuantizedScales
+from . import MatmulCall, QuantizedScales
 
 
 def multiply(

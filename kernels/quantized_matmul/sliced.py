@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .arguments import MatmulCall, QuantizedScales
+from . import MatmulCall, QuantizedScales
 from .reference import block_scales, decoded
 
 SLICE = 1 << 23  # elements of a slice

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jaxmem.kernels.launch import block_size
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
-from .arguments import MatmulCall, QuantizedScales
+from . import MatmulCall, QuantizedScales
 
 PROGRAMS = "jaxmem.kernels.quantized_matmul.triton_programs"
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmem.kernels.codes import dynamic_code
 from jaxmem.kernels.draws import uniform
 
-from .arguments import Adam, Moments8, ScaleBlocks, blocked, lines
+from . import Adam, Moments8, ScaleBlocks, blocked, lines
 
 STEPS = 127  # quantization steps of int8 from 0 to 1
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxmem.kernels.launch import next_power_of_2
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
-from .arguments import Adam, Moments8, ScaleBlocks, blocked, lines
+from . import Adam, Moments8, ScaleBlocks, blocked, lines
 
 PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxmem.kernels import QuantizedScales, dequant_matmul
-from jaxmem.kernels.quantized_matmul import FORMS, IMPLEMENTATIONS, MatmulCall, sliced, triton
-from jaxmem.kernels.quantized_matmul.arguments import MATMUL_SHAPES
+from jaxmem.kernels.quantized_matmul import FORMS, IMPLEMENTATIONS, MATMUL_SHAPES, MatmulCall, sliced, triton
 from jaxmem.quant import QTensor, quantize
 
 # name: (tokens, inputs, outputs), format, block, double, dtype. Between them: several tiles along each dimension, ends

@@ -16,9 +16,9 @@ from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTIONS
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.kernels.fused_attention.arguments import ATTENTION_SHAPES, AttentionShape, check_arguments
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
-from jaxmem.kernels.quantized_matmul.arguments import MATMUL_SHAPES, MatmulShape
+from jaxmem.kernels.quantized_matmul import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
-from jaxmem.kernels.quantized_update.arguments import UPDATE_SHAPES, UpdateShape
+from jaxmem.kernels.quantized_update import UPDATE_SHAPES, UpdateShape
 from jaxmem.lab import sliding_max as windows
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 from jaxmem.quant import QTensor, quantize
