@@ -7,9 +7,13 @@ times the sum over experts of (choices per token) x (mean probability), as in tr
 and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer. A shared expert (Dai et
 al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 
-`mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts.
+`mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts. Frozen experts in
+host memory (`memory.expert_groups`) are computed in equal groups, one after the other, while the weights of the next
+group are copied to the device, which thus stores two groups and not two layers. Each group is copied once in the
+forward pass and once in the backward pass, which also recomputes it.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +27,6 @@ from jaxtyping import Array, Float, Int
 from jaxmem.config import networks
 from jaxmem.config.recompute import MATMUL
 from jaxmem.models.block import GatedMlp
-from jaxmem.models.expert_groups import map_expert_groups
 from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.models.linear import Linear
 from jaxmem.models.mixture import Mixture
@@ -165,3 +168,82 @@ def _of_top_groups(cfg: networks.Experts, x: Float[Array, "batch time experts"])
     chosen = jax.lax.top_k(jnp.max(grouped, axis=-1), cfg.top_groups)[1]
     is_chosen = jnp.any(jax.nn.one_hot(chosen, cfg.groups, dtype=bool), axis=-2)
     return jnp.where(is_chosen[..., None], grouped, jnp.zeros_like(grouped)).reshape(x.shape)
+
+
+# (trainable and frozen weights of a group, x, choices, counted from its first expert, and shares) -> result
+Run = Callable[[Tree, Tree, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def map_expert_groups(
+    run: Run, groups: int, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array
+) -> jax.Array:
+    """The sum of `run` over groups of the experts. Weights are [experts, ...], on the device or streamed. Gradients
+    exist for `trainable`, `x` and `shares`."""
+    weights = _Groups(groups, trainable, frozen, x.dtype)
+
+    def step(group: jax.Array | int, own: Tree, y: jax.Array) -> jax.Array:
+        new = run(weights.trainable_of(group), own, x, weights.within(choices, group), shares)
+        return y + new.astype(jnp.float32)
+
+    return weights.each(step, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+
+
+def _groups_backward(run: Run, groups: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    trainable, frozen, x, choices, shares = saved
+    weights = _Groups(groups, trainable, frozen, x.dtype)
+
+    def step(group: jax.Array | int, own: Tree, gradients: tuple[Tree, jax.Array, jax.Array]) -> tuple[Any, ...]:
+        chosen = weights.within(choices, group)
+
+        def result(trainable: Tree, x: jax.Array, shares: jax.Array) -> jax.Array:
+            return run(trainable, own, x, chosen, shares)
+
+        def write(all_groups: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(all_groups, new, group * new.shape[0], 0)
+
+        of_trainable, of_x, of_shares = gradients
+        new, dx, dshares = jax.vjp(result, weights.trainable_of(group), x, shares)[1](g)
+        return jax.tree.map(write, of_trainable, new), of_x + dx.astype(jnp.float32), of_shares + dshares
+
+    begin = jax.tree.map(jnp.zeros_like, trainable), jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(shares)
+    of_trainable, of_x, of_shares = weights.each(step, begin)
+    return of_trainable, None, of_x.astype(x.dtype), None, of_shares
+
+
+map_expert_groups.defvjp(lambda run, groups, *saved: (map_expert_groups(run, groups, *saved), saved), _groups_backward)
+
+
+class _Groups:
+    def __init__(self, groups: int, trainable: Tree, frozen: Tree, dtype: Any):
+        self._groups, self._trainable, self._frozen, self._dtype = groups, trainable, frozen, dtype
+        self._size = jax.tree.leaves((trainable, frozen), is_leaf=is_streamed)[0].shape[0] // groups
+
+    def within(self, choices: jax.Array, group: jax.Array | int) -> jax.Array:
+        return choices - jnp.asarray(group * self._size, choices.dtype)
+
+    def trainable_of(self, group: jax.Array | int) -> Tree:
+        return jax.tree.map(lambda x: self._slice(x, group), self._trainable)
+
+    def each(self, step: Callable[[Any, Tree, Any], Any], carry: Any) -> Any:
+        """Applies `step(group, frozen weights, carry)` to each group."""
+
+        def next_group(group: jax.Array, state: tuple[Any, Tree]) -> tuple[Any, Tree]:
+            following = self._fetch(group + 1)
+            return step(group, state[1], state[0]), following
+
+        # The last group is not in the loop, which would copy one group too many.
+        carry, last = jax.lax.fori_loop(0, self._groups - 1, next_group, (carry, self._fetch(0)))
+        return step(self._groups - 1, last, carry)
+
+    def _fetch(self, group: jax.Array | int) -> Tree:
+        def weight(w: Any) -> Any:
+            w = jax.tree.map(lambda x: self._slice(x, group), w, is_leaf=is_streamed)
+            return w if isinstance(w, QTensor) else w.astype(self._dtype)
+
+        return jax.tree.map(weight, self._frozen, is_leaf=lambda w: isinstance(w, QTensor) or is_streamed(w))
+
+    def _slice(self, x: Any, group: jax.Array | int) -> jax.Array:
+        if is_streamed(x):
+            return x.group(group)
+        return jax.lax.dynamic_slice_in_dim(x, group * self._size, self._size)
