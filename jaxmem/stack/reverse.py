@@ -185,9 +185,8 @@ def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], m
     y, _, slots = first_pass(applied, plan)
 
     def residuals(layer: jax.Array, weights: Any, slots: Any) -> tuple[Any, Any]:
-        begin, end, slot = (jnp.asarray(x, jnp.int32)[layer] for x in (plan.begin, plan.end, plan.at))
-        slots = recompute(replace(applied, weights=weights), plan, slots, begin, end)
-        return applied.load(take_layer(slots, slot)), slots
+        slots = recompute(replace(applied, weights=weights), slots, layer)
+        return applied.load(take_layer(slots, jnp.asarray(plan.at, jnp.int32)[layer])), slots
 
     of_layer = LayerDerivative(applied.run, at)
     return ForwardPass(applied, y, micro, at, residuals, lambda: slots, of_layer.recomputed)

@@ -59,17 +59,22 @@ def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, in
     return x, carried, outputs
 
 
-def recompute(call: StackCall, plan: Schedule, slots: Any, begin: jax.Array, end: jax.Array) -> Any:
-    """The slots after the layers `plan.again[begin:end]` have been recomputed."""
-    if not plan.again:
+def recompute(
+    call: StackCall, slots: Any, layer: jax.Array, first: Any = 0, read: Callable[[jax.Array], Any] | None = None
+) -> Any:
+    """The slots after the recomputation that the plan has before the backward pass of a layer. `first`: the first of
+    these slots. `read`: layer -> its weights and its input; None: from the stack."""
+    plan = call.plan
+    if plan is None or not plan.again:
         return slots
     steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
+    begin, end = (jnp.asarray(x, jnp.int32)[layer] for x in (plan.begin, plan.end))
 
     def again(i: jax.Array, slots: Any) -> Any:
         layer, source, target = steps[i]
-        weights, one = take_layer(call.weights, layer), take_layer(call.inputs, layer)
-        x, _ = call.run(weights, call.load(take_layer(slots, source)), one, call.shared)
-        return put_layer(slots, target, call.save(x))
+        weights, one = take_layer((call.weights, call.inputs), layer) if read is None else read(layer)
+        x, _ = call.run(weights, call.load(take_layer(slots, first + source)), one, call.shared)
+        return put_layer(slots, first + target, call.save(x))
 
     with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
         return jax.lax.fori_loop(begin, end, again, slots)
@@ -101,8 +106,8 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
 
         def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
             slots, ahead, fetched, g, of_shared, results = carry
-            layer, at, begin, end, of_output = one
-            slots = recompute(saved_call, plan, slots, begin, end)
+            layer, at, of_output = one
+            slots = recompute(saved_call, slots, layer)
             x = ahead if plan.saves_all else call.load(take_layer(slots, at))
             # The previous layer is copied while this layer computes.
             ahead = call.load(take_layer(slots, jnp.maximum(at - 1, 0))) if plan.saves_all else None
@@ -116,8 +121,7 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
             return (slots, ahead, following, g, of_shared, results), (of_weights, of_input)
 
         zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
-        layers = range(call.layers)
-        each = [jnp.asarray(values, jnp.int32) for values in (layers, plan.at, plan.begin, plan.end)]
+        each = [jnp.asarray(values, jnp.int32) for values in (range(call.layers), plan.at)]
         ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
         results = jax.tree.map(lambda w: w.argument, hooks, is_leaf=is_in_place)
         carry = (slots, ahead, fetch_layer(weights, last), gradients[0], zeros, results)

@@ -7,6 +7,7 @@ last micro-batch a `Visitor` may update the weights of the layer: no later opera
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zer
 from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.cuts import StackCall
 from jaxmem.stack.reverse import LayerDerivative, Visitor
-from jaxmem.stack.scheduled import fetch_layer
+from jaxmem.stack.scheduled import fetch_layer, recompute
 from jaxmem.stack.split_backward import SplitBackward
 from jaxmem.stack.stages import Pipeline
 from jaxmem.stack.timetable import Timetable
@@ -105,7 +106,8 @@ class StageLayers:
                 saved = call.load(take_layer(ring, slot * group + place))
                 derivative = self._derivative.from_saved(*known, saved)
             else:
-                ring = self._recompute(own, place, turn, slot, ring)
+                read = partial(self._weights_and_input, own, turn)
+                ring = recompute(own, ring, place, slot * plan.slots, read)
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
             if split is not None:
@@ -191,8 +193,8 @@ class StageLayers:
         """Arguments of a layer: weights, x, its input, shared inputs."""
         zero = jnp.int32(0)
         call = self._call
-        weights = self._weights(call, zero, zero, self._fetch(call, zero, zero))
-        return weights, self._x, self._input(call, zero, zero), call.shared
+        weights, one = self._weights_and_input(call, zero, zero)
+        return weights, self._x, one, call.shared
 
     # ------------------------------------------------------------------ one layer
 
@@ -211,29 +213,14 @@ class StageLayers:
         """The weights of a layer that are in host memory."""
         return fetch_layer(call.weights, self._place(place, turn))
 
+    def _weights_and_input(self, call: StackCall, turn: jax.Array, place: jax.Array) -> tuple[Tree, Any]:
+        fetched = self._fetch(call, place, turn)
+        return self._weights(call, place, turn, fetched), self._input(call, place, turn)
+
     def _known(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> tuple[Tree, Tree, Any, Any]:
         """The arrays of a layer that are not saved: to differentiate with respect to, weights, inputs."""
         weights = self._weights(call, place, turn, fetched)
         return self._layers.at(weights), weights, self._input(call, place, turn), call.shared
-
-    def _recompute(self, call: StackCall, place: jax.Array, turn: jax.Array, slot: jax.Array, ring: Tree) -> Tree:
-        """The ring, after the recomputation that the plan has before the backward pass of a layer."""
-        plan = call.plan
-        assert plan is not None
-        if not plan.again:
-            return ring
-        steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
-        begin, end = (jnp.asarray(x, jnp.int32)[place] for x in (plan.begin, plan.end))
-
-        def again(i: jax.Array, ring: Tree) -> Tree:
-            layer, source, target = steps[i]
-            weights = self._weights(call, layer, turn, self._fetch(call, layer, turn))
-            x = call.load(take_layer(ring, slot * plan.slots + source))
-            y, _ = call.run(weights, x, self._input(call, layer, turn), call.shared)
-            return put_layer(ring, slot * plan.slots + target, call.save(y))
-
-        with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
-            return jax.lax.fori_loop(begin, end, again, ring)
 
 
 def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
