@@ -3,7 +3,7 @@
 The weights of all layers are stacked, so that a layer is compiled once for any number of layers.
 
     apply.py         one layer after the other
-    pipeline.py      over pipeline stages; pipeline_schedules.py has the schedules, stage_layers.py the work of a stage
+    pipeline.py      over pipeline stages; timetable.py has the schedules, stage_layers.py the work of a stage
     remat.py         activation checkpointing; schedule.py and scheduled.py also recompute the inputs of layers
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
     cuts.py          replacing the computation of a stack within a network

@@ -1,6 +1,6 @@
 """A stack of layers over the mesh axis `stage`: micro-batches pass through the stages one after the other.
 
-`run` executes a schedule (`pipeline_schedules.py`): a loop over ticks inside of a `jax.shard_map` over the stages, in
+`run` executes a schedule (`timetable.py`): a loop over ticks inside of a `jax.shard_map` over the stages, in
 which each stage takes the branch of its operation, and then sends activations to the next stage and their gradients to
 the previous one by a collective-permute. The other mesh axes are automatic: a stage's layers communicate over them as
 without a pipeline. They may do so inside a branch, since all devices of a stage take the same branch.

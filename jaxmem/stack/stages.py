@@ -1,4 +1,4 @@
-"""How a stack of layers is divided into pipeline stages. `pipeline_schedules.py` has the schedules."""
+"""How a stack of layers is divided into pipeline stages. `timetable.py` has the schedules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ class Pipeline:
     @property
     def timetable(self) -> Any:
         """The `Timetable` of the schedule."""
-        from jaxmem.stack.pipeline_schedules import timetable
+        from jaxmem.stack.timetable import timetable
 
         return timetable(self.schedule, self.stages, self.micro_batches, self.rounds)
 

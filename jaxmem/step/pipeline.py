@@ -24,10 +24,9 @@ from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, voc
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, Visitor, cut_by
 from jaxmem.stack.pipeline import AXIS, PipelineNetwork, Results, run
-from jaxmem.stack.pipeline_schedules import evaluation
 from jaxmem.stack.reverse import differentiable_weights
 from jaxmem.stack.stage_layers import Layers
-from jaxmem.stack.timetable import Timetable
+from jaxmem.stack.timetable import Timetable, evaluation
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.stack import Pipeline, StackOptions, apply_stack, stacked
-from jaxmem.stack.pipeline_schedules import evaluation, timetable
-from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check
+from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
 from tests.support.stages import arranged
 
 SHAPES = [  # layers, stages, micro-batches, rounds

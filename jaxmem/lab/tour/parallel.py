@@ -50,7 +50,7 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
 def _schedules() -> list[Ticks]:
     """Schedules of four stages and eight micro-batches."""
     from jaxmem.report.page import OPERATIONS
-    from jaxmem.stack.pipeline_schedules import Name, timetable
+    from jaxmem.stack.timetable import Name, timetable
 
     titles: dict[Name, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "zero bubble"}
     return [Ticks(title, timetable(name, 4, 8).rows(), OPERATIONS) for name, title in titles.items()]
