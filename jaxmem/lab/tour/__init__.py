@@ -1,12 +1,12 @@
-"""`jaxmem tour TOPIC` shows a technique with numbers. A stop of the tour is an entry of stops.yaml and a module of the
-same name, which is imported when the stop is visited."""
+"""`jaxmem tour TOPIC` shows a technique with numbers. A stop of the tour is an entry of stops.yaml, with its text, and
+a module of the same name, which is imported when the stop is visited and computes the numbers."""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,21 +22,22 @@ SIMULATED = 8  # the number of simulated devices, for stops that use them
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of a stop. `note`: definitions, and the result with its numbers; `panels`: the panels of the
-    figure."""
+    """The results of a stop. `facts`: the values that its note names; `panels`: the panels of the figure."""
 
     tables: Sequence[Table]
-    note: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
     panels: Sequence[Panel] = ()
 
 
 @dataclass(frozen=True)
 class Stop:
-    """An entry of stops.yaml. The docstring of its module explains the idea, and `measure(target)` returns Findings; if
-    the entry has no target, `measure` has no argument."""
+    """An entry of stops.yaml. `measure(target)` of its module returns Findings; if the entry has no target, `measure`
+    has no argument."""
 
     topic: str
     about: str
+    idea: str
+    note: str
     uses: Literal["compiler", "devices", "simulated"]
     config: Sequence[str]
     read: Sequence[str]
@@ -50,7 +51,7 @@ class Stop:
         start = time.perf_counter()
         module = importlib.import_module(f"jaxmem.lab.tour.{self.topic}")
         findings = module.measure(target or self.target) if self.target else module.measure()
-        return Visit(self, module.__doc__ or "", findings, time.perf_counter() - start)
+        return Visit(self, findings, time.perf_counter() - start)
 
     def _check(self, target: str) -> None:
         from jaxmem.planning.targets import parse_target
@@ -64,10 +65,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class Visit:
-    """A stop, the explanation of its idea, its findings, and the seconds that they took."""
+    """A stop, its findings, and the seconds that they took."""
 
     stop: Stop
-    explanation: str
     findings: Findings
     seconds: float
 
@@ -84,7 +84,7 @@ class Visit:
     def __rich_console__(self, *_: Any) -> RenderResult:
         yield from (Text(f"{paragraph}\n") for paragraph in self._paragraphs)
         yield from self.findings.tables
-        yield Text(self.findings.note)
+        yield Text(self.note)
         yield Text(f"Config: {', '.join(self.stop.config)}")
         yield Text(f"Read: {', '.join(self.stop.read)}")
 
@@ -94,14 +94,18 @@ class Visit:
         parts = [f"# {topic}: {self.stop.about}", f"Made by `jaxmem tour {topic}`.", *self._paragraphs]
         parts += [table.markdown() for table in self.findings.tables]
         parts += [f"![{topic}]({picture.name})"] if picture else []
-        parts.append(self.findings.note)
+        parts.append(self.note)
         parts.append(f"Config: {', '.join(f'`{setting}`' for setting in self.stop.config)}")
         parts.append(f"Read: {', '.join(f'[{file}](../../{file})' for file in self.stop.read)}")
         return "\n\n".join(parts) + "\n"
 
     @property
     def _paragraphs(self) -> Iterator[str]:
-        return (" ".join(paragraph.split()) for paragraph in self.explanation.split("\n\n"))
+        return (" ".join(paragraph.split()) for paragraph in self.stop.idea.split("\n\n"))
+
+    @property
+    def note(self) -> str:
+        return self.stop.note.format(**self.findings.facts)
 
 
 _ENTRIES = yaml.safe_load(Path(__file__).with_name("stops.yaml").read_text(encoding="utf-8"))

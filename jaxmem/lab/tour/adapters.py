@@ -1,8 +1,4 @@
-"""Parameter-efficient fine-tuning: the memory that it saves, and its losses.
-
-A small decoder is pretrained on the source text of the Python standard library, then fine-tuned to answer questions
-about it, with all of its weights, a few of them, or a few new ones. A frozen weight has no gradient and no optimizer
-state, and the backward pass ends at the first trainable weight."""
+"""Each kind, from the same weights and with the same number of updates; then a random subset of the weights."""
 
 import json
 import tempfile
@@ -32,16 +28,13 @@ STEPS = 60  # of each fine-tuning run
 
 
 def measure() -> Findings:
-    """Each kind, from the same weights and with the same number of updates; then a random subset of the weights."""
     before, rows = _fine_tune()
     kinds = Table("A decoder pretrained on source text is fine-tuned to answer", rows)
     subsets = Table("A random subset of the weights, on digits with permuted pixels", list(compare_subsets()))
     buffers = {row["trainable"]: row["temporary buffers, MiB"] for row in subsets.rows}
     return Findings(
         [kinds, subsets],
-        f"Loss: nats per byte of held-out answers, {before:.2f} before fine-tuning. A random subset with as many"
-        f" parameters as the low-rank adapter needs {buffers['random subset'] / buffers['all weights']:.1f} times the"
-        " temporary buffers of training all weights, because gradients are computed for complete matrices.",
+        {"before": before, "times": buffers["random subset"] / buffers["all weights"]},
         [
             Bars(kinds, ("state, MiB", "gradients, activations, MiB"), "Memory of a step besides the weights, MiB"),
             Bars(kinds, ("loss",), "Held-out loss, nats per byte"),

@@ -1,9 +1,4 @@
-"""Attention without the score matrix: memory and time by sequence length, and the numerical error.
-
-With T queries and T keys each head has T x T scores, which softmax and gradient need. Fused attention computes them
-block by block with a running maximum and sum, so only one block exists at a time; the backward pass recomputes it from
-q, k and one number per row (Dao, arXiv:2307.08691). The maximum of each row is subtracted before the exponential, which
-prevents overflow; the output of a row without visible keys is zero."""
+"""Memory compiled for a GPU, times on this machine, and errors relative to float64."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +23,6 @@ CASES = ("usual scores", "scores up to 1e4", "half the rows without keys")
 
 
 def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = HERE) -> Findings:
-    """Memory compiled for a GPU, times on this machine, and errors relative to float64."""
     compiled = Table(
         f"Temporary buffers of attention and its gradients on {target}, MiB",
         [{"tokens": length, **_temporaries(target, length)} for length in lengths],
@@ -47,10 +41,7 @@ def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] =
             timed,
             Table("Largest error of output and gradients against float64, relative to the largest value", errors),
         ],
-        f"Compiled: {HEADS} heads of {DIM} with {KV_HEADS} KV heads, in bfloat16; run here: 4 heads of 32 in float32."
-        f" From {lengths[0]:,} to {lengths[-1]:,} tokens the buffers of the reference grow {growth['reference']:.0f}"
-        f" times, with the square of the length; those of the fused kernel {growth[FUSED]:.0f} times, with the length."
-        f" A textbook softmax fails in {broken} of {len(CASES)} cases, by overflow and by 0 / 0.",
+        {"shortest": lengths[0], "longest": lengths[-1], "growth": growth, "broken": broken},
         [
             LinePlot.of(compiled, "tokens", "MiB", IMPLEMENTATIONS, "xy"),
             LinePlot.of(timed, "tokens", "ms", names, "xy"),

@@ -1,10 +1,4 @@
-"""Activation checkpointing: the activations that N layers save under each policy, and the layers that they recompute.
-
-The backward pass of a layer needs the activations of its forward pass. Without recompute these are saved for all N
-layers. If only the inputs of the layers (boundaries) are saved, the memory is that of N boundaries and one layer, for
-one more forward pass. With about sqrt N or log N boundaries, or one, layers run more often. Boundaries can also be
-offloaded to host memory and copied back while other layers compute. (Chen et al., arXiv:1604.06174; Griewank and
-Walther, ACM TOMS 26(1), 2000.)"""
+"""Small layers, compiled for this CPU and run; then offloading, compiled for a GPU."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +43,6 @@ FORMULAS: dict[str, Callable[[int], float]] = {
 
 
 def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
-    """Small layers, compiled for this CPU and run; then offloading, compiled for a GPU."""
     found = {
         policy: {layers: backward(policy, layers, "cpu:1", SMALL, tokens=128) for layers in depths}
         for policy in POLICIES
@@ -75,12 +68,12 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
     cost = {name: [(row[memory], row["CPU time, ms"])] for name, row in by_policy.items()}
     return Findings(
         [small, Table(f"32 layers of llama3-8b on {target}, 8,192 tokens, frozen weights", hosted)],
-        "Boundaries: saved layer inputs, including the one in use. Recomputed: layers that run after the first forward"
-        " pass. Weights are frozen, so a step without recompute has two passes instead of three, and recompute adds a"
-        f" larger share than in training. With about 2 sqrt N boundaries {depths[-1]} layers need"
-        f" {none[memory] / root[memory]:.0f} times fewer bytes than with everything saved, for"
-        f" {root[arithmetic] - 1:.0%} more arithmetic; `constant` needs {constant[arithmetic]:.1f} times the"
-        " arithmetic. Overlapped: the share of the transfers that overlaps with computation.",
+        {
+            "depth": depths[-1],
+            "fewer": none[memory] / root[memory],
+            "more": root[arithmetic] - 1,
+            "constant": constant[arithmetic],
+        },
         [
             LinePlot("Memory of the backward pass", "layers", "MiB", sizes, "xy"),
             LinePlot(f"{depths[-1]} layers: memory and CPU time", "MiB", "ms", cost, "xy"),

@@ -1,10 +1,4 @@
-"""Mixtures of experts: more parameters for the same arithmetic per token, and the buffers of their layer.
-
-A router sends each token to k of E MLPs, the experts, so a token uses k / E of their parameters (Shazeer et al.,
-arXiv:1701.06538). A loss that is smallest if all experts receive equally many tokens keeps the router from using few of
-them. For the matmuls, tokens are sorted by expert. `jax.lax.ragged_dot` on GPUs writes an array of [experts, tokens,
-width]; in blocks of tokens of one expert, or with a kernel whose tiles belong to one expert each, buffers do not grow
-with the number of experts."""
+"""Three small decoders, trained; then the buffers of one layer of a large mixture, compiled."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +21,6 @@ IMPLEMENTATIONS = ("ragged_dot", "blockwise", "triton")
 
 
 def measure(target: str) -> Findings:
-    """Three small decoders, trained; then the buffers of one layer of a large mixture, compiled."""
     outcomes = train_all(dict.fromkeys(RUNS, BASE), RUNS)
     rows: list[Row] = [
         {
@@ -53,12 +46,7 @@ def measure(target: str) -> Findings:
     growth = {row["implementation"]: row[columns[COUNTS[1]]] / row[columns[COUNTS[0]]] for row in found}
     return Findings(
         [trained, buffers],
-        f"Loss: nats per byte. The mixture computes each token with as many parameters as the small dense decoder; its"
-        f" loss is {dense - mixture:.3f} lower. Largest load: the most tokens of an expert, relative to the mean."
-        f" Compiled: {TOKENS:,} tokens, a width of 2,048, experts of 768 hidden units, 8 per token (one layer of"
-        f" Qwen3-30B-A3B), bfloat16. From {COUNTS[0]} to {COUNTS[1]} experts the buffers of ragged_dot grow"
-        f" {growth['ragged_dot']:.1f} times, those of blockwise {growth['blockwise']:.1f} times, and those of"
-        f" triton {growth['triton']:.1f} times.",
+        {"lower": dense - mixture, "growth": growth},
         [
             Bars(trained, ("held-out loss",), "Held-out loss, nats per byte"),
             Bars(buffers, tuple(columns.values()), "Temporary buffers of a layer, MiB", grouped=True),

@@ -1,9 +1,4 @@
-"""From nothing to a fine-tuned model that answers, on a CPU and without a network.
-
-A small Llama is trained on the source text of the Python standard library and exported as a Hugging Face directory,
-which transformers opens if it is installed. QLoRA then teaches it one task: whether a name is that of a class, a method
-or a function. Its weights are frozen in 4 bits; the adapters have a twelfth of their number of parameters. Every step
-is also a command, as docs/finetune.md shows."""
+"""All steps, in the directory PLACE. If the directory exists already, it is renamed first."""
 
 import collections
 import importlib.util
@@ -35,7 +30,6 @@ PROMPT, NEW = "def ", 16  # the text that transformers continues, and the number
 
 
 def measure() -> Findings:
-    """All steps, in the directory PLACE. If the directory exists already, it is renamed first."""
     place, rows = Path(PLACE), []
     move_aside(place)
     start = time.process_time()
@@ -44,9 +38,7 @@ def measure() -> Findings:
         start = time.process_time()
     return Findings(
         [Table(f"A small model, fine-tuned, in {place}", rows)],
-        f"{place}/base continues a question like source text, {place}/merged answers it. The task is as small as the"
-        " model: the answer follows from the form of the name, which pretraining has seen in source text. The held-out"
-        f" questions are not in the fine-tuning data. Chat with it: jaxmem chat {place}/merged",
+        {"place": place},
         [
             LinePlot(f"{name}: training loss", "updates", "nats per token", {name: _losses(place / name)})
             for name in ("pretrained", "tuned")

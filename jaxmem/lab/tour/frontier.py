@@ -1,8 +1,4 @@
-"""The largest decoder that fits in memory, by method and hardware.
-
-Models grow in width and depth like Llama 3: the shapes between its published ones are interpolated. The formulas of
-`jaxmem fit` estimate the bytes of a step without compiling it. On one target two of the results are compiled, to show
-the error of the estimate."""
+"""The largest model for each target and method; for `target`, the models of the first and last method are compiled."""
 
 import bisect
 import itertools
@@ -59,8 +55,6 @@ BASE, METHODS = common.CONFIGS["frontier"]["base"], common.rows_of("frontier", "
 
 
 def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
-    """The largest model for each target and method; for `target`, the models of the first and the last method are
-    compiled."""
     own = parse_target(target)
     aims = [own, *(one for one in map(parse_target, targets) if one.name != own.name)]
 
@@ -83,10 +77,7 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
     first, last = (_parameters(*SHAPES[number]) / 1e9 for number in (0, -1))
     return Findings(
         [table, Table(f"On {own.name}, compiled", checked)],
-        "The vocabulary has 128,256 tokens. Weights, gradients and optimizer state are sharded over the GPUs; saved"
-        f" activations are not. An empty cell: the smallest model, {first:.1f} B, does not fit. The"
-        f" search ends at {last:,.0f} B, since no published dense model is larger than 540 B. The"
-        f" estimate of the two compiled models is at most {error:.1%} off.",
+        {"first": first, "last": last, "error": error},
         [LinePlot(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
 

@@ -1,9 +1,4 @@
-"""What XLA fuses: the bytes that the elementwise operations of a layer read and write, from compiled HLO.
-
-Operations that run one by one read their arguments from memory and write their results to memory. XLA fuses a chain of
-them into one kernel, whose intermediate results stay in registers; the minimum is to read each input and write each
-result once. XLA does not fuse the results of matmuls, so the loss and the MLP compute theirs in chunks, and the
-complete results never exist."""
+"""Chains compiled for a GPU, which need not be installed; then the memory that chunks save, predicted."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -30,17 +25,13 @@ MOVED = ("one by one, MB", "fused, MB", "minimum, MB")
 
 
 def measure(target: str) -> Findings:
-    """Chains compiled for a GPU, which need not be installed; then the memory that chunks save, predicted."""
     rows = list(chains(target_devices(parse_target(target), 8 * 2**30)[0]))
     moved = Table(f"{TOKENS:,} tokens of llama3-8b in bfloat16 on {target}: bytes moved", rows)
     chunked = [_chunked(name, overrides) for name, overrides in CHUNKS.items()]
     apart, fused, minimum = (sum(moved.column(name)) for name in MOVED)
     return Findings(
         [moved, Table(f"A step on {TOKENS:,} tokens, predicted", chunked)],
-        f"One by one these chains move {apart / 1e3:.1f} GB; fused by XLA {fused / 1e3:.1f} GB, {fused / minimum:.2f}"
-        " times the minimum. A norm reads a complete row before it writes the first number, so it reads more than once."
-        " Chunks of the vocabulary save activations at any length. Chunks of tokens in the MLP save activations only"
-        " for long sequences, because the weight gradients of the MLP are accumulated in float32.",
+        {"apart": apart / 1e3, "fused": fused / 1e3, "times": fused / minimum},
         [Bars(moved, MOVED, grouped=True)],
     )
 

@@ -1,13 +1,4 @@
-"""What limits the speed of a GPU: the bytes that it reads and writes, in two small problems and in a training step.
-
-The maximum over a sliding window is computed on a CPU by brute force, a heap and a monotonic deque, each with fewer
-operations than the previous one. On a GPU each thread computes one window, either directly from global memory
-("straight") or through shared memory ("shared"), which reads a hundredth of the bytes from global memory.
-
-A matmul of n x n matrices in tiles of t x t reads each number n / t times, 2 n^3 / t numbers in total. Tiles of twice
-the size halve this and need four times the shared memory; numbers of half the size also halve the bytes. The time of a
-kernel is at least that of its operations at the peak rate, and that of its bytes at the bandwidth of the memory (the
-roofline)."""
+"""Bytes and the least time that they need on a target; measured times are those of this machine."""
 
 import time
 from collections.abc import Iterator
@@ -45,7 +36,6 @@ BANKS = 32 * 4  # bytes per clock from a multiprocessor's shared memory
 
 
 def measure(target: str) -> Findings:
-    """Bytes and the least time that they need on a target; measured times are those of this machine."""
     aim = parse_target(target)
     gpu = aim.gpu
     assert gpu is not None  # checked by Stop.visit
@@ -72,10 +62,7 @@ def measure(target: str) -> Findings:
             matmuls,
             Table(f"A step of llama3-8b on 4,096 tokens, compiled for {gpu.name}", kernels),
         ],
-        "Bytes: read from and written to global memory; least time: that of these bytes; here: measured on this"
-        f" machine. {gpu.name} computes {ridge:,.0f} bfloat16 operations while it reads one byte. A training step"
-        f" spends {limited / sum(row['time, ms'] for row in kernels):.0%} of its estimated time in kernels with fewer"
-        " operations per byte, which are limited by memory.",
+        {"gpu": gpu.name, "ridge": ridge, "limited": limited / sum(row["time, ms"] for row in kernels)},
         [
             Bars(Table("Sliding maximum, here", timed), ("here, ms",)),
             LinePlot(f"Roofline of {gpu.name}", "operations per byte", "TFLOP/s", {**roof, **points}, "xy"),

@@ -1,9 +1,4 @@
-"""A model of 8 B parameters: the memory of a training step with one technique after the other.
-
-Each row is the training step, compiled for the target without a limit on memory, so that XLA recomputes nothing by
-itself. In the first table the settings of a row also hold for the following rows, unless one of them replaces them. The
-second table has alternatives to a row of the first. In the third, several GPUs train with AdamW in bfloat16. A row
-takes a few seconds on a CPU and needs no GPU."""
+"""The tables for a kind of GPU."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +27,6 @@ ROWS = tuple(Technique(**row) for row in common.CONFIGS["memory"]["rows"])
 
 
 def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
-    """The tables for a kind of GPU."""
     kind = common.require_gpus("memory", target, SEVERAL)
     overrides = dict(_overrides(rows))
     plans: dict[str, dict[str, Any]] = {}
@@ -52,9 +46,7 @@ def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] 
     first, last = (steps.rows[end][GIB] for end in (0, -1))
     return Findings(
         [steps, *(table(name, chosen) for name, chosen in others.items() if chosen)],
-        "Weights + gradients + state: bytes per parameter. A step also has activations, logits and temporary buffers."
-        " Predicted: computed from the config; compiled: allocated by XLA. Every row trains all weights: on"
-        f" one GPU the step shrinks from {first:.1f} GiB to {last:.1f}. The figure shows the first table.",
+        {"first": first, "last": last},
         [Bars(steps, (GIB,), f"All weights trained, {steps.title}: GiB, planned", limits=LIMITS)],
     )
 

@@ -1,9 +1,4 @@
-"""Ways to shard a model over devices: the memory and the communication of each device, and the exposed communication.
-
-Data parallelism replicates the model and shards the batch; ZeRO shards the optimizer state (1), the gradients (2) and
-the weights (3); tensor parallelism shards each matmul, context parallelism the sequence, and pipeline parallelism the
-layers. A parameter server is another form of data parallelism, in which all communication uses the link of one device.
-"""
+"""The layouts, compiled for eight GPUs; then one matmul sharded in two ways over simulated devices."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +16,6 @@ PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
 def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
-    """The layouts, compiled for eight GPUs; then one matmul sharded in two ways over simulated devices."""
     kind = common.require_gpus("parallel", target, GPUS)
     plans = common.plans(f"{kind}:{GPUS}", base, LAYOUTS)
     rows = [_row(base, name, plan) for name, plan in plans.items()]
@@ -39,10 +33,7 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
             Table(f"{common.title(base)} on {GPUS} x {kind}", rows),
             Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", list(sharded_matmuls())),
         ],
-        f"Per device and update of {base['batch']['global_size']} sequences. Exposed: the share of bytes that is sent"
-        " while nothing is computed. Idle: the share of the time in which a pipeline stage waits; one"
-        f" micro-batch is plain model parallelism. The link of a server carries {link / ring:.1f} times as many bytes"
-        " as each link in an all-reduce.",
+        {"sequences": base["batch"]["global_size"], "times": link / ring},
         [Bars(Table("Memory per device, GiB", memory), PARTS), *_schedules()],
     )
 

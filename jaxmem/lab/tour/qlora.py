@@ -1,8 +1,4 @@
-"""Adapters on frozen weights with fewer and fewer bits: the memory and the arithmetic of a step.
-
-A frozen weight has no gradient and no optimizer state, so it needs only the memory of its format: 2 bytes in bfloat16,
-4 bits and a share of the block's scale in nf4. Matrices are dequantized one at a time before their matmul, forward and
-backward: a few operations per weight, compared with two per weight and token. (Dettmers et al., arXiv:2305.14314.)"""
+"""A step for each format of the frozen weights, compiled for a GPU."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +13,6 @@ BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")
 
 
 def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides = BASES) -> Findings:
-    """A step for each format of the frozen weights, compiled for a GPU."""
     plans = common.plans(target, base, bases)
     table = Table(
         f"{common.title(base)} with adapters on {target}", [_row(base, one, bases[one], plans[one]) for one in bases]
@@ -27,10 +22,7 @@ def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides
     trainable = plans[small["stored as"]]["model"]["trainable"]
     return Findings(
         [table],
-        f"{trainable / 1e6:.1f} M parameters are trainable; 'trainable': their weights, gradients and AdamW state."
-        f" From '{first['stored as']}' to '{small['stored as']}', the frozen layers shrink"
-        f" {shrunk['frozen layers, GiB']:.1f} times and the step {shrunk['total, GiB']:.1f} times. The embedding and"
-        " output matrices are quantized too. FLOP: operations of matmuls, relative to the minimum for these adapters.",
+        {"trainable": trainable / 1e6, "first": first, "small": small, "shrunk": shrunk},
         [Bars(table, list(table.rows[0])[2:6], "Memory of a step, GiB")],
     )
 

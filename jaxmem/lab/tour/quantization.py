@@ -1,9 +1,4 @@
-"""Quantized weights: the size of 70 billion weights, the error of their values, and the accuracy of a trained model.
-
-A value is stored as a code of b bits, with a scale for all values, for those of a channel, or for a block of 64; affine
-codes also have a zero point. The levels of nf4 are the quantiles of a normal distribution (Dettmers et al.,
-arXiv:2305.14314), and double quantization stores the scales in 8 bits. The scales of blocks of k values need 32 / k
-bits per value, with double quantization 8 / k."""
+"""The bytes and errors of each scheme; then a small trained model with fewer and fewer bits."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +44,6 @@ SCHEMES: dict[str, Quantizer] = {
 
 
 def measure() -> Findings:
-    """The bytes and errors of each scheme; then a small trained model with fewer and fewer bits."""
     schemes = Table(f"Weights of {MODEL}; errors of normally distributed values", list(_schemes()), ("parameters",))
     networks = Table(
         "A network that is quantized after training: accuracy and loss on digits, with symmetric and affine codes",
@@ -63,10 +57,7 @@ def measure() -> Findings:
     curves = {name: [(row["bits"], row[name]) for row in even] for name in ("symmetric", "affine")}
     return Findings(
         [schemes, networks],
-        f"In nf4 with double quantization {rows['float32']['parameters'] / 1e9:.1f} B weights need"
-        f" {rows['nf4, double quantization']['all weights, GB']:.1f} GB. A scale per block reduces the error of int4"
-        f" from {rows['int4, one scale']['mean error']:.3f} to {rows['int4, blocks of 64']['mean error']:.3f}; each bit"
-        f" less doubles it. The network loses at most 1 % of its accuracy of {trained:.1%} down to {fewest} bits.",
+        {"billions": rows["float32"]["parameters"] / 1e9, "schemes": rows, "trained": trained, "fewest": fewest},
         [
             LinePlot("Mean error of normal numbers", "bits per weight, with scales", "error", points, "y"),
             LinePlot("Accuracy on held-out digits", "bits per weight, without scales", "accuracy", curves),

@@ -1,8 +1,4 @@
-"""One small run written three times: a loop of jax and optax, the library's parts in a loop of your own, and a config.
-
-The bare loop trains. With the library's parts the memory of the step is known before anything is allocated, and the
-same step runs on any mesh. The config adds the features of long runs: metrics in a file, checkpoints, bitwise exact
-restarts, evaluation, and one log for several processes."""
+"""The three runs on one device; then the config on eight devices, and stopped half-way and started again."""
 
 import contextlib
 import inspect
@@ -77,7 +73,6 @@ def by_config(cfg: Config, devices: Sequence[Any]) -> list[float]:
 
 
 def measure() -> Findings:
-    """The three runs on one device; then the config on eight devices, and stopped half-way and started again."""
     first, eight, steps = jax.devices()[:1], jax.devices()[:SIMULATED], BASE["train"]["steps"]
     with tempfile.TemporaryDirectory() as place:
 
@@ -115,7 +110,6 @@ def measure() -> Findings:
     series = {name: list(enumerate(losses)) for name, _, _, losses in runs}
     return Findings(
         [Table("One run, written in three ways", rows)],
-        f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest difference from the"
-        f' losses of the run "config"; 0 is bitwise equal. The directory of that run contains {", ".join(files)}.',
+        {"steps": steps, "images": BASE["batch"]["global_size"], "files": ", ".join(files)},
         [LinePlot("Training loss", "updates", "loss", series, "y")],
     )

@@ -48,6 +48,7 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
             assert layers == end or estimate(method, layers + 1, aim.count) > aim.memory
             sizes.append(layers)
         assert sizes == sorted(sizes)
+    assert "search ends at 1,028 B" in find_stop("frontier").note.format(**found.facts)
     assert [row["method"] for row in checked] == ["AdamW", "QLoRA"]
     assert largest[-1]["QLoRA"] == end
 

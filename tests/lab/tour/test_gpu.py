@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import find_stop, gpu
+from jaxmem.lab.tour import STOPS, find_stop, gpu
 from jaxmem.machine.gpus import GPUS
 
 DOCS = Path(__file__).parents[3] / "docs/tour/gpu.md"
@@ -42,7 +42,8 @@ def test_every_algorithm_is_counted_and_what_runs_here_is_timed():
 def test_what_limits_a_step():
     found = gpu.measure("h100-80gb")
     assert [row["limited by"] for row in found.tables[-1].rows] == ["arithmetic", "memory"]
-    assert "spends 25% of its estimated time in kernels with fewer operations per byte" in found.note
+    assert found.facts["limited"] == pytest.approx(0.25)
+    assert "spends 25% of its estimated time" in STOPS["gpu"].note.format(**found.facts)
 
 
 def test_the_nearer_a_memory_the_faster_and_the_smaller():

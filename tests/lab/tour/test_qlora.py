@@ -1,11 +1,11 @@
-"""The stop of adapters beside quantized weights: their bytes by leaf, and the note."""
+"""The stop of adapters on quantized weights: their bytes by leaf, and the note."""
 
 from typing import Any
 
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.lab.tour import common
+from jaxmem.lab.tour import STOPS, common
 from jaxmem.lab.tour.qlora import BASE, BASES, measure
 from jaxmem.planning.state import DeviceBytes, state_of
 from tests.planning.conftest import SMALL
@@ -40,4 +40,4 @@ def test_quantized_frozen_weights_take_less_and_nothing_else_does(monkeypatch: p
     # Weights, gradients and state of the adapters alone.
     assert bfloat16["trainable, GiB"] == nf4["trainable, GiB"] == double["trainable, GiB"] > 0
     assert bfloat16["total, GiB"] > nf4["total, GiB"] > double["total, GiB"]
-    assert "From 'bfloat16' to 'nf4, double quantization', the frozen layers shrink" in found.note
+    assert "From 'bfloat16' to 'nf4, double quantization'" in STOPS["qlora"].note.format(**found.facts)

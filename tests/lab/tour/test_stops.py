@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import string
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def test_no_such_stop(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_takes_long_says_so_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(precision, "measure", lambda: Findings([Table("All", [{"n": 1}])], ""))
+    monkeypatch.setattr(precision, "measure", lambda: Findings([Table("All", [{"n": 1}])]))
     code, out, err = jaxmem("tour", "precision", "--json", capsys=capsys)
     assert (code, err) == (0, "precision takes about a minute on two cores without a GPU.\n")
     assert json.loads(out)["stops"][0]["rows"] == [{"n": 1}]
@@ -60,6 +62,10 @@ def test_where_an_idea_is_turned_on_and_read(topic: str) -> None:
 def test_its_page_in_docs_is_what_it_makes(topic: str) -> None:
     page = (ROOT / f"docs/tour/{topic}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# {topic}: {STOPS[topic].about}\n\nMade by `jaxmem tour {topic}`.\n")
+    for paragraph in STOPS[topic].idea.split("\n\n"):
+        assert " ".join(paragraph.split()) in page
+    texts = [text for text, *_ in string.Formatter().parse(STOPS[topic].note)]
+    assert re.search(".+".join(map(re.escape, texts)), page)
     for picture in re.findall(r"!\[.*\]\((.*)\)", page):
         assert (ROOT / "docs/tour" / picture).is_file()
     assert f"[{topic}](tour/{topic}.md)" in (ROOT / "docs/tour.md").read_text(encoding="utf-8")
@@ -91,8 +97,9 @@ def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
     rows = [{"what": "1", "twice": "[x]", "size": 1.0}, {"what": "2", "twice": "[x]", "size": 2.0}]
     line = LinePlot("curve", "steps", "loss", {"long": [(x, 1.0) for x in range(30)], "point": [(1.0, 2.0)]}, "y")
     table = Table("Two rows", rows, ("size",))
-    found = Findings([table], "They grow.", [line, Bars(table, ("size",)), Bars(table, ("size",) * 2, grouped=True)])
-    visit = Visit(STOPS["memory"], "An idea, in\ntwo lines.\n\nAnd more.\n", found, 1.0)
+    found = Findings([table], {"times": 2.0}, [line, Bars(table, ("size",)), Bars(table, ("size",) * 2, grouped=True)])
+    stop = replace(STOPS["memory"], idea="An idea, in\ntwo lines.\n\nAnd more.\n", note="They grow {times:.1f} times.")
+    visit = Visit(stop, found, 1.0)
     assert visit.draw(tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 1000
     page = visit.markdown(tmp_path / "two.png")
@@ -101,6 +108,12 @@ def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
     )
     assert page.startswith(head + "Two rows\n\n| what | twice |\n")
     file = "jaxmem/planning/predict.py"
-    for part in ("| 2 | [x] |", "![two](two.png)", "They grow.", "`memory.update=during`", f"[{file}](../../{file})"):
+    for part in (
+        "| 2 | [x] |",
+        "![two](two.png)",
+        "They grow 2.0 times.",
+        "`memory.update=during`",
+        f"[{file}](../../{file})",
+    ):
         assert part in page.replace("![memory]", "![two]")
     assert visit.as_json()["rows"] == rows
