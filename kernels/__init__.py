@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "AdamHyperparameters": "quantized_update",
     "QuantizedScales": "quantized_matmul",
     "Moments8": "quantized_update",
     "adam8_update": "quantized_update",
@@ -15,7 +16,7 @@ _MODULES = {
     "dequant_matmul": "quantized_matmul",
     "int8_add": "quantized_update",
 }
-__all__ = ["Moments8", "QuantizedScales", "adam8_update", "attention", "dequant_matmul", "int8_add"]
+__all__ = sorted(_MODULES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -30,10 +30,12 @@ class Moments8(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adam:
-    beta1: float
-    beta2: float
-    epsilon: float
+class AdamHyperparameters:
+    """The decay rates of both moments, and the term that is added to the root of the second."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,7 @@ def adam8_update(
     state: Moments8,
     unbiased: ArrayLike,
     *,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-8,
+    adam: AdamHyperparameters = AdamHyperparameters(),
     axis: int = -1,
     block_size: int = 256,
     implementation: str | None = None,
@@ -109,7 +109,9 @@ def adam8_update(
     g, found, blocks = check_arguments(checks, "g", g, numbers, scales, axis, block_size)
     state, unbiased = Moments8(**found), checks.array("unbiased", unbiased, None, ("float32",))
     checks.require(unbiased.shape == (2,), f"unbiased has shape {unbiased.shape}; it should be (2,)")
-    adam = Adam(*(checks.number(name, x) for name, x in (("beta1", beta1), ("beta2", beta2), ("epsilon", epsilon))))
+    is_adam = isinstance(adam, AdamHyperparameters)
+    checks.require(is_adam, f"adam is {describe(adam)}; it should be AdamHyperparameters")
+    adam = AdamHyperparameters(*(checks.number(name, x) for name, x in vars(adam).items()))
     for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
         checks.require(0.0 <= beta < 1.0, f"{name} is {beta}; it should be in [0, 1)")
     checks.require(adam.epsilon >= 0.0, f"epsilon is {adam.epsilon}; it should not be negative")

@@ -12,13 +12,13 @@ import numpy as np
 from jaxmem.kernels.codes import dynamic_code
 from jaxmem.kernels.draws import uniform
 
-from . import Adam, Moments8, ScaleBlocks, blocked, lines
+from . import AdamHyperparameters, Moments8, ScaleBlocks, blocked, lines
 
 STEPS = 127  # quantization steps of int8 from 0 to 1
 
 
 def adam8(
-    adam: Adam, blocks: ScaleBlocks, g: jax.Array, state: Moments8, unbiased: jax.Array
+    adam: AdamHyperparameters, blocks: ScaleBlocks, g: jax.Array, state: Moments8, unbiased: jax.Array
 ) -> tuple[jax.Array, Moments8]:
     old_m, old_v = (
         _values(signed)[blocked(codes, blocks)] * _over_block(lines(scale, blocks), blocks)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxmem.kernels.launch import next_power_of_2
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
-from . import Adam, Moments8, ScaleBlocks, blocked, lines
+from . import AdamHyperparameters, Moments8, ScaleBlocks, blocked, lines
 
 PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 
@@ -46,7 +46,7 @@ class UpdateTiling:
 
 
 def adam8(
-    adam: Adam, blocks: ScaleBlocks, g: jax.Array, state: Moments8, unbiased: jax.Array
+    adam: AdamHyperparameters, blocks: ScaleBlocks, g: jax.Array, state: Moments8, unbiased: jax.Array
 ) -> tuple[jax.Array, Moments8]:
     # With a and b the direction is m / (a * sqrt(v) + b), with m in units of 1 - beta1 and v in units of 1 - beta2.
     root = jnp.sqrt((1 - adam.beta2) / unbiased[1])
@@ -73,7 +73,7 @@ def _run(
     like: jax.Array,
     outputs: list[jax.ShapeDtypeStruct],
     in_place: tuple[int, ...],
-    adam: Adam | None = None,
+    adam: AdamHyperparameters | None = None,
 ) -> list[jax.Array]:
     along_columns, columns = blocks.along == -1, like.shape[-1]
     padded = next_power_of_2(blocks.size)

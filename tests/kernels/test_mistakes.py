@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import (
+    AdamHyperparameters,
     Moments8,
     QuantizedScales,
     adam8_update,
@@ -40,7 +41,9 @@ def in_codes(x, codes, constants, scale, groups, mean, **options):
 
 
 def adam8(g, m, v, m_scale, v_scale, unbiased, **options):
-    return adam8_update(g, Moments8(m, v, m_scale, v_scale), unbiased, **options)
+    adam = {name: options.pop(name) for name in ("beta1", "beta2", "epsilon") if name in options}
+    state = Moments8(m, v, m_scale, v_scale)
+    return adam8_update(g, state, unbiased, adam=AdamHyperparameters(**adam), **options)
 
 
 Q = ((2, 8, 4, 8), "float16")

@@ -67,9 +67,7 @@ class FusedAdam8bit(Quantized):
         m, v, settings = state["m"], state["v"], self.rule.settings  # type: ignore[attr-defined]
         run = partial(
             kernels.adam8_update,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            epsilon=settings.epsilon,
+            adam=kernels.AdamHyperparameters(settings.beta1, settings.beta2, settings.epsilon),
             axis=m.axis,
             block_size=m.block_size,
             implementation="triton",
