@@ -89,15 +89,12 @@ def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path
 
 def explain(selection: BenchSelection) -> list[Row]:
     """For each operation and shape the implementation that is chosen on this device, and why."""
-    chosen = {
-        (operation, name): choice_for(operation, name)
-        for operation in ([selection.operation] if selection.operation else OPERATIONS)
-        for name in selection.shapes or check_selection(operation, selection).shapes
-    }
-    return [
-        {"operation": operation, "shape": name, "implementation": one.implementation, "why": one.why}
-        for (operation, name), one in chosen.items()
-    ]
+    rows = []
+    for operation in [selection.operation] if selection.operation else OPERATIONS:
+        for name in selection.shapes or check_selection(operation, selection).shapes:
+            one = choice_for(operation, name)
+            rows.append({"operation": operation, "shape": name, "implementation": one.implementation, "why": one.why})
+    return rows
 
 
 def device_row() -> Row:

@@ -20,7 +20,7 @@ from jaxmem.kernels.quantized_matmul import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import UPDATE_SHAPES, UpdateShape
 from jaxmem.lab import sliding_max as windows
-from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
+from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork, Run
 from jaxmem.quant import QTensor, quantize
 
 EXACT_POSITIONS = 1024  # largest number of positions that are compared with float64
@@ -133,14 +133,15 @@ def _dequant_matmul(shape: MatmulShape) -> BenchWork:
     return BenchWork((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s")
 
 
+def _calls(operation: Callable[..., Any], **options: Any) -> Run:
+    """A pass that calls an operation with these options."""
+    return lambda implementation, *arrays: operation(*arrays, implementation=implementation, **options)
+
+
 def _adam8(shape: UpdateShape) -> BenchWork:
     (g,) = _draws(shape.dims)
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
-
-    def run(implementation: str | None, g: Any, state: Any, unbiased: Any) -> Any:
-        options: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": implementation}
-        return adam8_update(g, state, unbiased, **options)
 
     def moments(state: Any) -> Any:
         """The dequantized moments. Their error is up to half a step of their codes, 0.7 % of the largest value."""
@@ -156,6 +157,7 @@ def _adam8(shape: UpdateShape) -> BenchWork:
         return result[0], *moments(result[1])
 
     arrays = (g, Moments8(m.codes, v.codes, m.scale, v.scale), jnp.asarray([0.19, 0.0975], jnp.float32))
+    run = _calls(adam8_update, axis=shape.along, block_size=shape.block)
     update = BenchPass(run, exact, shape.least_bytes / 1e9, read=dequantized, in_place=((1, 1),))
     return BenchWork(arrays, {"update": update}, "GB/s")
 
@@ -164,10 +166,6 @@ def _int8_add(shape: UpdateShape) -> BenchWork:
     """The update of int8 weights. With stochastic rounding the error is up to one step of the largest block."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
-
-    def run(implementation: str | None, codes: Any, scale: Any, update: Any, seeds: Any) -> Any:
-        options: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": implementation}
-        return int8_add(codes, scale, update, seeds, **options)
 
     def dequantized(result: Any) -> Any:
         codes, scale = result
@@ -179,6 +177,7 @@ def _int8_add(shape: UpdateShape) -> BenchWork:
 
     amount = shape.numbers * (4 + 12 / shape.block) / 1e9
     seeds = jax.random.bits(random_key(), q.scale.shape, jnp.uint32)
+    run = _calls(int8_add, axis=shape.along, block_size=shape.block)
     add = BenchPass(run, exact, amount, 2**-7, read=dequantized, in_place=((0, 0), (1, 1)))
     return BenchWork((q.codes, q.scale, update, seeds), {"update": add}, "GB/s")
 
@@ -186,13 +185,11 @@ def _int8_add(shape: UpdateShape) -> BenchWork:
 def _sliding_max(shape: windows.SlidingMaxShape) -> BenchWork:
     (x,) = _draws((shape.numbers,), dtype=jnp.float32)
 
-    def run(implementation: str | None, x: Any) -> Any:
-        return windows.sliding_max(x, shape.window, implementation=implementation)
-
     def exact(x: Any) -> Any:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
 
-    return BenchWork((x,), {"forward": BenchPass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
+    forward = BenchPass(_calls(windows.sliding_max, window=shape.window), exact, 2 * x.nbytes / 1e9, step=2**-24)
+    return BenchWork((x,), {"forward": forward}, "GB/s")
 
 
 def _small_blocks(shape: UpdateShape) -> UpdateShape:
