@@ -63,7 +63,7 @@ class ChatTemplate:
         return Rendered(**reply)
 
     def _request(self, request: dict[str, Any]) -> dict[str, Any]:
-        reply = _renderer().request({"source": self.source, **request})
+        reply = _reply_to({"source": self.source, **request})
         if reply is None:
             raise UserError(
                 f"{self._origin}: the chat template needs more than {SECONDS} s of processor time or "
@@ -74,52 +74,45 @@ class ChatTemplate:
         return reply
 
 
-class _Renderer:
-    """The process that renders. It is started at the first request, and again after it was ended."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        atexit.register(self.close)
-
-    def request(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The reply; None if the process was ended before it replied."""
-        line = json.dumps(request)
-        with self._lock:
-            process = self._process = self._process or _start_process()
-            assert process.stdin
-            assert process.stdout
-            try:
-                print(line, file=process.stdin, flush=True)
-                line = process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            if not line.endswith("\n"):
-                self.close()
-                return None
-            reply: dict[str, Any] = json.loads(line)
-            return reply
-
-    def close(self) -> None:
-        if (process := self._process) is not None:
-            self._process = None
-            process.kill()
-            process.communicate()
+_lock = threading.Lock()
 
 
-def _start_process() -> subprocess.Popen[str]:
+def _reply_to(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The reply of the process that renders; None if it was ended before it replied."""
+    line = json.dumps(request)
+    with _lock:
+        process = _process()
+        assert process.stdin
+        assert process.stdout
+        try:
+            print(line, file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line.endswith("\n"):
+            _process.cache_clear()  # the next request starts another process
+            _end(process)
+            return None
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+@cache
+def _process() -> subprocess.Popen[str]:
     program = Path(__file__).with_name("template_process.py")
-    return subprocess.Popen(  # noqa: S603, a module of this package
+    process = subprocess.Popen(  # noqa: S603, a module of this package
         [sys.executable, "-P", str(program), str(SECONDS), str(MEMORY)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    atexit.register(_end, process)
+    return process
 
 
-@cache
-def _renderer() -> _Renderer:
-    return _Renderer()
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:

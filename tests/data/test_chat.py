@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -179,15 +180,14 @@ def test_a_template_does_nothing_but_write(source: str) -> None:
 
 def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    renderer = chat_template._Renderer()
-    monkeypatch.setattr(chat_template, "_renderer", lambda: renderer)
+    monkeypatch.setattr(chat_template, "_process", cache(chat_template._process.__wrapped__))
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     with pytest.raises(UserError, match=r"here: the chat template needs more than 0.3 s of processor time"):
         template(loops).render(HI)
     with pytest.raises(TemplateError, match="the chat template fails: it needs more than 1024 MiB"):
         template("{{ messages[0].role * 2 ** 31 }}").render(HI)
     assert template(PLAIN).render(HI)
-    renderer.close()
+    chat_template._end(chat_template._process())
 
 
 def test_invalid_templates() -> None:

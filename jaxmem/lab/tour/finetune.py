@@ -1,4 +1,5 @@
-"""All steps, in the directory PLACE. If the directory exists already, it is renamed first."""
+"""A small model is pretrained, exported, fine-tuned and asked questions, in the directory PLACE. If it exists already,
+it is renamed first."""
 
 import collections
 import importlib.util

@@ -1,4 +1,4 @@
-"""The tables for a kind of GPU."""
+"""The bytes of a step with one technique after the other, compiled for a kind of GPU."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
