@@ -24,7 +24,7 @@ from jaxmem.lab.tour.table import Bars, Row, Table
 from jaxmem.models.losses import cross_entropy
 
 BASE, KINDS = CONFIGS["adapters"]["base"], rows_of("adapters", "kinds")
-STEPS = 60  # of each fine-tuning run
+STEPS = 60  # updates of each fine-tuning run
 
 
 def measure() -> Findings:

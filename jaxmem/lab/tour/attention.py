@@ -15,7 +15,7 @@ from jaxmem.planning.targets import parse_target, target_devices
 
 FUSED = "triton"  # the fused kernel among the implementations
 IMPLEMENTATIONS = ("reference", "blockwise", FUSED)
-HEADS, KV_HEADS, DIM = 32, 8, 128  # of llama3-8b
+HEADS, KV_HEADS, DIM = 32, 8, 128  # sizes of llama3-8b
 LENGTHS = (1024, 4096, 16384)
 HERE = (256, 512, 1024)  # tokens, with 4 heads of 32
 TEXTBOOK = "textbook: exp(x) / sum"

@@ -17,7 +17,7 @@ from jaxmem.planning.predict import estimate
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import moved_bytes
 
-TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # of llama3-8b
+TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # sizes of llama3-8b
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze")  # operations that copy nothing
 BASE, CHUNKS = common.CONFIGS["fusion"]["base"], common.rows_of("fusion", "chunks")

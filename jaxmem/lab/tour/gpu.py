@@ -31,7 +31,7 @@ PARTS = {
     "jaxmem/optim": "optimizer update",
 }
 MATMULS, ELEMENTWISE = "matmuls", "norms, activations, copies"
-REGISTERS = 65536 * 4  # bytes of a multiprocessor
+REGISTERS = 65536 * 4  # bytes of registers per multiprocessor
 BANKS = 32 * 4  # bytes per clock from a multiprocessor's shared memory
 
 
