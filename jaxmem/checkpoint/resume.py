@@ -54,7 +54,7 @@ def changed(
     return [
         f"{field} was {as_yaml(before.get(field))}, is {as_yaml(after.get(field))}"
         for field in {**before, **after}
-        if _among(field, fields) and not _among(field, without) and _value(before, field) != _value(after, field)
+        if _is_in(field, fields) and not _is_in(field, without) and _value(before, field) != _value(after, field)
     ]
 
 
@@ -75,7 +75,7 @@ def refuse_changes(
         )
 
 
-def _among(field: str, patterns: Sequence[str]) -> bool:
+def _is_in(field: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(field, pattern) or fnmatchcase(field, f"{pattern}.*") for pattern in patterns)
 
 

@@ -90,7 +90,7 @@ class DatasetFiles:
         cached = try_to_load_from_cache(self.repository, name, revision=self.commit, repo_type="dataset")
         if isinstance(cached, str):
             return Path(cached)
-        with _explained(self.repository, self.commit, f"data.path={self.path}", "dataset"):
+        with _explaining_errors(self.repository, self.commit, f"data.path={self.path}", "dataset"):
             return Path(
                 hf_hub_download(self.repository, name, revision=self.commit, repo_type="dataset", local_dir=directory)
             )
@@ -102,7 +102,7 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
     from huggingface_hub import HfApi
 
     repository, revision, _, patterns = _dataset(path, suffixes)
-    with _explained(repository, revision, f"data.path={path}", "dataset"):
+    with _explaining_errors(repository, revision, f"data.path={path}", "dataset"):
         info = HfApi().dataset_info(repository, revision=revision)
     every = (file.rfilename for file in info.siblings or ())
     return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, every, patterns))
@@ -143,7 +143,7 @@ def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequen
 def _fetch(repository: str, revision: str | None, patterns: list[str], what: str, kind: str = "model") -> str:
     from huggingface_hub import snapshot_download
 
-    with _explained(repository, revision, what, kind):
+    with _explaining_errors(repository, revision, what, kind):
         others = ["*/*"] if kind == "model" else None
         return snapshot_download(
             repository, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=others
@@ -151,7 +151,7 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
 
 
 @contextmanager
-def _explained(repository: str, revision: str | None, what: str, kind: str) -> Iterator[None]:
+def _explaining_errors(repository: str, revision: str | None, what: str, kind: str) -> Iterator[None]:
     """Errors of the hub as errors of the user. `what`: the setting that names the repository."""
     from huggingface_hub import constants as hub
     from huggingface_hub import errors

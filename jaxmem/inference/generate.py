@@ -109,7 +109,7 @@ class Generator:
             if read.cache is None:
                 read.cache = self._empty(rows, room_for(needed))
             elif needed > (room := capacity_of(read.cache)):  # room is doubled, so that few lengths are compiled
-                read.cache = self._wider(read.cache, room_for(max(needed, 2 * room)) - room)
+                read.cache = self._compiled_grow(read.cache, room_for(max(needed, 2 * room)) - room)
             for chunk in chunks:
                 self._step(read, chunk, self._chunk)
             token = self._step(read, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1])
@@ -146,7 +146,7 @@ class Generator:
         return jax.jit(partial(network.empty_cache, storage=self._cache_format), static_argnums=(0, 1))
 
     @cached_property
-    def _wider(self) -> Any:
+    def _compiled_grow(self) -> Any:
         return jax.jit(grow, static_argnums=1)
 
 

@@ -95,12 +95,12 @@ class Block(nnx.Module):
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
         size = self.attention.execution.chunking.chunk_size(x, self.mlp.hidden or 0)
         mixed, cache = self._attend(x, tokens, third, slot, size)
-        mixed = _normal(self.attention_post_norm, checkpoint_name(mixed, "attention_out"))
+        mixed = _apply_norm(self.attention_post_norm, checkpoint_name(mixed, "attention_out"))
         x = x + dropout(mixed, self.dropout, first)
         mlp = {"mlp": self.mlp} if self.mlp_norm is None else {"norm": self.mlp_norm, "mlp": self.mlp}
         size = size if self.mlp.hidden else None
         y, router = map_token_chunks(_normed_mlp, mlp, x, key_data(fourth), size=size)
-        y = _normal(self.mlp_post_norm, checkpoint_name(y, "mlp_out"))
+        y = _apply_norm(self.mlp_post_norm, checkpoint_name(y, "mlp_out"))
         return scatter_time(x + dropout(y, self.dropout, second)), cache, router
 
     def _attend(
@@ -109,7 +109,7 @@ class Block(nnx.Module):
         groups = self.attention.group_count(x)
         if slot is None and (size is not None or groups > 1):
             return self.attention.in_chunks(self.attention_norm, x, tokens, keys, size, groups), None
-        normal = _normal(self.attention_norm, x, "attention_norm")
+        normal = _apply_norm(self.attention_norm, x, "attention_norm")
         mixed, cache = self.attention(gather_time(normal, "time"), tokens, keys, slot)
         return scatter_time(mixed), cache
 
@@ -123,7 +123,7 @@ class Block(nnx.Module):
         return tuple(jax.vmap(of_row, in_axes=(0, None))(own, jnp.asarray(order)) for own in split_keys(keys, 4))
 
 
-def _normal(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
+def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
     """The result of a norm, named `name` for activation checkpointing; x if there is no norm."""
     if norm is None:
         return x
@@ -131,7 +131,7 @@ def _normal(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
 
 
 def _normed_mlp(own: dict[str, Any], x: Features, data: Any) -> tuple[Features, jax.Array | None]:
-    normal = _normal(own.get("norm"), x, "mlp_norm")
+    normal = _apply_norm(own.get("norm"), x, "mlp_norm")
     y = own["mlp"](gather_time(normal, "mlp_time"), as_keys(data))
     y, router = y if isinstance(y, tuple) else (y, None)
     return scatter_time(y), router

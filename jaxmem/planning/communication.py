@@ -60,7 +60,7 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
     if group < 2:
         return None
     if kind == "ragged-all-to-all":
-        size = _dispatched(inner, group)
+        size = _dispatched_bytes(inner, group)
     else:
         size = sum(operand.shape.bytes for operand in inner.operands) * (group if kind == "all-gather" else 1)
     share = 1.0 if kind in ("collective-permute", "collective-broadcast") else (group - 1) / group
@@ -76,7 +76,7 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
     )
 
 
-def _dispatched(one: Instruction, devices: int) -> int:
+def _dispatched_bytes(one: Instruction, devices: int) -> int:
     """Bytes of the tokens that chose experts of one of the devices. One array has a row for each token of each device,
     the other one a row for each choice of a token on this device."""
     choices, tokens = sorted(operand.shape.dims[0] for operand in one.operands[:2])

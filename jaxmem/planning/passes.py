@@ -118,7 +118,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     layers = _trace("layers", of_layers, tensor)
     if pipeline:
         layers = layers.times(layers_per_pass(cfg) / pipeline.group)
-    waiting = _waiting(of_layers) if pipeline and pipeline.timetable.splits_backward else 0
+    waiting = _waiting_bytes(of_layers) if pipeline and pipeline.timetable.splits_backward else 0
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
     saved, offloaded = layers.saved + loss.saved, layers.offloaded + loss.offloaded
     if all_offloaded:
@@ -169,7 +169,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
 
 
 @functools.lru_cache(maxsize=128)
-def _waiting(shape: Config) -> int:
+def _waiting_bytes(shape: Config) -> int:
     """Bytes that the backward pass of one sequence through these layers stores for the weight gradients."""
     built = on_one_device(shape)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)

@@ -126,11 +126,11 @@ class Plan:
         state = bytes_on_device(self.program.spec.state) - bytes_on_device(waiting)
         optimizer = bytes_on_device(self.program.spec.state.opt_state) - bytes_on_device(waiting.opt_state)
         return {
-            "initialise": self._other("initialise"),
+            "initialise": self._bytes_of("initialise"),
             "load": state,  # each shard of an array is read directly to its device
             "step": self.compiled_step.total,
             **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
-            **({"evaluate": self._other("evaluate") + optimizer} if self.program.cfg.train.evaluate_every else {}),
+            **({"evaluate": self._bytes_of("evaluate") + optimizer} if self.program.cfg.train.evaluate_every else {}),
             "save": state,  # the checksum needs no device memory; a copy of the state is in host memory (`host_bytes`)
         }
 
@@ -169,7 +169,7 @@ class Plan:
         room = self.room + min(self.spilled, self.target.spillable)
         return room >= 0 and self.host_bytes + self.spilled <= self.target.host_memory
 
-    def _other(self, phase: str) -> int:
+    def _bytes_of(self, phase: str) -> int:
         """Bytes of the program of another phase. For local devices this is the program that the run uses."""
         return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))
 

@@ -220,12 +220,12 @@ def moved_bytes(one: Instruction) -> int:
         return written + sum(operand.shape.bytes for operand in one.operands)
     body = one.called[0]
     roots = body.root.operands if body.root.opcode == "tuple" else [body.root]
-    written = sum(_written(root) for root in roots)
+    written = sum(_written_bytes(root) for root in roots)
     read = sum(_read(part) for part in body.instructions if part.opcode == "parameter")
     return written + read
 
 
-def _written(root: Instruction) -> int:
+def _written_bytes(root: Instruction) -> int:
     while root.opcode == "bitcast":
         root = root.operands[0]
     return root.operands[1].shape.bytes if root.opcode == "dynamic-update-slice" else root.shape.bytes

@@ -56,7 +56,7 @@ def objective(complete: config.Config) -> Objective:
         "contrastive": (_pairs, partial(_contrastive, cfg)),
     }
     if isinstance(complete.model, config.ImageText):
-        return Objective(_towers, _matched)
+        return Objective(_towers, _image_text_loss)
     return Objective(*parts[cfg.name])
 
 
@@ -181,7 +181,7 @@ def _towers(network: Any, batch: Batch, keys: jax.Array | None) -> tuple[jax.Arr
     return (*network(batch["inputs"], batch["texts"], batch["lengths"], keys), network.scale)
 
 
-def _matched(_network: Any, features: tuple[jax.Array, ...], batch: Batch) -> Sums:
+def _image_text_loss(_network: Any, features: tuple[jax.Array, ...], batch: Batch) -> Sums:
     """Images and texts of one micro-batch: the loss, and recall at 1, the share of texts whose image has the largest
     similarity, and of images whose text has."""
     images, texts, scale = features

@@ -119,7 +119,7 @@ def _error(x: np.ndarray, y: np.ndarray) -> str | None:
     return None if error <= limit else f"{error:.2g} of the largest value (limit {limit:.2g})"  # also NaN
 
 
-def _normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+def _random_normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
 
 
@@ -142,14 +142,14 @@ def _attention(call: Request, implementation: str) -> dict[str, jax.Array]:
 
 def _matmul(kind: str, implementation: str) -> dict[str, jax.Array]:
     form, dtype = kind.split()
-    q = quantize(_normal(ROWS, COLUMNS), form, FORMATS[form].block_size, 0)
+    q = quantize(_random_normal(ROWS, COLUMNS), form, FORMATS[form].block_size, 0)
     options = {"format": form, "block_size": q.block_size, "implementation": implementation}
 
     def both(x: jax.Array, g: jax.Array) -> Any:
         out, pull = jax.vjp(lambda x: kernels.dequant_matmul(x, q.codes, q.scales, **options), x)
         return out, *pull(g)
 
-    results = jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), _normal(LENGTH, COLUMNS, dtype=dtype))
+    results = jax.jit(both)(_random_normal(LENGTH, ROWS, dtype=dtype), _random_normal(LENGTH, COLUMNS, dtype=dtype))
     return dict(zip(("result", "gradient"), results, strict=True))
 
 
@@ -157,7 +157,7 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
     from jaxmem.kernels.grouped_matmul import triton
 
     form, dtype = kind.split()
-    w, chosen = _normal(EXPERTS, ROWS, COLUMNS, dtype=dtype), np.random.default_rng(0).random((LENGTH, EXPERTS))
+    w, chosen = _random_normal(EXPERTS, ROWS, COLUMNS, dtype=dtype), np.random.default_rng(0).random((LENGTH, EXPERTS))
     groups = sort_rows(jnp.asarray(np.argsort(chosen, axis=1)[:, :2], jnp.int32), EXPERTS)
     q = None if form == "dense" else quantize(w, form, FORMATS[form].block_size, -2)
     dense = w if q is None else q.dequantize(dtype)
@@ -174,11 +174,11 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
         of_x, of_w = pull(g)
         return {"result": out, "gradient of tokens": of_x} | ({"gradient of weights": of_w} if q is None else {})
 
-    return jax.jit(both)(_normal(LENGTH, ROWS, dtype=dtype), dense, _normal(LENGTH, COLUMNS, dtype=dtype))
+    return jax.jit(both)(_random_normal(LENGTH, ROWS, dtype=dtype), dense, _random_normal(LENGTH, COLUMNS, dtype=dtype))
 
 
 def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
-    values, g = _normal(ROWS, COLUMNS), _normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
+    values, g = _random_normal(ROWS, COLUMNS), _random_normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
     found: dict[str, jax.Array] = {}
     if "adamw8bit" in kind:
         m, v = quantize(values, "dynamic8", 256, -1), quantize(values**2, "udynamic8", 256, -1)

@@ -174,7 +174,7 @@ def mask_arrays(call: AttentionCall, extras: Extras, batch: int, *, by_keys: boo
     ids, kv_ids = extras.segment_ids, extras.kv_segment_ids
     if ids is None or kv_ids is None:
         return MaskArrays(None, None, jnp.broadcast_to(table, (batch, *table.shape)))
-    mine, theirs = _reach(ids, call.blocks.queries), _reach(kv_ids, call.blocks.keys)
+    mine, theirs = _id_range(ids, call.blocks.queries), _id_range(kv_ids, call.blocks.keys)
     (low, high), (other_low, other_high) = (theirs, mine) if by_keys else (mine, theirs)
     meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
     begin = jnp.argmax(meets, axis=2).astype(jnp.int32)
@@ -183,7 +183,7 @@ def mask_arrays(call: AttentionCall, extras: Extras, batch: int, *, by_keys: boo
     return MaskArrays(ids, kv_ids, jnp.stack([jnp.maximum(begin, table[:, 0]), end, end, end], axis=2))
 
 
-def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+def _id_range(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """The lowest and the highest id in each block."""
     padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge").reshape(ids.shape[0], -1, block)
     return jnp.min(padded, axis=2), jnp.max(padded, axis=2)

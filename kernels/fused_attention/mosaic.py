@@ -46,7 +46,7 @@ ONE_PASS = (64, 128)
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
     call = flash.call_for(("mosaic", "forward"), options, q, k, COMPUTING * ROWS)
     batch, queries, heads, _ = q.shape
-    arrays = q, k, v = _widened(q, k, v)
+    arrays = q, k, v = _pad_width(q, k, v)
     ids, size = extras.segment_ids is not None, call.blocks.queries
     rows = jax.ShapeDtypeStruct((batch, heads, pl.cdiv(queries, size) * size), jnp.float32)
     memory = ForwardMemory(
@@ -66,9 +66,9 @@ def gradients(
     if options.deterministic or _width(d_out.shape[3]) not in ONE_PASS:
         return triton.gradients(saved, d_out, d_lse, options, extras)
     call = flash.call_for(("mosaic", "gradients"), options, saved.q, saved.k, COMPUTING * ROWS)
-    q, k, *others = _widened(*saved[:3], d_out)
+    q, k, *others = _pad_width(*saved[:3], d_out)
     ids, size, half = extras.segment_ids is not None, call.blocks.queries, q.shape[3] // COMPUTING
-    rows = (_filled(x, size) for x in flash.backward_rows(saved, d_out, d_lse, options))
+    rows = (_pad_rows(x, size) for x in flash.backward_rows(saved, d_out, d_lse, options))
     line = min(128, 2 * half)
     ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
     dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
@@ -96,7 +96,7 @@ def _run(
     (batch, _, heads, wide), kv_heads = arrays[0].shape, arrays[1].shape[2]
     by_keys, count = program is gradients_program, len(arrays)
     masks = flash.mask_arrays(call, extras, batch, by_keys=by_keys)
-    ids = {"ids": _filled(masks.ids, call.blocks.queries), "kv_ids": _filled(masks.kv_ids, call.blocks.keys)}
+    ids = {"ids": _pad_rows(masks.ids, call.blocks.queries), "kv_ids": _pad_rows(masks.kv_ids, call.blocks.keys)}
     present = {name: x for name, x in masks._replace(**ids)._asdict().items() if x is not None}
 
     def body(*refs: Any) -> None:
@@ -151,12 +151,12 @@ def _width(dim: int) -> int:
     return min((width for width in WIDTHS if width >= dim), default=dim)
 
 
-def _widened(*arrays: jax.Array) -> list[jax.Array]:
+def _pad_width(*arrays: jax.Array) -> list[jax.Array]:
     dim = arrays[0].shape[3]
     wide = _width(dim)
     return [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - dim))) if dim < wide else x for x in arrays]
 
 
-def _filled(rows: Any, size: int) -> Any:
+def _pad_rows(rows: Any, size: int) -> Any:
     """Rows padded to complete blocks, because TMA needs rows that begin at multiples of 16 bytes."""
     return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))

@@ -85,7 +85,7 @@ def backward(
         dq, d_keys = found
         # The block's gradients so far: zeros if gathered, otherwise the sum over the devices that the block has
         # visited.
-        d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _next(axis, d_keys)
+        d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _send_to_next(axis, d_keys)
         for rows, keys in _pairs(axis, step):
             more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
             dq = _put(rows, dq, _half(rows, dq) + more)
@@ -99,7 +99,7 @@ def backward(
         every = jax.tree.map(lambda x: jnp.zeros((jax.lax.axis_size(axis), *x.shape), x.dtype), d_keys)
         d_keys = _store(every, d_keys, jax.lax.axis_index(axis))
     dq, d_keys = _visited(axis, meet, (k, v, ids), (dq, d_keys), gathered)
-    return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _next(axis, d_keys)), None
+    return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _send_to_next(axis, d_keys)), None
 
 
 def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any, gathered: bool) -> Any:
@@ -118,9 +118,9 @@ def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, foun
 
     def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
         found, block = state
-        return (meet(found, block, step), _next(axis, block)), None
+        return (meet(found, block, step), _send_to_next(axis, block)), None
 
-    (found, block), _ = jax.lax.scan(visit, (found, _next(axis, own)), jnp.arange(1, last, dtype=jnp.int32))
+    (found, block), _ = jax.lax.scan(visit, (found, _send_to_next(axis, own)), jnp.arange(1, last, dtype=jnp.int32))
     return meet(found, block, jnp.int32(last))
 
 
@@ -133,7 +133,7 @@ def _store(arrays: Any, block: Any, device: jax.Array) -> Any:
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, device, 0), arrays, block)
 
 
-def _next(axis: str, block: Any) -> Any:
+def _send_to_next(axis: str, block: Any) -> Any:
     devices = jax.lax.axis_size(axis)
     return jax.lax.ppermute(block, axis, [(device, (device + 1) % devices) for device in range(devices)])
 

@@ -142,7 +142,7 @@ def dequant_matmul(
     x, codes, scale, call = check_arguments(x, codes, scale, format, block_size, inputs, transposed)
     product = Operation("dequant_matmul", IMPLEMENTATIONS, "sliced").run(
         implementation,
-        lambda module: _product(module, call, transposed, x.reshape(-1, x.shape[-1]), codes, scale),
+        lambda module: _matmul(module, call, transposed, x.reshape(-1, x.shape[-1]), codes, scale),
         (x, codes, scale),
         kind=f"{format} {x.dtype.name}",
         sizes=(x.size // x.shape[-1], call.inputs, call.outputs),
@@ -151,13 +151,13 @@ def dequant_matmul(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(module: Any, call: MatmulCall, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
+def _matmul(module: Any, call: MatmulCall, transposed: bool, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     return (module.of_activations if transposed else module.multiply)(call, x, codes, scale)
 
 
-_product.defvjp(
-    lambda *arguments: (_product(*arguments), arguments[-2:]),
-    lambda module, call, transposed, saved, g: (_product(module, call, not transposed, g, *saved), None, None),
+_matmul.defvjp(
+    lambda *arguments: (_matmul(*arguments), arguments[-2:]),
+    lambda module, call, transposed, saved, g: (_matmul(module, call, not transposed, g, *saved), None, None),
 )
 
 

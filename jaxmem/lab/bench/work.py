@@ -46,7 +46,7 @@ class BenchPass:
     def expected(self, work: BenchWork) -> Any:
         """The exact result."""
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
+            arrays, cotangents = jax.tree.map(_as_float64, (work.arrays, work.cotangents))
             return jax.jit(self._complete(self.exact))(arrays, cotangents)
 
     def error(self, implementation: str, work: BenchWork, expected: Any) -> float:
@@ -68,7 +68,7 @@ class BenchPass:
             return jnp.where(known, steps, jnp.inf)
 
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            leaves = jax.tree.leaves(self.read(result)), jax.tree.leaves(jax.tree.map(_wide, expected))
+            leaves = jax.tree.leaves(self.read(result)), jax.tree.leaves(jax.tree.map(_as_float64, expected))
             return max(float(one(x, y)) for x, y in zip(*leaves, strict=True))
 
     def _complete(self, run: Run) -> Run:
@@ -118,5 +118,5 @@ def poisoned(x: Any) -> jax.Array:
     return jnp.full(x.shape, jnp.nan if floating else jnp.iinfo(x.dtype).max, x.dtype)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _as_float64(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

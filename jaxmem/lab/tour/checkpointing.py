@@ -111,7 +111,7 @@ def backward(
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
     assert isinstance(cfg, Decoder)
-    aim = _here(parse_target(target))
+    aim = _local_target(parse_target(target))
     dtype = jnp.dtype(jnp.float32 if aim.is_cpu else jnp.bfloat16)
     execution = models.Execution(dtype=dtype, stack=StackOptions(policy, host=host))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
@@ -151,7 +151,7 @@ def backward(
     }
 
 
-def _here(aim: Target) -> Target:
+def _local_target(aim: Target) -> Target:
     """This machine's first device if it is the target's kind of GPU."""
     if aim.gpu is None or not devices.has_nvidia_gpu():  # jax need not start
         return aim

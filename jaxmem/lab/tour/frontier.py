@@ -87,13 +87,13 @@ def largest_model(aim: Target, overrides: Sequence[str]) -> Row | None:
     tried: dict[int, Row] = {}
 
     def is_too_large(number: int) -> bool:
-        tried[number] = one = _of_shape(aim, overrides, *SHAPES[number])
+        tried[number] = one = _row_of_shape(aim, overrides, *SHAPES[number])
         return bool(one["predicted"] > one["limit"])
 
     return tried.get(bisect.bisect_left(range(len(SHAPES)), True, key=is_too_large) - 1)
 
 
-def _of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int) -> Row:
+def _row_of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int) -> Row:
     shape = _fields(width, layers)
     overrides = [*overrides, *(f"model.{name}={size}" for name, size in shape.items())]
     overrides.append(f"batch.global_size={aim.count}")

@@ -32,7 +32,7 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return {**found, "predicted": estimate(method, layers, aim.count), "limit": aim.memory}
 
-    monkeypatch.setattr(frontier, "_of_shape", by_formula)
+    monkeypatch.setattr(frontier, "_row_of_shape", by_formula)
     held = {"bytes_per_device": {"total": 20 * GIB}, "measured": None}
     monkeypatch.setattr(common, "plans", lambda _target, _base, rows: dict.fromkeys(rows, held))
     targets = ("a100-40gb", "h100-80gb", "h100-80gb:8x8")
@@ -54,7 +54,7 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_nothing_fits_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontier, "_of_shape", lambda *_: {"limit": GIB, "predicted": 2 * GIB})
+    monkeypatch.setattr(frontier, "_row_of_shape", lambda *_: {"limit": GIB, "predicted": 2 * GIB})
     assert frontier.largest_model(parse_target("rtx4090-24gb"), ()) is None
 
 
