@@ -104,6 +104,7 @@ def garbage_of_one_file() -> Iterator[None]:
 # wait for it (`make test` says --no-loadscope-reorder, or else files with the fewest tests would be last).
 LONGEST = (
     "docs/test_typed.py",
+    "training/test_own_layers.py",
     "training/test_own_parts.py",
     "step/test_experts.py",
     "planning/test_volume.py",

@@ -20,7 +20,7 @@ EXPERTS = {"count": 4, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 LAYOUTS = {
     "expert x fsdp x tensor": ({"expert": 2, "fsdp": 2, "tensor": 2}, 3),
     "expert x context": ({"expert": 4, "context": 2}, 2),
-    "replica x expert x fsdp": ({"replica": 2, "expert": 2, "fsdp": 2}, 2),
+    "replica x expert": ({"replica": 2, "expert": 2}, 2),
     "stage x expert": ({"stage": 2, "expert": 2}, 3),
 }
 ADAPTER = {
@@ -53,23 +53,24 @@ WAYS = {
         "optimizer": {"clip_by": "previous", "epsilon": 1e-3},
     },
     "triton, saved matmuls": {"memory": {"remat": "dots", "experts": "triton"}},
-    "triton, sharded experts": {"memory": {"remat": "full", "experts": "triton"}, "mesh": {"expert": 4}},
+    "triton, sharded experts": {"memory": {"remat": "full", "experts": "triton"}, "mesh": {"expert": 2}},
     "schedule, chunks": {"memory": {"remat": "sqrt", "mlp_chunk": 8}},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train_has_the_same_losses(way, alone):
-    trained = Trained(mixture(**WAYS[way]), WAYS[way].get("mesh", {}).get("expert", 1), updates=1)
+    begin = None if "optimizer" in WAYS[way] else alone  # another optimizer has other state
+    trained = Trained(mixture(**WAYS[way]), WAYS[way].get("mesh", {}).get("expert", 1), updates=1, begin=begin)
     assert trained.metrics[0] == pytest.approx(alone.metrics[0], rel=2e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shared_a", "mesh"), [(False, {"expert": 2, "fsdp": 2, "tensor": 2}), (True, {})], ids=["mesh", "shared"]
-)
-def test_quantized_experts_with_adapters(mesh, shared_a):
-    cfg = mixture(adapter={**ADAPTER, "shared_a": shared_a}, mesh=mesh, optimizer={"learning_rate": 1e-2})
-    trained = Trained(cfg, 8 if mesh else 1, updates=2)
+def test_adapters_that_share_a_and_the_frozen_experts_below_them():
+    cfg = mixture(adapter={**ADAPTER, "shared_a": True}, optimizer={"learning_rate": 1e-2}, batch={"global_size": 16})
+    only_adapters_change(Trained(cfg, updates=2))
+
+
+def only_adapters_change(trained):
     before, after = (flatten_dict(jax.tree.map(np.array, tree), sep=".") for tree in (trained.first, trained.params))
     for name, value in before.items():
         changed = not all(map(np.array_equal, jax.tree.leaves(value), jax.tree.leaves(after[name])))
@@ -89,12 +90,12 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-def adapters_of(model, mesh=None, memory=None, begin=None):
-    """Frozen experts in MXFP4, other frozen weights in nf4."""
-    sections = {"adapter": {**ADAPTER, "experts": "mxfp4"}, "mesh": mesh or {}, "memory": memory or {}}
+def adapters_of(model, mesh=None, memory=None, begin=None, updates=2, experts="mxfp4"):
+    """Frozen experts in this format, other frozen weights in nf4."""
+    sections = {"adapter": {**ADAPTER, "experts": experts}, "mesh": mesh or {}, "memory": memory or {}}
     sections["optimizer"] = {"learning_rate": 1e-2, "clip_by": "previous"}
     cfg = config(model={**MODEL, "experts": EXPERTS, **model}, batch={"global_size": 8}, **sections)
-    return Trained(cfg, int(np.prod(list((mesh or {}).values()))), updates=2, begin=begin)
+    return Trained(cfg, int(np.prod(list((mesh or {}).values()))), updates=updates, begin=begin)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def gpt_oss():
     ids=["mesh", "groups of heads", "groups of experts from the host", "the same, fused"],
 )
 def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
-    many = adapters_of(GPT_OSS, mesh, memory, begin=gpt_oss)
+    updates = 1 if "experts" in memory else 2  # an interpreted kernel takes seconds per update
+    many = adapters_of(GPT_OSS, mesh, memory, begin=gpt_oss, updates=updates)
     many.agrees_with(gpt_oss)
     attention, experts = (many.params["blocks"][name] for name in ("attention", "mlp"))
     assert (attention["q"]["weight"].format, experts["up"]["weight"].format) == ("nf4", "mxfp4")
@@ -121,19 +123,23 @@ def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
 
 
 def test_latent_attention_and_shared_experts_train_as_on_one_device():
-    one = adapters_of(DEEPSEEK)
-    adapters_of(DEEPSEEK, {"expert": 2, "tensor": 2}, begin=one).agrees_with(one)
+    one = adapters_of(DEEPSEEK, experts="nf4")
+    many = adapters_of(DEEPSEEK, {"expert": 2, "tensor": 2}, begin=one, experts="nf4")
+    many.agrees_with(one)
+    only_adapters_change(many)
+
+
+GALORE = {"name": "galore_adamw8bit", "rank": 2, "trainable": ["blocks.mlp.up.*"]}
 
 
 def test_a_low_rank_optimizer_of_sharded_experts():
-    settings = {"name": "galore_adamw8bit", "rank": 2, "trainable": ["blocks.mlp.*"]}
-    trained = Trained(mixture(optimizer=settings, mesh={"expert": 2, "fsdp": 2}, zero=1), 4, updates=2)
+    trained = Trained(mixture(optimizer=GALORE, batch={"global_size": 16}, mesh={"expert": 2, "fsdp": 2}, zero=1), 4, 2)
     assert trained.metrics[1]["loss"] < trained.metrics[0]["loss"] + 0.1
 
 
 def test_the_update_of_sharded_experts_on_stages():
     """A `shard_map` over `expert` inside of the one over `stage`."""
-    cfg = mixture(optimizer={"name": "galore_adamw8bit", "rank": 2}, mesh={"expert": 2, "stage": 2}, zero=1)
+    cfg = mixture(optimizer=GALORE, mesh={"expert": 2, "stage": 2}, zero=1)
     assert program(cfg, jax.devices()[:4]).lower_step() is not None
 
 
@@ -204,7 +210,8 @@ MIXED = {"layers": 5, "qk_norm": True, "experts": {**EXPERTS, "every": 2, "dense
 
 
 def mixed(**sections):
-    batch, optimizer = {"global_size": 16, "accumulate": 2}, {"epsilon": 1e-3, "clip_by": "previous"}
+    batch = {"global_size": 16, "accumulate": 2}
+    optimizer = {"name": "sgd", "learning_rate": 0.5, "clip_by": "previous"}
     return config(**{"model": {**MODEL, **MIXED}, "batch": batch, "optimizer": optimizer, **sections})
 
 
@@ -214,8 +221,8 @@ def mixed_alone():
 
 
 MIXED_WAYS = {
-    "update during, expert x fsdp x tensor": {
-        "mesh": {"expert": 2, "fsdp": 2, "tensor": 2},
+    "update during, expert x fsdp": {
+        "mesh": {"expert": 2, "fsdp": 2},
         "memory": {"remat": "full", "update": "during"},
     },
     "update during, stage x fsdp": {

@@ -81,7 +81,7 @@ def test_stages_learn_what_one_device_learns(name, alone):
 
 def test_frozen_weights_come_from_the_host():
     """Of quantized layers with adapters, on stages with an identity layer."""
-    adapter = {"kind": "qlora", "base": "nf4", "rank": 4}
+    adapter = {"kind": "qlora", "base": "nf4", "rank": 4, "targets": ["*.q", "*.down"]}
     alone = Trained(staged({}, layers=5, adapter=adapter), updates=2)
     ways = (1, {"offload": "frozen"}), (2, {"offload": ["frozen", "optimizer"], "update": "during"})
     for rounds, memory in ways:
@@ -214,7 +214,8 @@ def test_memory_follows_the_stages():
 
     def temporaries(micro, schedule):
         memory, data = {"remat": "full"}, {"sequence_length": length}
-        cfg = staged({"stage": stages}, micro, layers, rows=rows, memory=memory, data=data, schedule=schedule)
+        sections = {"memory": memory, "data": data, "optimizer": {"name": "sgd"}}
+        cfg = staged({"stage": stages}, micro, layers, rows=rows, schedule=schedule, **sections)
         built = program(cfg, jax.devices()[:stages])
         return built.lower_step().compile().memory_analysis().temp_size_in_bytes
 

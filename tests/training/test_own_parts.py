@@ -14,10 +14,8 @@ from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.own import Functions
+from tests.training.own_models import DATA, IMAGES, LM, ROWS, Statistics, Transformer, hand_written, loss, settings
 
-ROWS = 16
-IMAGES = np.random.default_rng(0).normal(size=(4, ROWS, 4, 4, 1)).astype(np.float32)
-DATA = [{"image": x, "label": (x.sum((1, 2, 3)) > 0).astype(np.int32)} for x in IMAGES]
 DECODER = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
 
@@ -34,24 +32,7 @@ class Classifier(nnx.Module):
         return self.layers[1](self.dropout(nnx.relu(x)))
 
 
-def loss(model, batch):
-    logits = model(batch["image"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
-
-
 PARTS = {"model": Classifier, "loss": loss, "data": DATA}
-
-
-def settings(tmp_path, **changes):
-    return {
-        "name": "own",
-        "output": str(tmp_path),
-        "batch": {"global_size": ROWS},
-        "mesh": {"fsdp": 8},
-        "train": {"steps": 3, "log_every": 1},
-        **changes,
-    }
 
 
 def test_sharding_changes_no_loss(tmp_path):
@@ -76,13 +57,14 @@ def test_sharding_changes_no_loss(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"memory": {"update": "during", "remat": "full"}},
-        {"memory": {"update": "during"}, "adapter": {"kind": "qlora", "rank": 4}},
+        {"memory": {"update": "during", "remat": "full"}, "mesh": {"fsdp": 2}},
+        {"memory": {"update": "during"}, "adapter": {"kind": "qlora", "rank": 4}, "mesh": {}},
     ],
     ids=["update during", "qlora, update during"],
 )
 def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, changes):
-    raw = settings(tmp_path, data={"sequence_length": 32}, batch={"global_size": 8}, **changes)
+    optimizer, devices = {"name": "sgd", "learning_rate": 0.1}, jax.devices()[: changes["mesh"].get("fsdp", 1)]
+    raw = settings(tmp_path, data={"sequence_length": 32}, batch={"global_size": 8}, optimizer=optimizer, **changes)
     cfg = load_config({**raw, "name": "built_in", "model": DECODER})
 
     def next_token(model, batch, keys):
@@ -91,8 +73,8 @@ def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, cha
         losses = vocab_cross_entropy(model, x, batch["targets"], "auto", max_entries=entries)
         return jnp.mean(losses * batch["mask"])
 
-    built_in = jaxmem.train(cfg)
-    own = jaxmem.train(raw, model=lambda rngs, execution: Decoder(cfg.model, rngs, execution), loss=next_token)
+    built_in = jaxmem.train(cfg, devices)
+    own = jaxmem.train(raw, devices, model=lambda rngs, execution: Decoder(cfg.model, rngs, execution), loss=next_token)
     assert own.metrics["loss"] == built_in.metrics["loss"]
     assert own.program.model.trainable == built_in.program.model.trainable
 
@@ -176,35 +158,6 @@ class Mnist(nnx.Module):
         return self.linear2(nnx.relu(self.dropout(self.linear1(x))))
 
 
-@jax.numpy_dtype_promotion("standard")
-def hand_written(model, loss, data, optimizer, steps, accumulate=1):
-    """The losses, the loss of the first batch after the last update, and the module, of a loop of Flax and optax on one
-    device. Dropout has the keys of `train`."""
-    module = nnx.jit(lambda: model(nnx.Rngs(jax.random.key(0))))()
-    tx = nnx.Optimizer(module, optimizer, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(module, tx, batch, number):
-        key = jax.random.split(jax.random.fold_in(jax.random.key(0), number), (accumulate, ROWS // accumulate))
-        module.train()
-        total, grads = 0.0, None
-        for i in range(accumulate):
-            for n, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(module, nnx.RngKey))):
-                variable.set_value(jax.random.fold_in(key[i, 0], n))
-            for _, variable in nnx.to_flat_state(nnx.state(module, nnx.RngCount)):
-                variable.set_value(jnp.zeros_like(variable.get_value()))
-            part = {name: jnp.split(x, accumulate)[i] for name, x in batch.items()}
-            one, more = nnx.value_and_grad(lambda module, part=part: loss(module, part)[0])(module)
-            total += one / accumulate
-            grads = more if grads is None else jax.tree.map(jnp.add, grads, more)
-        tx.update(module, jax.tree.map(lambda g: g / accumulate, grads))
-        return total
-
-    losses = [float(step(module, tx, data[number % len(data)], number)) for number in range(steps)]
-    module.eval()
-    return losses, float(loss(module, data[0])[0]), module
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"mesh": {}}, {}, {"batch": {"global_size": ROWS, "accumulate": 2}, "mesh": {"fsdp": 4, "replica": 2}, "zero": 1}],
@@ -213,7 +166,10 @@ def hand_written(model, loss, data, optimizer, steps, accumulate=1):
 def test_statistics_and_dropout_equal_a_loop_of_flax(tmp_path, changes):
     raw = settings(tmp_path, **changes)
     devices = jax.devices() if raw["mesh"] else jax.devices()[:1]
-    losses, held_out, module = hand_written(Mnist, loss, DATA, optax.sgd(0.1), 3, raw["batch"].get("accumulate", 1))
+    losses, module = hand_written(Mnist, loss, DATA, optax.sgd(0.1), 3, raw["batch"].get("accumulate", 1))
+    module.eval()
+    with jax.numpy_dtype_promotion("standard"):
+        held_out = float(nnx.jit(loss)(module, DATA[0])[0])
     raw["train"]["evaluate_every"] = 3
     run = jaxmem.train(raw, devices, **PARTS | {"model": Mnist}, held_out=DATA[:1], optimizer=optax.sgd(0.1))
     assert run.metrics["loss"] == pytest.approx(losses[-1], rel=1e-4)
@@ -223,148 +179,6 @@ def test_statistics_and_dropout_equal_a_loop_of_flax(tmp_path, changes):
             np.testing.assert_allclose(run.state.params[name][kind], expected, rtol=1e-3, atol=1e-5)
     assert run.held_out["loss"] == pytest.approx(held_out, rel=1e-4)
     assert run.program.model.parameters == sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
-
-
-TOKENS = [{"tokens": np.random.default_rng(i).integers(0, 32, (ROWS, 9)).astype(np.int32)} for i in range(2)]
-
-
-class TransformerBlock(nnx.Module):
-    def __init__(self, rngs, mlp=32):
-        self.norm1, self.norm2 = nnx.LayerNorm(16, rngs=rngs), nnx.RMSNorm(16, rngs=rngs)
-        # A new initializer for each block, as Flax's examples have it.
-        start = nnx.initializers.normal(0.1)
-        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, kernel_init=start, rngs=rngs)
-        self.gate, self.up = nnx.Linear(16, mlp, rngs=rngs), nnx.Einsum("btd,df->btf", (16, mlp), rngs=rngs)
-        self.down, self.dropout = nnx.Linear(mlp, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x, mask):
-        x = x + self.dropout(self.attention(self.norm1(x), mask=mask))
-        normal = self.norm2(x)
-        return x + self.dropout(self.down(nnx.gelu(self.gate(normal)) * self.up(normal)))
-
-
-class Transformer(nnx.Module):
-    """Like the language models of Flax's examples: learned positions, blocks in a list, tied embeddings."""
-
-    def __init__(self, rngs, layers=2):
-        self.embed = nnx.Embed(32, 16, rngs=rngs)
-        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (8, 16)))
-        self.blocks = nnx.List([TransformerBlock(rngs) for _ in range(layers)])
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
-
-    def __call__(self, tokens):
-        x, mask = self.embed(tokens) + self.positions[...], nnx.make_causal_mask(tokens)
-        return self.embed.attend(self.norm(self.all_blocks(x, mask)))
-
-    def all_blocks(self, x, mask):
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
-def without_dropout(rngs):
-    network = Transformer(rngs)
-    for block in network.blocks:
-        block.dropout.rate = 0.0
-    return network
-
-
-def next_token(model, batch):
-    logits = model(batch["tokens"][:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean(), {}
-
-
-LM = {"model": without_dropout, "loss": next_token, "data": TOKENS}
-
-
-def test_a_transformer_of_flax_equals_a_loop_of_flax(tmp_path):
-    losses, *_ = hand_written(Transformer, next_token, TOKENS, optax.adamw(1e-2), 3)
-    run = jaxmem.train(settings(tmp_path), **LM | {"model": Transformer}, optimizer=optax.adamw(1e-2))
-    assert run.metrics["loss"] == pytest.approx(losses[-1], rel=1e-4)
-
-
-def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path):
-    as_list = jaxmem.train(settings(tmp_path / "list"), **LM)
-    expected = as_list.metrics["loss"]
-    for name, changes in {
-        "during": {"memory": {"remat": "full", "update": "during"}, "batch": {"global_size": ROWS, "accumulate": 2}},
-    }.items():
-        run = jaxmem.train(settings(tmp_path / name, **changes), **LM, layers="blocks")
-        assert run.metrics["loss"] == pytest.approx(expected, rel=1e-6)
-        kernel = run.state.params["blocks"]["attention"]["query"]["kernel"]
-        assert kernel.shape == (2, 16, 2, 8)
-        assert kernel.sharding.shard_shape(kernel.shape) == (2, 2, 2, 8)
-        assert run.program.model.parameters == as_list.program.model.parameters
-    deep = {**LM, "model": lambda rngs: Transformer(rngs, 4), "layers": "blocks"}
-    stored = {remat: jaxmem.plan(settings(tmp_path, memory={"remat": remat}), **deep) for remat in ("none", "full")}
-    sizes = {remat: plan.bytes_per_device["activations"] for remat, plan in stored.items()}
-    assert sizes["full"] < 0.6 * sizes["none"]
-
-
-@pytest.mark.parametrize(
-    ("layers", "changes"),
-    [
-        ("blocks", {"adapter": {"kind": "lora", "rank": 4, "targets": {"blocks[1:].*": 4}}}),
-        ("blocks", {"adapter": {"kind": "qlora", "rank": 4}, "memory": {"remat": "full", "update": "during"}}),
-    ],
-    ids=["some layers", "qlora"],
-)
-def test_low_rank_adapters_of_flax_layers(tmp_path, layers, changes):
-    raw = settings(tmp_path, optimizer={"learning_rate": 0.02, "schedule": "constant"}, train={"steps": 8}, **changes)
-    run = jaxmem.train(raw, **LM, layers=layers, held_out=TOKENS[:1])
-    assert run.metrics["loss"] < 3.4  # log 32 = 3.47
-    block = run.state.params["blocks"] if layers else run.state.params["blocks"]["0"]
-    query = block["attention"]["query"]
-    lora = query["lora"]
-    assert lora["a"].shape[-2:] == (16, 4)
-    assert lora["b"].shape[-2:] == (4, 16)
-    if changes["adapter"]["kind"] == "qlora":
-        assert block["gate"]["kernel"].format == "nf4"
-        assert query["bias"].dtype == jnp.float32
-        return
-    # Merged into the kernels, the adapters give the same loss.
-    found = jaxmem.evaluate(run.directory, TOKENS[:1], model=without_dropout, loss=next_token, layers=layers)["loss"]
-    module = nnx.jit(lambda: without_dropout(nnx.Rngs(0)))()
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        variable.set_value(merged(run.state.params, [str(key) for key in path], is_stacked=layers is not None))
-    with jax.numpy_dtype_promotion("standard"):
-        assert float(next_token(module, TOKENS[0])[0]) == pytest.approx(found, rel=1e-5)
-
-
-def merged(params, path, *, is_stacked):
-    """The weight at a path, with its adapter merged into it."""
-    layer = int(path.pop(1)) if is_stacked and path[0] == "blocks" else ...
-    for key in path[:-1]:
-        params = params[key]
-    w, lora = params[path[-1]][layer], params.get("lora")
-    if lora is None or path[-1] != "kernel":
-        return w
-    scale = lora["layer_scale"][layer] if "layer_scale" in lora else 16 / 4
-    return w + scale * (lora["a"][layer] @ lora["b"][layer]).reshape(w.shape)
-
-
-class Statistics(nnx.Module):
-    """Blocks with BatchNorm."""
-
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.BatchNorm(1, rngs=rngs) for _ in range(2)])
-        self.out = nnx.Linear(16, 2, rngs=rngs)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x.reshape(len(x), -1))
-
-
-def test_blocks_with_statistics(tmp_path):
-    parts = PARTS | {"model": Statistics, "optimizer": optax.sgd(0.1)}
-    as_list = jaxmem.train(settings(tmp_path / "list"), **parts).state.params["blocks"]
-    stacked = jaxmem.train(settings(tmp_path, memory={"remat": "full"}), **parts, layers="blocks").state.params[
-        "blocks"
-    ]
-    for name in ("mean", "var", "scale"):
-        expected = np.stack([as_list[key][name] for key in "01"])
-        np.testing.assert_allclose(stacked[name], expected, rtol=1e-5, atol=1e-6)
 
 
 class Wrong(Transformer):
@@ -442,25 +256,3 @@ def test_a_saved_config_needs_the_script(tmp_path):
     jaxmem.train(settings(tmp_path, train={"steps": 1}), **PARTS)
     with pytest.raises(UserError, match=r"model\.family=own needs"):
         jaxmem.train(tmp_path / "own" / "config.yaml")
-
-
-def applied_twice(model, batch):
-    """The stack of blocks in two calls of the model."""
-    first, second = (next_token(model, {"tokens": tokens})[0] for tokens in (batch["tokens"], batch["tokens"][:, ::-1]))
-    return (first + second) / 2
-
-
-def applied_in_a_loop(model, batch):
-    """The stack of blocks in the body of a loop."""
-    x, mask = model.embed(batch["tokens"][:, :-1]), nnx.make_causal_mask(batch["tokens"][:, :-1])
-    x, _ = jax.lax.scan(lambda x, _: (model.all_blocks(x, mask), None), x, length=2)
-    logits = model.embed.attend(model.norm(x))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
-
-
-@pytest.mark.parametrize("loss", [applied_twice, applied_in_a_loop])
-def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path, loss):
-    one_batch = jaxmem.train(settings(tmp_path / "one", train={"steps": 1}), **LM | {"loss": loss})
-    cfg = settings(tmp_path / "two", batch={"global_size": ROWS, "accumulate": 2}, zero=1, train={"steps": 1})
-    run = jaxmem.train(cfg, **LM | {"loss": loss}, layers="blocks")
-    assert run.metrics["gradient_norm"] == pytest.approx(one_batch.metrics["gradient_norm"], rel=1e-4)
