@@ -56,7 +56,7 @@ def test_only_adapters_move(alone):
 
 def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
     memory = {"remat": "full", "mlp_chunk": 5, "head_groups": 2}
-    mesh = Trained(both(mesh={"fsdp": 4, "tensor": 2}, memory=memory), devices=8, updates=2)
+    mesh = Trained(both(mesh={"fsdp": 4, "tensor": 2}, memory=memory), devices=8, updates=2, begin=alone)
     mesh.agrees_with(alone)
     for path, placed in flatten_dict(mesh.built.spec.state.params).items():
         parts = placed.size // np.prod(placed.sharding.shard_shape(placed.shape))
@@ -132,5 +132,6 @@ def test_preferences_are_learnt_on_any_mesh():
         "batch": {"global_size": 8, "accumulate": 2},
     }
     alone = Trained(adapted(**sections), updates=1)
-    Trained(adapted(**sections, mesh={"fsdp": 2, "tensor": 2}), devices=4, updates=1).agrees_with(alone)
+    mesh = adapted(**sections, mesh={"fsdp": 2, "tensor": 2})
+    Trained(mesh, devices=4, updates=1, begin=alone).agrees_with(alone)
     assert alone.metrics[0]["margin"] != 0

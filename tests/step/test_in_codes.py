@@ -88,7 +88,7 @@ def test_every_mesh_learns_the_same(alone, zero, mesh, kernel):
     }
     batches = [batch_for(alone.built, update) for update in range(3)]
     cut = [{name: x.reshape(2, -1, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
-    split = Trained(config(**(INT8 | sections)), math.prod(mesh.values()), batches=cut)
+    split = Trained(config(**(INT8 | sections)), math.prod(mesh.values()), batches=cut, begin=alone)
     for mine, theirs in zip(split.metrics, alone.metrics, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert mine["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)

@@ -24,7 +24,7 @@ LAYOUTS = {
     "zero-2": ({"fsdp": 8}, 2),
     "fsdp": ({"fsdp": 8}, 3),
     "tensor": ({"tensor": 8}, 3),  # more than key heads
-    "data x context": ({"fsdp": 2, "context": 4}, 0),
+    "data x context": ({"fsdp": 2, "context": 2}, 0),
     "context x tensor": ({"context": 2, "tensor": 4}, 2),
     "hybrid x tensor": ({"replica": 2, "fsdp": 2, "tensor": 2}, 3),
     "replica x context x tensor": ({"replica": 2, "context": 2, "tensor": 2}, 1),

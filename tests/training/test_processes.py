@@ -36,8 +36,8 @@ def config(place: Path, name: str, steps: int) -> Config:
             "model": {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8},
             "data": {"source": "text", "path": str(place / "text"), "sequence_length": 32, "held_out": 0.2},
             "batch": {"global_size": 16, "accumulate": 2},
-            "mesh": {"fsdp": 4, "tensor": 2},
-            "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "epsilon": 1e-3},
+            "mesh": {"fsdp": 4},
+            "optimizer": {"name": "sgd", "momentum": 0.9, "schedule": "constant", "learning_rate": 0.1},
             "train": {"steps": steps, "log_every": 1, "evaluate_every": 5, "evaluate_batches": 2},
             "checkpoint": {"every": 2},
             "cluster": {"heartbeat_timeout": 4, "start_timeout": 120, "elastic": True},
@@ -63,13 +63,13 @@ def until_step(place: Path, name: str, step: int, started: list[subprocess.Popen
 def test_processes_come_and_go(place: Path) -> None:
     file = place / "asked.yaml"
 
-    # Four processes of two devices; one is killed in the middle.
+    # Four processes of one device; one is killed in the middle.
     save_config(config(place, "moved", steps=100_000), file)
     command = [sys.executable, "-m", "jaxmem", "train", str(file)]
     logs = [place / f"process-{number}.log" for number in range(4)]
     started = []
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile: every process does, for its own devices
-    for log, told in zip(logs, environments(4, 2), strict=True):
+    for log, told in zip(logs, environments(4, 1), strict=True):
         with log.open("wb") as target:
             started.append(subprocess.Popen(command, env=os.environ | quick | told, stdout=target, stderr=target))
     try:
@@ -90,11 +90,11 @@ def test_processes_come_and_go(place: Path) -> None:
     assert "step 1/" in logs[0].read_text()
     assert not any("step 1/" in log.read_text() for log in logs[1:])  # process 0 speaks for all
 
-    # Two processes of two devices go on. One is killed; the other is started again, until its time is nearly over.
+    # Two processes of one device go on. One is killed; the other is started again, until its time is nearly over.
     reached = max(row["step"] for row in rows(place, "moved"))
     log = place / "launch.log"
     with log.open("wb") as target:
-        restarting = ["launch", "-n", "2", "--devices", "2", "--restarts", "1"]
+        restarting = ["launch", "-n", "2", "--devices", "1", "--restarts", "1"]
         command = [sys.executable, "-m", "jaxmem", *restarting, "--", *command]
         launcher = subprocess.Popen(command, env=os.environ | quick, stdout=target, stderr=target)
     try:
