@@ -29,7 +29,7 @@ def usual():
 def test_the_training_is_the_same(usual, update, tmp_path):
     """In slices of tables, and a layer ahead."""
     memory = {"offload": AWAY, "update": update, "remat": "full", "loss_chunk": 64}
-    away = Trained(config(**SOME, memory=memory), devices=8)
+    away = Trained(config(**SOME, memory=memory), devices=8, begin=usual)
     waiting = jax.tree.leaves(away.built.spec.host_state)
     assert all(x.sharding.memory_kind == "pinned_host" for x in waiting)
     there = [x for x in jax.tree.leaves(away.state) if x.sharding.memory_kind == "pinned_host"]

@@ -2,8 +2,11 @@
 
 import pytest
 
-import jaxmem
 from jaxmem.config.methods import run_config
+from jaxmem.planning import Plan
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.step import program
 from jaxmem.step.kernel_choice import kernel_choices, resolved
 from tests.planning.conftest import SMALL, config
 
@@ -82,6 +85,8 @@ def test_the_kernels_of_an_update():
         mesh={"fsdp": 2},
         memory={"attention": "blockwise"},
     )
-    plan = jaxmem.plan(cfg, "h100-80gb:2")
-    assert any(one.proto.custom_call_target == "triton_kernel_call" for one in plan.compiled_step.module.walk())
-    assert any(line.startswith("optimizer.kernel: triton (") for line in plan.choices)
+    aim = parse_target("h100-80gb:2")
+    built = program(cfg, target_devices(aim, aim.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=False)
+    assert any(one.proto.custom_call_target == "triton_kernel_call" for one in step.module.walk())
+    assert any(line.startswith("optimizer.kernel: triton (") for line in Plan(built, aim, step, 0.0).choices)

@@ -36,7 +36,7 @@ def small(**sections):
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_learns_what_one_device_learns(name, alone):
     rules, mesh, *more = TABLES[name]
-    Trained(small(rules=rules, mesh=mesh, **dict(*more)), 8, updates=2).agrees_with(alone)
+    Trained(small(rules=rules, mesh=mesh, **dict(*more)), 8, updates=2, begin=alone).agrees_with(alone)
 
 
 def test_a_weight_rests_along_the_first_dimension_that_may():
