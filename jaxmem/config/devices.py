@@ -34,10 +34,10 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     if -1 in axes.values():
         axis = next(axis for axis, size in axes.items() if size == -1)
         if n % fixed:
-            return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices, but there are {n} ({shown})"]
+            return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices; found {n} ({shown})"]
         axes[axis] = n // fixed
     elif fixed != n:
-        return cfg, [f"{shown} needs {fixed} devices, but there are {n}"]
+        return cfg, [f"{shown} needs {fixed} devices; found {n}"]
     resolved = cfg.replace(mesh=axes)
     return resolved, list(_indivisible(resolved))
 
@@ -213,7 +213,7 @@ def _advice(cfg: Config, n: int) -> str:
             replicated = len(replicated_dims(candidate.model, candidate.rules, candidate.mesh))  # need more memory
             possible.append((replicated, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if possible:
-        return f"for {n} devices, use " + ", or ".join(text for *_, text in sorted(possible)[:3])
+        return f"for {n} device{'s' * (n > 1)}, use " + ", or ".join(text for *_, text in sorted(possible)[:3])
     plain = "\n".join(_indivisible(cfg.replace(mesh=dict.fromkeys(MESH_AXES, 1) | {"replica": n})))
     return f"no mesh of {n} devices supports this config; with mesh.replica={n} and all other axes 1: {plain}"
 

@@ -53,7 +53,7 @@ def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
     if error["type"] == "none_required":
         return required(f"{_dotted(key)}={_shown(value)}", "model.family", ["decoder"], error["loc"][1])
     words = [word for part in _members(schema) for word in (part.get("const"), *part.get("enum", ())) if word]
-    close = difflib.get_close_matches(str(value), words, n=1)
+    close = difflib.get_close_matches(str(value).lower(), map(str, words), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     if isinstance(value, int | float) and any(part.get("type") == "string" for part in _members(schema) if not words):
         hint = f'; use "{as_yaml(value)}"'
@@ -121,7 +121,7 @@ def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, A
         return f"; use {ELSEWHERE[name]}"
     sections = Config.model_json_schema()["$defs"]
     known = {key: _dotted((*section, key)) for one in _sections(schema, sections) for key in one.get("properties", ())}
-    if close := difflib.get_close_matches(name, known, n=1):
+    if close := difflib.get_close_matches(name.lower(), known, n=1):
         return f"; did you mean {known[close[0]]}?"
     # Options of `jaxmem generate` have the names of keys of unrelated sections (tokens, temperature).
     for other in Config.model_fields if section[:1] != ("generate",) else ():

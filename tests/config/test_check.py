@@ -256,6 +256,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             "model.qk_norm=all_heads ... memory.head_groups=2 ... memory.head_groups=1",
         ),
         (TEXT, ["rules.mlp=[tensr]"], "rules.mlp[0]=tensr must be fsdp, context or tensor; did you mean tensor?"),
+        (TEXT, ["optimizer.name=AdamW"], "optimizer.name=AdamW must be adamw, ... did you mean adamw?"),
         (TEXT, ["rules.embed=[tensor]"], "rules.embed[0]=tensor must be fsdp or context"),
         (TEXT, ["rules.mlp=[fsdp, fsdp]"], "rules.mlp=[fsdp, fsdp] ... [fsdp]"),
         (TEXT, ["rules.replicated=[atention]"], "rules.replicated[0]=atention ... did you mean attention?"),

@@ -88,14 +88,14 @@ def test_stages_are_advised_to_who_asked_for_some():
 
 def test_wrong_number_of_devices():
     assert lines(TEXT, 8, "mesh.fsdp=4") == [
-        "mesh.replica=1 x mesh.fsdp=4 x mesh.tensor=1 needs 4 devices, but there are 8",
+        "mesh.replica=1 x mesh.fsdp=4 x mesh.tensor=1 needs 4 devices; found 8",
         "for 8 devices, use mesh.fsdp=8, or mesh.tensor=2, or mesh.replica=2",
     ]
 
 
 def test_no_rest():
     assert lines(TEXT, 8, "mesh.fsdp=-1", "mesh.tensor=3")[0] == (
-        "mesh.fsdp=-1 requires a multiple of 3 devices, but there are 8 (mesh.replica=1 x mesh.fsdp=-1 x mesh.tensor=3)"
+        "mesh.fsdp=-1 requires a multiple of 3 devices; found 8 (mesh.replica=1 x mesh.fsdp=-1 x mesh.tensor=3)"
     )
 
 
@@ -187,7 +187,7 @@ def test_advice_works(n):
     """Taking any of the advice, as overrides, is accepted."""
     start = ["mesh.fsdp=5", "batch.global_size=48"]
     advice = lines(TEXT, n, *start)[-1]
-    _, colon, meshes = advice.partition(f"for {n} devices, use ")
+    _, colon, meshes = advice.partition("for 1 device, use " if n == 1 else f"for {n} devices, use ")
     assert colon
     for mesh in meshes.split(", or "):
         for_devices(load_config(TEXT, [*start, *mesh.split()]), n)
@@ -227,7 +227,7 @@ def test_elastic_keeps_the_global_batch(mesh: dict[str, int], n: int, found: dic
 
 
 def test_elastic_is_refused_where_the_batch_cannot_be_kept() -> None:
-    with pytest.raises(UserError, match=r"mesh.fsdp=8 .*needs 8 devices, but there are 3"):
+    with pytest.raises(UserError, match=r"mesh.fsdp=8 .*needs 8 devices; found 3"):
         for_devices(elastic({"fsdp": 8}, 32), 3)
     with pytest.raises(UserError, match=r"cluster.elastic=true does not support mesh.fsdp=-1"):
         for_devices(elastic({"fsdp": -1}, 32), 4)

@@ -148,7 +148,7 @@ def test_every_valid_mesh_is_a_candidate() -> None:
 
 
 def test_an_invalid_config_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"is not divisible by mesh.fsdp=3|devices, but there are 8"):
+    with pytest.raises(UserError, match=r"is not divisible by mesh.fsdp=3|devices; found 8"):
         candidates(config(mesh={"fsdp": 3}), EIGHT, allowed(["remat"]))
 
 
