@@ -7,6 +7,7 @@ at the peak count as `other` during the entire step, so the peak equals the tota
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from jaxmem.planning.breakdown import (
     maker_of,
     pass_of,
 )
-from jaxmem.planning.buffers import snapshot
+from jaxmem.planning.buffers import Buffer, Span, snapshot
 from jaxmem.planning.hlo import Computation, Frame, Instruction
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
@@ -64,12 +65,15 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     for buffer in breakdown.permanent():
         permanent[band(buffer)] += buffer.size
     spans = [[(breakdown.lifetimes.of(b), b) for b in place.buffers if b.size] for place, _ in breakdown.peaks]
+    edges_of_spans = {edge for lives in spans for (first, last), _ in lives for edge in (first, last + 1)}
+    changes = sorted(edge for edge in {0} | edges_of_spans if edge < len(edges) - 1)
+    in_use = [_in_use(lives, changes) for lives in spans]
     bands: dict[tuple[int, ...], str] = {}
 
     def bytes_at(moment: int) -> Counter[str]:
         found = Counter(permanent)
-        for (allocation, _), lives in zip(breakdown.peaks, spans, strict=True):
-            for region in snapshot(allocation, lives, moment).regions:
+        for (allocation, _), lives in zip(breakdown.peaks, in_use, strict=True):
+            for region in snapshot(allocation, lives[moment], moment).regions:
                 key = tuple(map(id, region.buffers))
                 if key not in bands:
                     bands[key] = band(breakdown.classify(region))
@@ -79,8 +83,6 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     peak = max(breakdown.peaks, key=lambda one: one[0].size, default=None)
     at = peak[1].time if peak else 0
     permanent["other"] += total - bytes_at(at).total()  # gaps between buffers
-    changes = sorted({0, *(edge for lives in spans for (first, last), _ in lives for edge in (first, last + 1))})
-    changes = [edge for edge in changes if edge < len(edges) - 1]
     steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
     return {
         "seconds": timed.seconds if target.gpu else None,
@@ -91,6 +93,15 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
         "largest": [_described(one, breakdown) for one in breakdown.buffers[:LARGEST]],
         "largest_made": [_described(one, breakdown) for one in breakdown.buffers if one.region][:LARGEST],
     }
+
+
+def _in_use(spans: Sequence[tuple[Span, Buffer]], moments: Sequence[int]) -> dict[int, list[tuple[Span, Buffer]]]:
+    """The buffers in use at each of the moments, which are sorted."""
+    found: dict[int, list[tuple[Span, Buffer]]] = {moment: [] for moment in moments}
+    for (first, last), buffer in spans:
+        for moment in moments[bisect_left(moments, first) : bisect_right(moments, last)]:
+            found[moment].append(((first, last), buffer))
+    return found
 
 
 def band(buffer: NamedBuffer) -> str:
