@@ -18,7 +18,7 @@ from jaxmem.config.check import check
 from jaxmem.config.explain import explain
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import Own
+from jaxmem.config.own import ScriptParts
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Config
@@ -105,7 +105,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
     return raw
 
 
-def config_of(raw: dict[str, Any], own: Own | None = None) -> Config:
+def config_of(raw: dict[str, Any], own: ScriptParts | None = None) -> Config:
     """The checked config of these settings. `own`: Python objects that a script passed. Short forms in `raw` are
     expanded in place."""
     _expand(raw)

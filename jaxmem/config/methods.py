@@ -16,7 +16,7 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import Own, OwnBatches, Parts, passes_execution
+from jaxmem.config.own import OwnBatches, Parts, ScriptParts, passes_execution
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
@@ -207,7 +207,7 @@ def _apply(name: str, raw: dict[str, Any]) -> None:
             raw[section] = {**remaining, **new}
 
 
-def own_of(parts: Parts) -> Own:
+def own_of(parts: Parts) -> ScriptParts:
     """The parts as the attribute `own` of a config."""
     if parts.get("axes") is not None and parts.get("model") is None:
         raise UserError("the argument axes requires the argument model; remove axes, or pass model")
@@ -222,4 +222,4 @@ def own_of(parts: Parts) -> Own:
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
     given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
     given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
-    return Own(**given)
+    return ScriptParts(**given)

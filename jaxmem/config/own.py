@@ -46,7 +46,7 @@ class Parts(ModelParts, total=False):
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, like functions: traces of a config are cached
-class Own:
+class ScriptParts:
     """The parts that a script passed; None: the config describes this part."""
 
     model: Callable[..., Any] | None = None
@@ -71,7 +71,7 @@ class Own:
         return self.loss is not None and _arguments(self.loss) >= 3
 
 
-NO_PARTS = Own()  # shared by all configs without parts, so that configs with equal settings are equal
+NO_SCRIPT_PARTS = ScriptParts()  # shared by all configs without parts, so that configs with equal settings are equal
 
 
 class OwnBatches:

@@ -14,7 +14,7 @@ from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, S
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Decoder, Model, OwnModel, Quantization
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import NO_PARTS, Own
+from jaxmem.config.own import NO_SCRIPT_PARTS, ScriptParts
 from jaxmem.config.recompute import Memory
 from jaxmem.config.sources import SOURCES, SourceKind, SourceName
 from jaxmem.errors import UserError
@@ -214,14 +214,14 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     generate: Generate = Generate()
     cluster: Cluster = Cluster()
-    _own: Own = PrivateAttr(default_factory=lambda: NO_PARTS)
+    _own: ScriptParts = PrivateAttr(default_factory=lambda: NO_SCRIPT_PARTS)
 
     @property
-    def own(self) -> Own:
+    def own(self) -> ScriptParts:
         """The Python objects that a script passed in addition to the config."""
         return self._own
 
-    def with_own(self, own: Own) -> Config:
+    def with_own(self, own: ScriptParts) -> Config:
         """A copy with these objects."""
         cfg = self.model_copy()
         cfg._own = own

@@ -107,9 +107,9 @@ class Generator:
             padding = min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
             needed = read.length + width + max(count, padding)
             if read.cache is None:
-                read.cache = self._empty(rows, room_for(needed))
+                read.cache = self._empty(rows, cache_size_for(needed))
             elif needed > (room := capacity_of(read.cache)):  # room is doubled, so that few lengths are compiled
-                read.cache = self._compiled_grow(read.cache, room_for(max(needed, 2 * room)) - room)
+                read.cache = self._compiled_grow(read.cache, cache_size_for(max(needed, 2 * room)) - room)
             for chunk in chunks:
                 self._step(read, chunk, self._chunk)
             token = self._step(read, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1])
@@ -182,10 +182,10 @@ def length_for(size: int) -> int:
     return max(SHORTEST, 1 << (size - 1).bit_length())
 
 
-def room_for(size: int) -> int:
+def cache_size_for(size: int) -> int:
     """The positions that a cache is padded to: at most a quarter more than `size`.
 
-    >>> [room_for(size) for size in (1, 100, 130, 161)]
+    >>> [cache_size_for(size) for size in (1, 100, 130, 161)]
     [16, 112, 160, 192]
     """
     step = max(SHORTEST, 1 << max(0, (size - 1).bit_length() - 3))

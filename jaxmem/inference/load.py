@@ -20,7 +20,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.hub import local_directory
 from jaxmem.config.mesh import MESH_AXES
-from jaxmem.config.own import Own
+from jaxmem.config.own import ScriptParts
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
@@ -107,7 +107,9 @@ def check_run(directory: str | Path, key: str = "") -> None:
         raise UserError(f"{setting} is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
 
 
-def open_run(directory: str | Path, overrides: Sequence[str] = (), own: Own | None = None) -> tuple[Program, Any]:
+def open_run(
+    directory: str | Path, overrides: Sequence[str] = (), own: ScriptParts | None = None
+) -> tuple[Program, Any]:
     """(program, parameters) of the newest checkpoint. `own`: the objects of the script that trained the run."""
     check_run(directory)
     cfg = model_config(directory, overrides)

@@ -38,7 +38,7 @@ from jaxmem.sharding import (
     weights,
 )
 from jaxmem.sharding.host import is_on_host
-from jaxmem.stack.cuts import cut
+from jaxmem.stack.interception import intercepted
 
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
@@ -141,7 +141,7 @@ class SlicedLoss:
         # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.
         prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
         loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
-        if (y := cut(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
+        if (y := intercepted(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
             return y
         at, rest = (weight.at, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
         return _sliced(loss, x, at, rest, labels)

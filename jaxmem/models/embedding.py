@@ -36,7 +36,7 @@ from jaxmem.sharding import (
 )
 from jaxmem.sharding.host import fetch_from_host, is_on_host
 from jaxmem.sharding.weights import StoredWeight, Weight
-from jaxmem.stack.cuts import cut
+from jaxmem.stack.interception import intercepted
 
 RESIDUAL: Axes = ("batch", "stream", "embed")  # the residual stream
 Matrix = jax.Array | QTensor
@@ -92,7 +92,7 @@ def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike
             return _matrix_gradient(weight.shape, ids, axes, g)
         return _matrix_gradient((slices.size, weight.shape[1]), slices.positions(ids, j), axes, g)
 
-    if (y := cut(VocabOp(matrix, None, forward))) is not None:
+    if (y := intercepted(VocabOp(matrix, None, forward))) is not None:
         return y
     if at is None:
         return _lookup(stored, ids, axes, dtype)

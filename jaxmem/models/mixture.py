@@ -46,7 +46,7 @@ class Mixture:
     activation: str
     implementation: str
     experts: int = 1  # number of devices along `expert`
-    in_turn: int = 1  # number of groups of experts that are computed one after the other (`expert_groups`)
+    group_count: int = 1  # number of groups of experts that are computed one after the other (`expert_groups`)
     gathers: bool = False  # whether the devices along `expert` have different tokens
     tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
     parts: int = 1  # number of devices along the axes `tensor`
@@ -74,7 +74,7 @@ class Mixture:
 
     def _run(self, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array) -> jax.Array:
         """The weighted sum over the experts of this device, for its shard of their hidden units."""
-        parts = self.experts * self.in_turn
+        parts = self.experts * self.group_count
         count, top_k = self.cfg.count // parts, self.cfg.top_k
         if self.experts > 1:
             choices = choices - jax.lax.axis_index("expert").astype(choices.dtype) * count

@@ -140,7 +140,7 @@ class Breakdown:
     def classify(self, region: Region) -> NamedBuffer:
         """A temporary, classified by the most informative of its buffers' aliases."""
         places = [place for buffer in region.buffers for place in buffer.aliases]
-        maker = max((maker_of(one, index) for one, index in places), key=information)
+        maker = max((maker_of(one, index) for one, index in places), key=maker_rank)
         shape = max((buffer.shape for buffer in region.buffers), key=lambda shape: shape.bytes)
         origins = union(
             union(self._origins[one][one.shape.arrays_at(index)]) for one, index in places if one in self._origins
@@ -213,7 +213,7 @@ def is_of_loss(frames: Sequence[Frame]) -> bool:
     return any(frame.file.endswith(_LOSS_FILES) or frame.function.endswith(".logits") for frame in frames)
 
 
-def information(maker: Instruction) -> tuple[bool, bool, bool]:
+def maker_rank(maker: Instruction) -> tuple[bool, bool, bool]:
     """A rank of the operations that write one buffer: an operation that fills the buffer is more informative than an
     operation that initializes it with zeros."""
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")

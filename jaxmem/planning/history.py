@@ -20,9 +20,9 @@ from jaxmem.planning.breakdown import (
     SAVED,
     Breakdown,
     NamedBuffer,
-    information,
     is_of_loss,
     maker_of,
+    maker_rank,
     pass_of,
 )
 from jaxmem.planning.buffers import Buffer, Span, snapshot
@@ -195,7 +195,7 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
     filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
     source = max(
         (maker_of(one, ()) for one in filled),
-        key=lambda one: (any(MODELS in frame.file for frame in one.frames), information(one)),
+        key=lambda one: (any(MODELS in frame.file for frame in one.frames), maker_rank(one)),
     )
     if not source.frames:
         return {"where": path(source.op_name), "inside": "", "layers": every}

@@ -21,7 +21,7 @@ from jaxmem.planning.passes import LOOPS, MATMULS, inside, matmul, on_one_device
 from jaxmem.planning.share import one_share, rows_of
 from jaxmem.planning.targets import local_target, parse_target
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, cut_by, inexact_leaves, with_inexact
+from jaxmem.stack import StackCall, inexact_leaves, intercept_with, with_inexact
 from jaxmem.step.objective import objective
 
 _BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins
@@ -122,7 +122,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
         return part.x, None
 
     def features(params: Any, batch: Any) -> Any:
-        with cut_by(note):
+        with intercept_with(note):
             weights = with_gradients(params, differentiable(built.model.select(params)))
             return loss.features(built.model.network(weights), batch, None)
 

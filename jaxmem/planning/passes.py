@@ -23,7 +23,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import is_axes, layout_for
 from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, cut_by
+from jaxmem.stack import StackCall, intercept_with
 from jaxmem.stack.reverse import differentiable_weights
 from jaxmem.stack.stage_layers import values_for_weights
 from jaxmem.step import Program
@@ -185,7 +185,7 @@ def _waiting_bytes(shape: Config) -> int:
             calls.extend([part] if isinstance(part, StackCall) else [])
             return (part.x, None) if isinstance(part, StackCall) else None
 
-        with cut_by(known):
+        with intercept_with(known):
             objective(built.cfg).features(built.model.network(params), batch, None)
         call = calls[-1]
         weights, one = (take_layer(tree, jax.numpy.int32(0)) for tree in (call.weights, call.inputs))

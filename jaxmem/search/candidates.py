@@ -21,7 +21,7 @@ from jaxmem.config.check import weight_kinds
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
-from jaxmem.config.own import Own
+from jaxmem.config.own import ScriptParts
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
@@ -237,7 +237,7 @@ def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
         yield {key: value for change in changes for key, value in change.items()}
 
 
-def _changed(raw: Mapping[str, Any], changes: Change, target: Target, own: Own) -> Config | None:
+def _changed(raw: Mapping[str, Any], changes: Change, target: Target, own: ScriptParts) -> Config | None:
     """The config with these changes; None if it is not valid on the target."""
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for key, value in changes.items():

@@ -6,7 +6,7 @@ The weights of all layers are stacked, so that a layer is compiled once for any 
     pipeline.py      over pipeline stages; timetable.py has the schedules, stage_layers.py the work of a stage
     remat.py         activation checkpointing; schedule.py and scheduled.py also recompute the inputs of layers
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
-    cuts.py          replacing the computation of a stack within a network
+    interception.py  replacing the computation of a stack within a network
 """
 
 from jaxmem.lazy import lazy_names
@@ -14,7 +14,7 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     apply="StackOptions apply_layers apply_stack stacked",
-    cuts="StackCall applies_stacks_once cut_by",
+    interception="StackCall applies_stacks_once intercept_with",
     remat="recompute_from_inputs",
     reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",

@@ -24,7 +24,7 @@ from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
 from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
-from jaxmem.stack.cuts import StackCall, cut, is_cut
+from jaxmem.stack.interception import StackCall, intercepted, is_intercepted
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.stages import Pipeline, apply_in_order, create_layers
@@ -87,7 +87,7 @@ def apply_layers(
     the weights that layers copy from host memory in groups (`StreamedArray`), if they are there."""
     call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
     if options.pipeline is not None:
-        if (result := cut(call)) is not None:
+        if (result := intercepted(call)) is not None:
             return result
         return apply_in_order(options.pipeline, call)
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
@@ -107,11 +107,11 @@ def _apply(
 ) -> tuple[Any, Any]:
     """Applies a stack, or a range of it. `forms` are the shapes of the weights of a layer."""
     call = checkpointed(call, options, call.layers, forms)
-    if streamed and (call.plan is not None or is_cut()):
+    if streamed and (call.plan is not None or is_intercepted()):
         stream = partial(jax.tree.map, lambda x: StreamedArray(x, options.expert_groups) if is_on_host(x) else x)
         weights = {path: stream(w) if path in streamed else w for path, w in flatten_dict(call.weights).items()}
         call = replace(call, weights=unflatten_dict(weights))
-    if (result := cut(call)) is not None:
+    if (result := intercepted(call)) is not None:
         return result
     if call.plan is not None:
         from jaxmem.stack.scheduled import by_schedule
@@ -172,10 +172,14 @@ def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: For
     fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
     # If boundaries or weights are in host memory, use the schedule that saves every boundary, since it copies the
     # arrays of the next layer ahead.
-    ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
+    ahead = (
+        options.remat == "full"
+        and not is_intercepted()
+        and (options.host == (BOUNDARY,) or (fetches and not options.host))
+    )
     call = replace(call, plan=schedule("every_1" if ahead else options.remat, layers))
     if call.plan is None:
-        is_offloaded_later = is_cut() and call.on_host  # the handler of `cut_by` offloads
+        is_offloaded_later = is_intercepted() and call.on_host  # the handler of `intercept_with` offloads
         run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
         saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.

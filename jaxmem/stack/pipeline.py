@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
-from jaxmem.stack.cuts import StackCall
-from jaxmem.stack.stage_layers import Gradients, Layers, StageLayers, when
+from jaxmem.stack.interception import StackCall
+from jaxmem.stack.stage_layers import Gradients, Layers, StageLayers, run_if
 from jaxmem.stack.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 
 AXIS = "stage"
@@ -100,17 +100,17 @@ class _Run:
         own, every = row
         # Branches receive only what they change, because XLA may copy what they receive (e.g. all weights of a stage).
         embed = lambda _: self._call(every["embedded"]).x  # noqa: E731
-        state = state._replace(forward=when(every["embedded"] >= 0, embed, state.forward, self._per_item))
+        state = state._replace(forward=run_if(every["embedded"] >= 0, embed, state.forward, self._per_item))
         operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind, self._p.recomputes):
-                state = when(own["kind"] == kind, partial(operation, own), state, scope)
+                state = run_if(own["kind"] == kind, partial(operation, own), state, scope)
         loss = partial(self._loss, every["loss"], own["gradients"], state.forward)
         sums = state.gradients, state.results.outside, state.results.sums
-        gradients, outside, sums = when(every["loss"] >= 0, loss, sums, self._per_item)
+        gradients, outside, sums = run_if(every["loss"] >= 0, loss, sums, self._per_item)
         if self._table.trains:
             embed = partial(self._embedding_gradient, every["gradient"], state.backward)
-            outside = when(every["gradient"] >= 0, embed, outside, self._per_item)
+            outside = run_if(every["gradient"] >= 0, embed, outside, self._per_item)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
         gradients = self._receive("returned", -1, row, state.backward, gradients)
         results = state.results._replace(outside=outside, sums=sums)
@@ -126,7 +126,7 @@ class _Run:
             arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), sent)
             return _put_if(slot >= 0, ring, slot, arrived)
 
-        return when(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
+        return run_if(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
 
     # ------------------------------------------------------------------ what all stages compute together
 

@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from jaxmem.sharding import shard_count
 from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack.cuts import Run, StackCall
+from jaxmem.stack.interception import Run, StackCall
 from jaxmem.stack.schedule import Schedule
-from jaxmem.stack.scheduled import after, fetch_layer, first_pass, layer_with, recompute, scan_layers
+from jaxmem.stack.scheduled import available_after, fetch_layer, first_pass, layer_with, recompute, scan_layers
 
 # (carry, layer, gradient of its weights, result of `fetch`) -> carry
 Visit = Callable[[Any, jax.Array, Any, Any], Any]
@@ -77,7 +77,7 @@ class ForwardPass:
             layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
             return visitor.visit(carried, layer, dw, result), dx, ahead, fetched
 
-        last = fetch_layer(visitor.weights(visitor.begin), after(self.y, jnp.int32(self.layers - 1)))
+        last = fetch_layer(visitor.weights(visitor.begin), available_after(self.y, jnp.int32(self.layers - 1)))
         begin = visitor.begin, split_micro_batches(g, self.micro), self.begin(), last
         carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)

@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
 from jaxmem.sharding.weights import StoredWeight, hooks_in_place, is_in_place
-from jaxmem.stack.cuts import Run, StackCall
+from jaxmem.stack.interception import Run, StackCall
 from jaxmem.stack.schedule import Schedule
 
 
@@ -96,7 +96,7 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
 
     def forward(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
         x, outputs, slots = first_pass(replace(call, weights=weights, x=x, inputs=inputs, shared=shared), plan)
-        return (x, outputs), (weights, slots, inputs, shared, after(x, jnp.int32(call.layers - 1)))
+        return (x, outputs), (weights, slots, inputs, shared, available_after(x, jnp.int32(call.layers - 1)))
 
     def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
         stored, slots, inputs, shared, last = saved
@@ -204,7 +204,7 @@ def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
     return fill(fill(take_layer(device_leaves(stacked), layer), fetched), streamed_leaves(stacked, layer))
 
 
-def after(x: Any, layer: jax.Array) -> jax.Array:
+def available_after(x: Any, layer: jax.Array) -> jax.Array:
     """The number of a layer, available only after `x` is computed. Otherwise XLA copies the first weights of the
     backward pass from host memory before the forward pass, and stores them during all of it."""
     return jax.lax.optimization_barrier((x, layer))[1]

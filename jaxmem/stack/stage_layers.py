@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
 from jaxmem.stack.apply import StackOptions, checkpointed
-from jaxmem.stack.cuts import StackCall
+from jaxmem.stack.interception import StackCall
 from jaxmem.stack.reverse import LayerDerivative, Visitor
 from jaxmem.stack.scheduled import fetch_layer, recompute
 from jaxmem.stack.split_backward import SplitBackward
@@ -155,7 +155,7 @@ class StageLayers:
             return visitor.visit(visited, layer, total, None)
 
         if count > 1:
-            visited = when(row["micro"] == count - 1, visit, visited, f"runs_1_in_{count}")
+            visited = run_if(row["micro"] == count - 1, visit, visited, f"runs_1_in_{count}")
         else:
             visited = visit(visited)
         return Gradients(sums, visited), g
@@ -234,7 +234,7 @@ def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
     )
 
 
-def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
+def run_if(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
     """`function(state)` where the condition is true, otherwise `state`. It is a loop of at most one iteration, which
     updates the state in place; a conditional would copy what its branches return unchanged. `scope` tells the planner
     how often the function runs."""

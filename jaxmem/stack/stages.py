@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmem.sharding import map_layers
 from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
-from jaxmem.stack.cuts import StackCall
+from jaxmem.stack.interception import StackCall
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import config
-from jaxmem.config.own import Own
+from jaxmem.config.own import ScriptParts
 from jaxmem.errors import UserError
 from jaxmem.models import losses
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
@@ -66,7 +66,7 @@ def means(sums: Sums) -> dict[str, jax.Array]:
     return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}
 
 
-def _own(own: Own, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+def _own(own: ScriptParts, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
     """The loss that a script passed. It is the mean over the rows of a micro-batch."""
     if own.loss is None:
         raise UserError("objective.name=own requires the argument loss: jaxmem.train(cfg, loss=...)")

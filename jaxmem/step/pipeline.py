@@ -22,7 +22,7 @@ from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, Visitor, cut_by
+from jaxmem.stack import StackCall, Visitor, intercept_with
 from jaxmem.stack.pipeline import AXIS, PipelineNetwork, Results, run
 from jaxmem.stack.reverse import differentiable_weights
 from jaxmem.stack.stage_layers import Layers
@@ -166,6 +166,6 @@ def _cut(features: Callable[[], Any], before: int, y: Any = None) -> tuple[Stack
         calls.append(part)
         return None if len(calls) <= before else ((part.x if y is None else y), None)
 
-    with cut_by(known):
+    with intercept_with(known):
         x = features()
     return calls[before], x

@@ -2,9 +2,9 @@
 
 A network with n stacks is divided into n + 1 segments with the stacks between them: from the batch to the input of the
 first stack, from the output of one stack to the input of the next, and from the output of the last one to the loss.
-Each segment is the complete network, run under `stack.cut_by`, which returns the known output of every stack instead
-of computing it; operations that do not contribute to the segment are removed as dead code. So the network needs no
-changes, and each segment is differentiated separately.
+Each segment is the complete network, run under `stack.intercept_with`, which returns the known output of every stack
+instead of computing it; operations that do not contribute to the segment are removed as dead code. So the network
+needs no changes, and each segment is differentiated separately.
 
 Embedding and output matrices are cut out in the same way (`models.vocab_slices.VocabOp`): the embedding lookup at the
 start, and at the end an output projection whose loss is computed in slices. If no other operation uses such a matrix,
@@ -25,7 +25,7 @@ from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.optim.groups import merge, select
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
-from jaxmem.stack import ForwardPass, StackCall, cut_by, forward
+from jaxmem.stack import ForwardPass, StackCall, forward, intercept_with
 from jaxmem.step.objective import Batch, Sums, objective, trained_sum
 from jaxmem.step.state import StateSpec
 
@@ -53,7 +53,7 @@ class Segments:
             return None if part.x is None and self._cuts else self._add(part.forward(), part.weight)
 
         network = self._model.network(params)
-        with cut_by(run):
+        with intercept_with(run):
             x = self._objective.features(network, batch, key)
             # Run the loss only if it uses a matrix that can be cut out; running it records that cut.
             if self._uses_cut_matrix(partial(self._objective.sums, network), x):
@@ -142,7 +142,7 @@ class Segments:
             uses.append(True)
             return part.forward().y
 
-        with cut_by(note):
+        with intercept_with(note):
             jax.eval_shape(lambda: sums(x, self._batch))
         return bool(uses)
 
@@ -168,7 +168,7 @@ class Segments:
 
         outside = flatten_dict(with_gradients(self._outside, at))
         network = self._model.network(unflatten_dict(flatten_dict(self._params) | outside))
-        with cut_by(replay):
+        with intercept_with(replay):
             x = self._objective.features(network, self._batch, self._key)
             if number < len(inputs):
                 return inputs[number]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from . import ring
 from .arguments import CHECKS, Extras, Options, Residuals, check_arguments
 from .derivative import Implementation, differentiable
-from .ring import Shard
+from .ring import ShardedAttention
 from .support import Request, refusal
 
 
@@ -57,19 +57,19 @@ def attention_over(
             return _halo(kernel, axis, options, q, k, v, extras)
         CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
     attend, derivative = METHODS[method]
-    return differentiable(Shard(attend, derivative, kernel, axis, options), options, q, k, v, extras)[0]
+    return differentiable(ShardedAttention(attend, derivative, kernel, axis, options), options, q, k, v, extras)[0]
 
 
 # ---------------------------------------------------------------- ulysses
 
 
-def _ulysses(shard: Shard, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.Array, jax.Array]:
+def _ulysses(shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.Array, jax.Array]:
     q, k, v = _to_heads(shard.axis, q, *_repeated(shard.axis, k, v))
     out, lse = shard.kernel.forward(q, k, v, shard.options, _of_sequence(shard.axis, extras))
     return _to_sequence(shard.axis, out)[0], lse
 
 
-def _ulysses_backward(shard: Shard, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
+def _ulysses_backward(shard: ShardedAttention, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
     axis, (q, k, v, extras) = shard.axis, own
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
     here = _of_sequence(axis, extras)

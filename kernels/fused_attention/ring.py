@@ -15,7 +15,7 @@ from .derivative import Implementation
 Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment ids
 
 
-class Shard(NamedTuple):
+class ShardedAttention(NamedTuple):
     """The attention of one device over `axis`, as an implementation (see `derivative.py`). Its log-sum-exp is of the
     heads or the positions of this device."""
 
@@ -47,7 +47,7 @@ def places(length: int, devices: int) -> np.ndarray:
 
 
 def forward(
-    shard: Shard, q: Any, k: Any, v: Any, extras: Extras, *, gathered: bool = False
+    shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras, *, gathered: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp."""
     ids = extras.segment_ids
@@ -69,7 +69,13 @@ def forward(
 
 
 def backward(
-    shard: Shard, own: tuple[Any, ...], out: jax.Array, lse: jax.Array, d_out: jax.Array, *, gathered: bool = False
+    shard: ShardedAttention,
+    own: tuple[Any, ...],
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    gathered: bool = False,
 ) -> tuple[Any, ...]:
     """dq, dk and dv in float32, and None. `own`: q, k, v and extras, as in `forward`."""
     axis = shard.axis

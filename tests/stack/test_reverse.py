@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, Visitor, apply_stack, cut_by, forward, stacked
+from jaxmem.stack import StackOptions, Visitor, apply_stack, forward, intercept_with, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -26,7 +26,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
             passed.append(forward(one))
             return passed[0].y, None
 
-        with cut_by(keep):
+        with intercept_with(keep):
             y = applied(weights, x, way)
 
         def visit(carried, number, dw, brought):

@@ -55,9 +55,9 @@ class BenchPass:
         run, arrays = self._timed(implementation, work)
         poison = [poisoned(x) for x in jax.tree.leaves(jax.eval_shape(run, *arrays))]
         into = jax.jit(lambda _, *arrays: run(*arrays), donate_argnums=0, keep_unused=True)
-        return self.far(into.lower(poison, *arrays).compile()(poison, *arrays), expected)
+        return self.error_of(into.lower(poison, *arrays).compile()(poison, *arrays), expected)
 
-    def far(self, result: Any, expected: Any) -> float:
+    def error_of(self, result: Any, expected: Any) -> float:
         """The largest error of all arrays, in steps relative to the largest value of each; infinite for NaN."""
 
         @jax.jit

@@ -36,18 +36,21 @@ class ScaledByProjection(MatrixRule):
         return Side(self.spec, self.rank)
 
     def init(self, spec: ParameterSpec) -> State:
-        low = self.side.low
+        low = self.side.projected_spec
         return {"m": low.zeros(), "v": low.zeros(), "length": spec.zeros(())}
 
     def is_separable(self, dim: int, /) -> bool:
-        return dim != self.side.away
+        return dim != self.side.projected_dim
 
     def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         wide, side = g.astype(jnp.float32), self.side
         key = jax.random.fold_in(at.key, (at.count - 1) // self.settings.refresh_every)
         low = side.project(projection.random_projection(key, *side.basis_shape), wide)
         m, v = next_moments(self.settings, state["m"], state["v"], low)
-        squares = _squares(m / (jnp.sqrt(v) + self.settings.epsilon), side.away), _squares(low, side.away)
+        squares = (
+            _squares(m / (jnp.sqrt(v) + self.settings.epsilon), side.projected_dim),
+            _squares(low, side.projected_dim),
+        )
         if self.per_matrix:
             after, before, square = at.sums(*((x, None) for x in (*squares, wide * wide)))
             u, ratio = wide, jnp.sqrt(after) / (jnp.sqrt(before) + TINY)

@@ -51,7 +51,7 @@ class Projected(MatrixRule):
         return Side(self.spec, self.rank)
 
     def init(self, spec: ParameterSpec) -> State:
-        basis, low = self.side.basis, self.side.low
+        basis, low = self.side.basis_spec, self.side.projected_spec
         inner = self.inner_for(low).init(low)
         if self.similarity is None:
             return {"basis": basis.zeros(dtype=self.spec.dtype), "inner": inner}
@@ -78,25 +78,25 @@ class Projected(MatrixRule):
         # Matmuls use the dtype of the weights: bfloat16 costs half of float32, and accumulates in float32.
         basis = _values(basis_state["basis"], g.dtype)
         low = self.side.project(basis, g)
-        direction, inner = self.inner_for(self.side.low).update(low, state["inner"], at)
+        direction, inner = self.inner_for(self.side.projected_spec).update(low, state["inner"], at)
         if not self.settings.residual:
-            return scale * self.side.back(basis, direction.astype(g.dtype)), {**basis_state, "inner": inner}
+            return scale * self.side.project_back(basis, direction.astype(g.dtype)), {**basis_state, "inner": inner}
         ratio = self._outside(g, low, direction)
         # u = P d + ratio (g - P low). With one ratio per column, this needs only one matmul.
-        u = self.side.back(basis, (direction - ratio * low).astype(g.dtype)) + ratio * g.astype(jnp.float32)
+        u = self.side.project_back(basis, (direction - ratio * low).astype(g.dtype)) + ratio * g.astype(jnp.float32)
         return scale * u, {**basis_state, "inner": inner}
 
     def _outside(self, g: jax.Array, low: jax.Array, direction: jax.Array) -> jax.Array:
         """The factor by which the component of each column outside of the basis is scaled."""
-        squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
+        squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.projected_dim, keepdims=True)  # noqa: E731
         inside = squares(low)
         # The basis is orthonormal: the squared norm outside is the squared norm of g minus that of the projection.
-        outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.away] - self.rank))
+        outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.projected_dim] - self.rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
     def _refresh(self, g: jax.Array, basis_state: State, at: UpdateContext, key: jax.Array) -> State:
         old = _values(basis_state["basis"], jnp.float32)
-        new = self.side.find(g.astype(jnp.float32), old, key)
+        new = self.side.find_basis(g.astype(jnp.float32), old, key)
         if self.similarity is None:
             return {"basis": new.astype(basis_state["basis"].dtype)}
         q: QTensor = basis_state["basis"]

@@ -22,30 +22,30 @@ FRESH = 0.1  # share of random directions at the start of a refresh
 
 @dataclass(frozen=True)
 class Side:
-    """The dimension of a matrix that is projected (`away`), and the rank that replaces it."""
+    """The dimension of a matrix that is projected (`projected_dim`), and the rank that replaces it."""
 
     spec: ParameterSpec
     rank: int
 
     @property
-    def away(self) -> int:
+    def projected_dim(self) -> int:
         return 0 if self.spec.shape[0] <= self.spec.shape[1] else 1
 
     @property
     def basis_shape(self) -> tuple[int, int]:
-        return self.spec.shape[self.away], self.rank
+        return self.spec.shape[self.projected_dim], self.rank
 
     @property
-    def basis(self) -> ParameterSpec:
-        axis, dim = self.spec.axes[self.away], self.spec.dims[self.away]
+    def basis_spec(self) -> ParameterSpec:
+        axis, dim = self.spec.axes[self.projected_dim], self.spec.dims[self.projected_dim]
         return ParameterSpec(self.basis_shape, self.spec.dtype, (axis, PROJECTED), (dim, PROJECTED))
 
     @property
-    def low(self) -> ParameterSpec:
+    def projected_spec(self) -> ParameterSpec:
         """The spec of the projected matrix for the inner optimizer."""
 
         def replace(values: tuple, new: object) -> tuple:
-            return (*values[: self.away], new, *values[self.away + 1 :])
+            return (*values[: self.projected_dim], new, *values[self.projected_dim + 1 :])
 
         spec = self.spec
         return dataclasses.replace(
@@ -56,17 +56,17 @@ class Side:
         )
 
     def project(self, basis: jax.Array, g: jax.Array) -> jax.Array:
-        """The projected gradient: the dimension `away` becomes the rank."""
-        low = _matmul(basis.T, g) if self.away == 0 else _matmul(g, basis)
-        return self._as_state(low, self.low)
+        """The projected gradient: the dimension `projected_dim` becomes the rank."""
+        low = _matmul(basis.T, g) if self.projected_dim == 0 else _matmul(g, basis)
+        return self._as_state(low, self.projected_spec)
 
-    def back(self, basis: jax.Array, low: jax.Array) -> jax.Array:
-        return _matmul(basis, low) if self.away == 0 else _matmul(low, basis.T)
+    def project_back(self, basis: jax.Array, low: jax.Array) -> jax.Array:
+        return _matmul(basis, low) if self.projected_dim == 0 else _matmul(low, basis.T)
 
-    def find(self, g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
+    def find_basis(self, g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
         """The basis of the leading directions of a gradient, starting from an old basis."""
-        found = range_finder(g if self.away == 0 else g.T, start, key)
-        return self._as_state(found, self.basis)
+        found = range_finder(g if self.projected_dim == 0 else g.T, start, key)
+        return self._as_state(found, self.basis_spec)
 
     def _as_state(self, x: jax.Array, spec: ParameterSpec) -> jax.Array:
         if not any(self.spec.axes):

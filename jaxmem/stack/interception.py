@@ -1,6 +1,6 @@
-"""Cutting a network at its stacks of layers and at its embedding and output matrices, without changing the network.
+"""Intercepting the stacks of layers and the embedding and output matrices of a network, without changing the network.
 
-Within `with cut_by(handler):`, each stack that is about to be applied (`StackCall`) and each operation with a
+Within `with intercept_with(handler):`, each stack that is about to be applied (`StackCall`) and each operation with a
 vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result of
 `handler` is used instead; if it is None, the operation is computed as usual.
 """
@@ -21,7 +21,7 @@ from jaxmem.stack.schedule import Schedule
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Handler = Callable[[Any], Any]
 
-_handler: ContextVar[Handler | None] = ContextVar("cut_handler", default=None)
+_handler: ContextVar[Handler | None] = ContextVar("stack_handler", default=None)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StackCall:
 
 
 @contextmanager
-def cut_by(handler: Handler) -> Iterator[None]:
+def intercept_with(handler: Handler) -> Iterator[None]:
     """A context in which stacks and operations with vocabulary matrices are passed to `handler` instead of computed."""
     token = _handler.set(handler)
     try:
@@ -58,11 +58,11 @@ def cut_by(handler: Handler) -> Iterator[None]:
         _handler.reset(token)
 
 
-def is_cut() -> bool:
+def is_intercepted() -> bool:
     return _handler.get() is not None
 
 
-def cut(part: Any) -> Any:
+def intercepted(part: Any) -> Any:
     """The result of the handler for this part; None if there is no handler, or it does not replace the part."""
     handler = _handler.get()
     return None if handler is None else handler(part)
@@ -80,7 +80,7 @@ def applies_stacks_once(function: Callable[..., Any], *arguments: Any) -> bool:
 
     def traced(*arguments: Any) -> Any:
         states.append(get_opaque_trace_state(convention="jaxmem"))
-        with cut_by(note):
+        with intercept_with(note):
             return function(*arguments)
 
     jax.eval_shape(traced, *arguments)
