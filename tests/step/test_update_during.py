@@ -186,14 +186,14 @@ def test_several_stacks_with_dropout():
 
 
 def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
-    """Compiled bytes, for a GPU: of twelve layers not four gradients are there at once, beside all else, of two
+    """Compiled bytes, for a GPU: of twelve layers not four gradients are there at once, beside all else, of four
     micro-batches too. The gradient of one table would be more."""
     cfg = during(
         {},
         "full",
         model={**MODEL, "layers": 12, "mlp": 1024, "vocab": 16384},
         data={"sequence_length": 8},
-        batch={"global_size": 8, "accumulate": 2},
+        batch={"global_size": 8, "accumulate": 4},
         precision={"compute": "bfloat16"},
     )
     aim = parse_target("h100-80gb")
