@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.config.recompute import NUMBERED
 
+UNIONS = {"ArrayLike": ArrayLike, "DTypeLike": DTypeLike}
 DOCS = Path(__file__).parents[1] / "docs"
 MODULES = {  # the public names of each; None: its `__all__`
     "jaxmem": (
@@ -199,8 +201,14 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    """A signature with short names of types: jax.Array, Config."""
+    """A signature with short names of types: jax.Array, Config, ArrayLike."""
+    text = _without_packages(text)
+    for name, union in UNIONS.items():  # a union has other texts in Python 3.12
+        text = text.replace(_without_packages(inspect.formatannotation(union)), name)
+    return text.replace("Callable[[ArrayLike], ArrayLike]", "optax.Schedule")
 
+
+def _without_packages(text: str) -> str:
     def short(found: re.Match[str]) -> str:
         package, _, _ = found[0].partition(".")
         return {"jax": "jax.", "numpy": "np.", "optax": "optax.", "flax": "nnx."}.get(package, "")

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def find(timeout: float = 300) -> Cluster | None:
     if count == 1:
         return None
     if scheduler is not None:
-        process = int(_ask(scheduler.get_process_id)) if process is None else process
+        process = _process_id(scheduler) if process is None else process
         address = _address(scheduler, timeout) if address is None else address
     if address is None and count is None and process is None:
         return None
@@ -107,10 +107,26 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
         raise UserError(f"{name} does not identify the processes of this run ({text}); set {ALL}") from error
 
 
+def _process_id(scheduler: Any) -> int:
+    if scheduler.name == "ompi":
+        return _ompi_number("OMPI_COMM_WORLD_RANK")
+    return int(_ask(scheduler.get_process_id))
+
+
 def _process_count(scheduler: Any) -> int:
+    if scheduler.name == "ompi":
+        return _ompi_number("OMPI_COMM_WORLD_SIZE")
     # In a shell inside an allocation, SLURM_NTASKS counts the entire allocation.
     step = os.environ.get("SLURM_STEP_NUM_TASKS") if scheduler.name == "slurm" else None
     return int(step or _ask(scheduler.get_process_count))
+
+
+def _ompi_number(name: str) -> int:
+    """A number that every version of Open MPI sets. jax 0.11 asks mpi4py instead if the version is 5 or newer."""
+    number = _number(os.environ, name)
+    if number is None:
+        raise UserError(f"Open MPI does not identify the processes of this run ({name} is not set); set {ALL}")
+    return number
 
 
 def _address(scheduler: Any, timeout: float) -> str:
@@ -176,7 +192,7 @@ def _expanded(counts: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def _number(environment: dict[str, str], name: str) -> int | None:
+def _number(environment: Mapping[str, str], name: str) -> int | None:
     if name not in environment:
         return None
     if not environment[name].isdigit():
