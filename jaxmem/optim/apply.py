@@ -1,9 +1,9 @@
-"""Adds updates to weights: also with stochastic rounding, to quantized weights, and to some rows of a matrix at a time.
+"""Adds updates to weights. Supports stochastic rounding, quantized weights, and updates of some rows of a matrix.
 
 An optimizer that is written for a complete matrix can update an embedding or output matrix in slices. A rule that sums
 over the complete matrix (a norm, a mean of each column) calls `UpdateContext.sums`. With slices, each such call needs
-one pass over all slices to compute the sums, and a last pass applies the update. Each pass traces the same rule; XLA
-removes the computations after the first unknown sum.
+one pass over all slices, which computes the sums. A last pass applies the update. Every pass traces the same rule, and
+XLA removes the computations after the first unknown sum.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxmem.quant.precision import rounded
 from jaxmem.sharding import Axes, per_device
 from jaxmem.sharding.weights import is_quantized
 
-Total = Callable[[Any], Any]
+SumOverSlices = Callable[[Any], Any]  # the contribution of one slice to a sum -> the sum over all slices
 
 
 class NotSeparableError(Exception):
@@ -35,7 +35,7 @@ class NotSeparableError(Exception):
 
 @dataclass
 class SlicedSums:
-    """The sums over a matrix that are known so far, and the contribution of the current rows to each sum."""
+    """The sums over a matrix that are known so far, and the contributions of the current rows to all sums."""
 
     known: list[Any]
     shares: list[Any] = field(default_factory=list, init=False)
@@ -43,7 +43,7 @@ class SlicedSums:
     def __call__(self, share: Any) -> Any:
         self.shares.append(share)
         number = len(self.shares) - 1
-        return self.known[number] if number < len(self.known) else share  # the rest is traced but not computed
+        return self.known[number] if number < len(self.known) else share  # later sums are traced but not computed
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class VocabSlice:
     shape: tuple[int, ...]  # the shape of the complete matrix
     dim: int  # the vocabulary dimension
     rows: Int[Array, " rows"]  # the indices of the rows
-    total: Total  # maps sums over these rows to sums over all rows
+    total: SumOverSlices
 
 
-def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[Any] | None:
-    """All sums that `update(index of the slice, total)` needs, over `count` slices; None if the rule needs the complete
-    matrix."""
+def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -> list[Any] | None:
+    """All sums over `count` slices that `update(index of the slice, total)` needs. Returns None if the rule needs the
+    complete matrix."""
     first = jnp.zeros((), jnp.int32)
 
     def share(j: jax.Array) -> Any:
@@ -94,17 +94,17 @@ def apply_updates(
     """Returns the new weights, computed in float32 and stored in their dtype. With a key they are rounded
     stochastically.
 
-    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key. So updating a single layer of
-    every stack (`layer=i`), or some rows of a vocabulary matrix (`vocab_slice`), rounds in the same way as updating
-    everything. Quantized weights are dequantized and quantized in place, layer by layer, at most 8 M elements at a
-    time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers; `auto` uses it only for
-    weights whose blocks are all complete.
+    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key. So a weight is
+    rounded in the same way if only one layer of every stack (`layer=i`), or only some rows of a vocabulary matrix
+    (`vocab_slice`), is updated. Quantized weights are dequantized and quantized in place, layer by layer, at most 8 M
+    elements at a time. `kernel` selects a fused update of int8 weights on GPUs, which uses the same random numbers.
+    `auto` uses it only for weights whose blocks are all complete.
     """
 
     def add(path: Any, w: Any, u: jax.Array, names: Axes) -> Any:
         own = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
-            return map_layers(_add, (w, u), own, names, layer, vocab_slice)
+            return map_with_keys(_add, (w, u), own, names, layer, vocab_slice)
         seeds = None if own is None else _block_seeds(own, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
         is_even = w.shape[w.axis] % w.block_size == 0
@@ -117,40 +117,40 @@ def apply_updates(
 
 
 def axes_or_unnamed(axes: Any, params: Any) -> Any:
-    """The axes of each parameter; if `axes` is None, tuples of None."""
+    """The axes of each parameter. If `axes` is None, tuples of None."""
     return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized) if axes is None else axes
 
 
-def map_layers(
-    one: Callable[..., Any],
+def map_with_keys(
+    function: Callable[..., Any],
     arrays: tuple[Any, ...],
     key: jax.Array | None,
     axes: Axes,
     layer: jax.Array | None,
     vocab_slice: VocabSlice | None,
 ) -> Any:
-    """Applies `one(*arrays, key)` to a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key,
-    also if it is updated separately (`layer`, `vocab_slice`)."""
+    """Applies `function(*arrays, key)` to a leaf. Each layer of a stack and each row of a vocabulary matrix has its own
+    key, which is the same if the layer or row is updated separately (`layer`, `vocab_slice`)."""
     if key is None:
-        return one(*arrays, key)
+        return function(*arrays, key)
     if (keys := row_keys(key, axes, arrays[0].shape, vocab_slice)) is not None:
         dim = axes.index("vocab")
-        return jax.vmap(one, (dim,) * len(arrays) + (0,), dim)(*arrays, keys.reshape(-1))
+        return jax.vmap(function, (dim,) * len(arrays) + (0,), dim)(*arrays, keys.reshape(-1))
     if axes[:1] != ("layer",):
-        return one(*arrays, key)
+        return function(*arrays, key)
     if layer is not None:
-        return one(*arrays, jax.random.fold_in(key, layer))
+        return function(*arrays, jax.random.fold_in(key, layer))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(jax.tree.leaves(arrays)[0].shape[0]))
-    return jax.vmap(one)(*arrays, keys)
+    return jax.vmap(function)(*arrays, keys)
 
 
 def _add(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
-    # In a model with quantized matrices, vectors are stored in float32 and not rounded.
+    # In a model with quantized matrices, vectors are stored in float32, so they are not rounded.
     return rounded(w.astype(jnp.float32) + u.astype(jnp.float32), w.dtype, key)
 
 
 def row_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], vocab_slice: VocabSlice | None) -> jax.Array | None:
-    """A key for each row of a vocabulary matrix, [rows, 1] or [1, rows]; None for other weights."""
+    """A key for each row of a vocabulary matrix, [rows, 1] or [1, rows]. Returns None for other weights."""
     if "vocab" not in axes or axes[:1] == ("layer",):
         return None
     dim = axes.index("vocab")

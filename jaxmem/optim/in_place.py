@@ -16,35 +16,35 @@ from jaxmem.sharding.arrays import row_major_if_gathered
 from jaxmem.sharding.weights import is_quantized
 
 Grid = dict[int, int]  # dimension -> number of parts
-Each = Callable[[Any, Any, jax.Array, jax.Array], Any]
+PartFunction = Callable[[Any, Any, jax.Array, jax.Array], Any]  # (part, part of read_only, layer, index) -> new part
 
 PART_SIZE = 1 << 23  # elements that a device dequantizes at once
 
 
-def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
-    """Applies `one(part, index)` to each part of arrays divided by a grid, and overwrites the part with the result.
+def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
+    """Divides arrays by a grid, and overwrites each part with `function(part, index)`.
 
-    A part is read after the previous write, and passed to its iteration through the loop carry. If an iteration read
-    its own part for several uses, one of which might follow the write, XLA would copy the complete arrays.
+    Each iteration writes its part, then reads the next part and passes it on in the carry. If an iteration read its
+    own part for several uses, one of which might follow the write, XLA would copy the complete arrays.
     """
     count = math.prod(grid.values())
 
     def step(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
         arrays, part = carried
-        arrays = jax.tree.map(lambda x, new: _write(grid, x, new, i), arrays, one(part, i))
+        arrays = jax.tree.map(lambda x, new: _write(grid, x, new, i), arrays, function(part, i))
         return arrays, jax.tree.map(lambda x: _read(grid, x, jnp.minimum(i + 1, count - 1)), arrays)
 
     first = jax.tree.map(lambda x: _read(grid, x, jnp.zeros((), jnp.int32)), arrays)
     return jax.lax.fori_loop(0, count, step, (arrays, first))[0]
 
 
-def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
-    """Applies `one(layer, layer of read_only, index)` to every layer of a stack, in place. `axis`: the logical axis of
-    the first dimension: `layer`, or `expert` for the matrices of a layer."""
+def update_layers(function: Callable[..., Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
+    """Replaces every layer of a stack, in place, by `function(layer, layer of read_only, index)`. `axis`: the logical
+    axis of the first dimension: `layer`, or `expert` for the matrices of a layer."""
 
     def loop(stack: Any, read_only: Any, first: jax.Array) -> Any:
         def step(own: Any, i: jax.Array) -> Any:
-            return one(own, jax.tree.map(lambda x: _read(grid, x, i), read_only), first + i)
+            return function(own, jax.tree.map(lambda x: _read(grid, x, i), read_only), first + i)
 
         grid = {0: jax.tree.leaves(stack)[0].shape[0]}
         return update_parts(grid, step, stack)
@@ -53,7 +53,7 @@ def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, read_on
 
 
 def gather_in_place(old: Any, new: Any, axes: Any) -> Any:
-    """The new weights, sharded like stored weights; `axes` belong to the arrays of both trees. Where each device has
+    """The new weights, sharded like stored weights. `axes`: the axes of the arrays of both trees. If each device has
     updated only its shard (ZeRO 1 and 2), one layer of every stack at a time is gathered and written over the old
     weights, so that no device stores the old and the new weights together."""
     layout = current()
@@ -81,38 +81,36 @@ def _gather_layer(axes: list[Axes], _: Any, shards: list[jax.Array], __: jax.Arr
 
 def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
-    one loop per stage, with its own conditionals: under `jax.vmap` all stages would execute the branches that any of
-    them needs."""
+    one loop per stage, with its own conditionals: under `jax.vmap`, all stages would execute the branches of each."""
     over, parts = shard_axes("optimizer", axis), shard_count("optimizer", axis)
     layers = jax.tree.leaves(stack)[0].shape[0]
-    if parts == 1 or layers % parts:  # layers before those that the stages share are replicated
+    if parts == 1 or layers % parts:  # a stack that is not divisible is outside of the pipeline: replicated
         return loop(stack, read_only, jnp.zeros((), jnp.int32))
     first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
     return map_shards(lambda stack, own, first: loop(stack, own, first[0]), over, stack, read_only, first)
 
 
-def update_rows(one: Each, matrix: Any, read_only: Any, axes: Axes) -> Any:
-    """Applies `one(part, part of read_only, layer, index)` to some rows of a matrix at a time, in place, so that no
-    device dequantizes more than 8 M elements at once. `matrix` and `read_only` are trees of arrays and QTensors with
-    the same shape and these axes, and with blocks along one dimension. A stack of layers is one loop over the parts of
-    all layers."""
+def update_rows(function: PartFunction, matrix: Any, read_only: Any, axes: Axes) -> Any:
+    """Applies `function` to some rows of a matrix at a time, in place, so that no device dequantizes more than 8 M
+    elements at once. `matrix` and `read_only` are trees of arrays and QTensors with the same shape, these axes, and
+    blocks along one dimension. A stack of layers is one loop over the parts of all layers."""
     is_stack, zero = axes[:1] == ("layer",), jnp.zeros((), jnp.int32)
     rows = int(is_stack)  # the dimension of rows
     leaves = jax.tree.leaves((matrix, read_only), is_leaf=is_quantized)
     shape = leaves[0].shape[rows:]
-    # If blocks are along the rows' dimension, they are not split.
+    # Blocks along the dimension of rows are not split.
     along = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
     parts = _parts(math.prod(shape), units, _devices(axes[rows:]))
     if parts > 1 and not any(x.shape[rows] % units for x in jax.tree.leaves((matrix, read_only))):
-        loop = partial(_update_strided_rows, one, rows, units, parts)
+        loop = partial(_update_strided_rows, function, rows, units, parts)
         return _per_shard(loop, matrix, read_only) if is_stack else loop(matrix, read_only, zero)
-    each = lambda part, read_only, layer: one(part, read_only, layer, zero)  # noqa: E731
+    each = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
     return update_layers(each, matrix, read_only) if is_stack else each(matrix, read_only, zero)
 
 
 def _update_strided_rows(
-    one: Each, rows: int, units: int, parts: int, matrix: Any, read_only: Any, first: jax.Array
+    function: PartFunction, rows: int, units: int, parts: int, matrix: Any, read_only: Any, first: jax.Array
 ) -> Any:
     """`rows`: the dimension of rows, which has `units` rows or blocks of rows. `first`: the index of the first layer.
 
@@ -138,7 +136,7 @@ def _update_strided_rows(
     def step(part: list[jax.Array], i: jax.Array) -> list[jax.Array]:
         *layer, number = _place(grid, i)
         read = part_of(read_only_form, [_read(grid, x, i) for x in cut_read_only])
-        new = one(part_of(form, part), read, sum(layer, first), number)
+        new = function(part_of(form, part), read, sum(layer, first), number)
         return [x.reshape(old.shape) for x, old in zip(jax.tree.leaves(new), part, strict=True)]
 
     cut_read_only = [cut(x) for x in read_only_arrays]
@@ -148,7 +146,7 @@ def _update_strided_rows(
 
 def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:
     """The index of part i along each dimension of a grid, the last dimension fastest. Every array of a loop needs this
-    index, so it uses few operations: `%` and `//` handle signs and need ten operations each."""
+    index, so few operations are used: `%` and `//` handle signs and need ten operations each."""
     _, *faster = grid.values()
     found: list[jax.Array] = []
     for size in reversed(faster):
@@ -168,8 +166,8 @@ def _write(grid: Grid, x: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _starts(grid: Grid, x: jax.Array, i: jax.Array) -> list[jax.Array]:
-    at = dict(zip(grid, _place(grid, i), strict=True))
-    return [at.get(dim, jnp.zeros((), jnp.int32)) for dim in range(x.ndim)]
+    starts = dict(zip(grid, _place(grid, i), strict=True))
+    return [starts.get(dim, jnp.zeros((), jnp.int32)) for dim in range(x.ndim)]
 
 
 def _devices(axes: Axes) -> list[int]:
@@ -179,8 +177,8 @@ def _devices(axes: Axes) -> list[int]:
 
 
 def _parts(size: int, units: int, devices: list[int]) -> int:
-    """The least number of parts of at most PART_SIZE elements per device. It is a divisor of the number of units. There
-    may be fewer parts, so that each device has equally many units of a part; otherwise devices would send units.
+    """The least number of parts with at most PART_SIZE elements per device. The number divides `units`. Parts are
+    fewer and larger if otherwise the units of a part could not be divided equally among the devices.
 
     >>> many = 8 * PART_SIZE
     >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])

@@ -36,7 +36,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: Any
     axes: Axes  # logical names, or None
-    dims: tuple[int | str | None, ...]  # for each axis, the dimension of the parameter, not counting `layer`
+    dims: tuple[int | str | None, ...]  # per axis: a dimension of the parameter without `layer`, or a logical name
     experts: int = 1  # matrices of this shape in a layer
 
     @property
@@ -48,14 +48,14 @@ class ParameterSpec:
         """Whether this is a matrix other than an embedding or output matrix."""
         return len(self.shape) == 2 and "vocab" not in self.axes
 
-    def derived(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
-        """A state array along these dimensions of the weight, by default all."""
+    def state_array(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
+        """Declares a state array along these dimensions of the weight, by default all."""
         own = self.dims if dims is None else tuple(self.dims[d] for d in dims)
         return Derived(value, own)
 
     def zeros(self, dims: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32) -> Derived:
         over = range(len(self.shape)) if dims is None else dims
-        return self.derived(jnp.zeros([self.shape[d] for d in over], dtype), dims)
+        return self.state_array(jnp.zeros([self.shape[d] for d in over], dtype), dims)
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class UpdateContext:
 
     weight: Any  # an array, or a QTensor
     spec: ParameterSpec
-    count: jax.Array  # the number of updates, including this one: 1 at the first
+    count: jax.Array  # the number of updates including this one, so 1 at the first update
     layer: jax.Array  # the index of the layer in the stack
-    layers: int
-    key: jax.Array  # a random key, the same at every update, different for each layer
-    vocab_slice: VocabSlice | None = None  # the weight is these rows of a vocabulary matrix
+    layers: int  # the number of layers of the stack
+    key: jax.Array  # a random key: different for each layer, the same at every update
+    vocab_slice: VocabSlice | None = None  # if the weight is a part of a vocabulary matrix: the rows of this part
 
     def sums(self, *terms: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
-        """For each (array, dim), the sum over this dimension of the complete matrix; dim None: over all dimensions.
-        With a vocabulary slice each call is one more pass over all slices."""
+        """For each (array, dim), the sum over dimension `dim` of the complete matrix; if `dim` is None, over all
+        dimensions. With a vocabulary slice, each call is one more pass over all slices."""
         own = [jnp.sum(x, axis=dim) for x, dim in terms]
         if self.vocab_slice is None:
             return tuple(own)
@@ -87,27 +87,27 @@ State = dict[str, Any]  # the state arrays of a rule, by name
 class MatrixRule:
     """An optimizer of one matrix (or vector, or scalar)."""
 
-    elementwise: ClassVar[bool] = False  # whether rows can be updated separately, without reading the weight
-    updates_stacks: ClassVar[bool] = False  # whether it updates a stack of layers as one array
+    elementwise: ClassVar[bool] = False  # whether rows can be updated separately, and the weight is not read
+    updates_stacks: ClassVar[bool] = False  # whether the rule updates a stack of layers as one array
 
     def init(self, spec: ParameterSpec) -> State:
         """The initial state: trees of `Derived`, by name."""
         raise NotImplementedError
 
     def is_separable(self, dim: int, /) -> bool:
-        """Whether slices along a dimension can be updated separately, with `UpdateContext.sums` for sums over all
-        slices."""
+        """Whether slices along a dimension can be updated separately. Sums over all slices come from
+        `UpdateContext.sums`."""
         del dim
         return True
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         """Returns the update before weight decay and learning rate, in any dtype, and the new state. `state` has the
         values inside `Derived`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class OfExperts(MatrixRule):
+class PerExpertRule(MatrixRule):
     """A rule applied to the matrix of each expert of a layer."""
 
     rule: MatrixRule
@@ -120,19 +120,19 @@ class OfExperts(MatrixRule):
 
         return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=_is_derived)
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         def one(own: tuple[jax.Array, State], read_only: Any, i: jax.Array) -> tuple[jax.Array, State]:
             (g, state), (weight, count, layer, key) = own, read_only
             inputs = {"weight": weight, "count": count, "layer": layer, "key": jax.random.fold_in(key, i)}
-            at_expert = dataclasses.replace(at, spec=self.expert, **inputs)
+            expert_context = dataclasses.replace(context, spec=self.expert, **inputs)
             layout = current()
             with nullcontext() if layout is None else layout.without("expert"):
-                u, new = self.rule.update(g, state, at_expert)
+                u, new = self.rule.update(g, state, expert_context)
             return u.astype(g.dtype), new
 
         # Passed as arguments, since a nested `shard_map` (pipeline stages) cannot read scalars of the outer one.
-        scalars = (jnp.broadcast_to(x, g.shape[:1]) for x in (at.count, at.layer, at.key))
-        return update_layers(one, (g, state), (at.weight, *scalars), "expert")
+        scalars = (jnp.broadcast_to(x, g.shape[:1]) for x in (context.count, context.layer, context.key))
+        return update_layers(one, (g, state), (context.weight, *scalars), "expert")
 
 
 class ByLayerState(NamedTuple):
@@ -143,11 +143,11 @@ class ByLayerState(NamedTuple):
 def by_layer(
     rule_for: Callable[[ParameterSpec], MatrixRule], axes: Any = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation that applies a rule to each leaf. It needs no memory in addition to the state of the
-    rules.
+    """An optax transformation that applies a rule to each leaf. Besides the state of the rules, it needs memory for at
+    most one layer in float32.
 
-    With `update(..., layer=i, layers=n)`, gradients, state and parameters belong to layer i of n. With `update(...,
-    vocab_slice=s)` they are some rows of the only parameter, a vocabulary matrix.
+    With `update(..., layer=i, layers=n)`, gradients, state and parameters are those of layer i of n. With `update(...,
+    vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix.
     """
 
     def init(params: Any) -> ByLayerState:
@@ -189,9 +189,9 @@ def by_layer(
 
             def update_layer(pair: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
                 g, state = pair
-                at = UpdateContext(w, spec, count, i, total, jax.random.fold_in(key, i), vocab_slice)
+                context = UpdateContext(w, spec, count, i, total, jax.random.fold_in(key, i), vocab_slice)
                 values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
-                u, new = rule.update(_as_state(g, spec), values, at)
+                u, new = rule.update(_as_state(g, spec), values, context)
                 put = lambda x, value: dataclasses.replace(x, value=value)  # noqa: E731
                 return _as_state(u.astype(g.dtype), spec), jax.tree.map(put, state, new, is_leaf=_is_derived)
 
@@ -215,9 +215,9 @@ def by_layer(
 
 
 def transformation(settings: type) -> Callable[..., Callable[..., optax.GradientTransformationExtraArgs]]:
-    """Decorator: turns a function `(settings, spec) -> rule` into one that takes `(settings, *, axes)` and returns the
-    optax transformation of that rule (`by_layer`). `settings`: the class of the hyperparameters; an instance with its
-    defaults is used if the function is called without settings."""
+    """Decorator: turns a function `(settings, spec) -> rule` into a function `(settings, *, axes)` that returns the
+    optax transformation of the rule (`by_layer`). `settings`: the class of the hyperparameters. If the new function is
+    called without settings, it uses an instance of this class with default values."""
     default = settings()
 
     def decorate(choose: Callable[..., MatrixRule]) -> Callable[..., optax.GradientTransformationExtraArgs]:
@@ -244,7 +244,7 @@ def _rule(rule_for: Callable[[ParameterSpec], MatrixRule], spec: ParameterSpec) 
         return rule_for(spec)
     expert = ParameterSpec(spec.shape[1:], spec.dtype, spec.axes[1:], spec.dims[1:], spec.shape[0])
     rule = rule_for(expert)
-    return rule_for(spec) if rule.elementwise or rule.updates_stacks else OfExperts(rule, expert)
+    return rule_for(spec) if rule.elementwise or rule.updates_stacks else PerExpertRule(rule, expert)
 
 
 def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:

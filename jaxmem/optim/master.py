@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_layers
+from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
 from jaxmem.sharding import Axes
 from jaxmem.sharding.weights import WithRemainder
 
@@ -97,7 +97,7 @@ def with_remainder(
 
         def change(path: Any, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Any:
             draws = leaf_key(key, path) if bits == 8 else None
-            return map_layers(_change, (u, w, remainder), draws, names, layer, vocab_slice)
+            return map_with_keys(_change, (u, w, remainder), draws, names, layer, vocab_slice)
 
         names = axes_or_unnamed(axes, params)
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)

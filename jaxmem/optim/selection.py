@@ -33,13 +33,13 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """The trainable parameters: for each path, the indices of the trainable layers of the stack; None: all layers."""
+    """The trainable parameters: for each path, the indices of the trainable layers, or None if all are trainable."""
 
     layers: Mapping[Path, tuple[int, ...] | None]
 
     @classmethod
     def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
-        """The parameters that match. `tree` has weights, shapes or axes; with axes, a range selects all layers."""
+        """The parameters that match. `tree` has weights, shapes or axes. With axes, a range selects all layers."""
         named = [(path, *split_stack(name), x) for path, name, x in _named(tree)]
         total = count_layers(name for _, name, _ in _named(tree))
         found: dict[Path, tuple[int, ...] | None] = {}
@@ -62,7 +62,7 @@ class Selection:
         return Selection({path: x for path, x in self.layers.items() if tuple(key.key for key in path) not in paths})
 
     def select(self, tree: Any) -> Any:
-        """A tree of weights or axes with None for frozen parameters, and the trainable layers of stacks."""
+        """Replaces frozen parameters by None, and stacks by their trainable layers, in a tree of weights or axes."""
 
         def one(path: Path, x: Any) -> Any:
             if path not in self.layers:
@@ -73,7 +73,7 @@ class Selection:
         return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
     def merge(self, tree: Any, selected: Any) -> Any:
-        """`tree`, with its trainable parameters replaced by the parameters of a selected tree."""
+        """`tree`, with the trainable parameters replaced by those of `selected`."""
         new = {path: x for path, _, x in _named(selected)}
 
         def one(path: Path, x: Any) -> Any:
@@ -139,7 +139,7 @@ def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
 def _layers_in(
     x: Any, name: str, pattern: str, layers: slice, stack: range | None, total: int
 ) -> tuple[int, ...] | None:
-    """The positions of these layers in a stack: all layers of the model, or those of `stack`."""
+    """The positions of the selected layers in a stack with the layers `stack` (default: all), or None for axes."""
     if is_axes(x):
         if x[:1] != ("layer",):
             raise UserError(f"trainable={pattern} requires a stack of layers, not {name}; remove the range of layers")

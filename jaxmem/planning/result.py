@@ -200,9 +200,9 @@ class Plan:
         return {
             "model": {
                 "name": built.cfg.name,
-                "parameters": built.model.parameters,
-                "active": built.model.active,
-                "trainable": built.model.trainable,
+                "parameters": built.model.parameter_count,
+                "active": built.model.active_count,
+                "trainable": built.model.trainable_count,
             },
             "target": {
                 "name": target.name,
@@ -220,7 +220,7 @@ class Plan:
             "kinds": self.breakdown.kinds,
             "predicted": self.predicted,
             "host_bytes_per_device": self.compiled_step.host_total,
-            "bytes_per_parameter": self.compiled_step.total * target.count / built.model.parameters,
+            "bytes_per_parameter": self.compiled_step.total * target.count / built.model.parameter_count,
             "compiled": self.compiled_step.sizes,
             "collectives": self._traffic_as_json(COLLECTIVES, "wire_bytes"),
             "host_transfers": self._traffic_as_json((TO_HOST, FROM_HOST), "bytes"),

@@ -51,9 +51,9 @@ class PlanTable:
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW
         count = plan.program.model
-        trainable = "" if count.trainable == count.parameters else f", {count.trainable:,} trainable,"
-        active = "" if count.active == count.parameters else f" ({count.active:,} active)"
-        model = f"{plan.program.cfg.name}: {count.parameters:,} parameters{active}{trainable}"
+        trainable = "" if count.trainable_count == count.parameter_count else f", {count.trainable_count:,} trainable,"
+        active = "" if count.active_count == count.parameter_count else f" ({count.active_count:,} active)"
+        model = f"{plan.program.cfg.name}: {count.parameter_count:,} parameters{active}{trainable}"
         device = target.gpu.name if target.gpu else target.name.partition(":")[0]
         hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
         yield Text(f"{model} on {target.count} x {device}{hosts}", style="bold")
@@ -75,7 +75,7 @@ class PlanTable:
 
     def _memory(self, *, wide: bool) -> Table:
         plan = self.plan
-        total, per_parameter = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameters
+        total, per_parameter = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameter_count
         prediction = ("predicted", "difference") if wide else ()
         table = _table("Memory per device, planned", "", "compiled", *prediction, "bytes per\nparameter")
 

@@ -32,7 +32,7 @@ from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
 from jaxmem.search.surrogate import PRIOR_STD
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import RULE_AXES
-from jaxmem.step.kernel_choice import resolved
+from jaxmem.step.kernel_choice import resolve_kernels
 
 MAX_SIZE = 4000
 MATERIAL = 0.01  # a config on a front needs at least this share less memory than each faster config
@@ -206,7 +206,7 @@ def resolved_on(cfg: Config, target: Target) -> Config:
     """The config with the kernels that `auto` selects on a target."""
     gpu = target.gpu
     capability = round(10 * float(gpu.compute_capability)) if gpu else None
-    return resolved(cfg, target.platform, capability, gpu.kind if gpu else "")
+    return resolve_kernels(cfg, target.platform, capability, gpu.kind if gpu else "")
 
 
 def estimated(cfg: Config, target: Target) -> Estimate:

@@ -42,8 +42,8 @@ Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights,
 
 
 def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
-    """Gradients of one batch. They are constrained to their sharding, so that XLA reduce-scatters them as they are
-    computed and no device stores a full gradient."""
+    """Gradients of one batch. They are constrained to their sharding, so that XLA reduce-scatters each gradient as soon
+    as it is computed and no device stores a full gradient."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
     return constrain_tree(grads, axes, "gradients"), sums
 
@@ -54,9 +54,9 @@ def accumulate(
     """Gradients of micro-batches one after the other, accumulated in float32. Leaves of the batch and `keys` are
     [micro-batches, rows, ...]; `dtype` is the dtype of communication.
 
-    `state` is what the forward pass changes, for example the statistics of BatchNorm. Each micro-batch begins with the
-    state that the previous one returned. Such statistics need all rows of a micro-batch, so devices do not compute
-    separate gradients: with `state`, the gradients of every micro-batch are reduced."""
+    `state`: the arrays that the forward pass changes, for example the statistics of BatchNorm. Each micro-batch begins
+    with the state that the previous one returned. Such statistics need all rows of a micro-batch, so devices do not
+    compute separate gradients: with `state`, the gradients of every micro-batch are reduced."""
     layout = current()
     is_local = layout is not None and layout.local_gradient_axes and not state
     local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
@@ -69,7 +69,7 @@ def accumulate(
         if local is None:
             total, sums = jax.grad(added, has_aux=True)(at, params, total, batch, keys)
         else:
-            total, sums = local.added(added, at, params, total, batch, keys)
+            total, sums = local.add(added, at, params, total, batch, keys)
         state = sums.pop(STATE, None)
         return (total, jax.tree.map(lambda t, x: t + x.astype(t.dtype), all_sums, sums), state), None
 
@@ -87,12 +87,12 @@ def accumulate(
     grads, sums, state = jax.lax.scan(add, (*zeros, state or None), looped)[0]
     if local is None:
         return grads, sums | ({STATE: state} if state else {})
-    grads, own = local.reduced(loss, params, grads, *last)
+    grads, own = local.add_last(loss, params, grads, *last)
     return grads, jax.tree.map(jnp.add, sums, own)
 
 
 def _with_hooks(loss: Loss, axes: Any, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
-    """A loss of (at, weights, sums, batch, keys). The gradient with respect to `at` is `hook(axes)(gradient, sum)`."""
+    """A loss of (at, weights, sums, batch, keys). Gradient by the zeros `at`: `hook(axes)(weight gradient, sum)`."""
 
     def one(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
         hooked = HookedWeight(own, at, total, hook(names), in_place)
@@ -106,13 +106,13 @@ def _with_hooks(loss: Loss, axes: Any, hook: Callable[[Axes], Any], in_place: bo
 
 @dataclass(frozen=True)
 class Add:
-    """A function of a gradient and the sum of the gradients of earlier micro-batches. It returns the new sum. The
-    gradient is constrained to its sharding, so that it is reduce-scattered before it is added."""
+    """A function of a gradient and the sum of the gradients of earlier micro-batches, which returns the new sum. The
+    gradient is constrained to its sharding, so that it is reduce-scattered before it is added to the sum."""
 
-    names: Axes
+    axes: Axes
 
     def __call__(self, g: jax.Array, before: jax.Array) -> jax.Array:
-        g = constrain(g, *self.names[len(self.names) - g.ndim :], role="gradients")
+        g = constrain(g, *self.axes[len(self.axes) - g.ndim :], role="gradients")
         return before + g.astype(before.dtype)
 
 
@@ -124,31 +124,31 @@ class _LocalGradients:
         self._over = layout.local_gradient_axes
         self.groups = layout.size(self._over)
 
-    def added(
+    def add(
         self, loss: Callable[..., Any], at: Params, params: Params, total: Params, batch: Batch, keys: jax.Array
     ) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of a micro-batch, [groups, ...]."""
         total, sums = self._differentiate(loss, 0, at, batch, keys, self._views_of_groups(params), total)
         return self._constrain_groups(total, "gradients"), sums
 
-    def reduced(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
+    def add_last(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of the last micro-batch over the groups, sharded like the optimizer
         state."""
         hooked = _with_hooks(loss, self._axes, self.reduce)
-        # The reduced gradients have the dtype of `at`. It is the dtype of communication, not float32, because they are
-        # in memory together with the sums that are not reduced yet.
+        # The reduced gradients have the dtype of `at`. It is the dtype of communication, not float32, because these
+        # gradients are in memory together with the sums that are not reduced yet.
         at = differentiable(params, self._dtype)
         grads, sums = self._differentiate(hooked, None, at, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
-    def reduce(self, names: Axes) -> Reduce:
-        return Reduce(self._layout, names, self._over, self._dtype)
+    def reduce(self, axes: Axes) -> Reduce:
+        return Reduce(self._layout, axes, self._over, self._dtype)
 
     def _differentiate(
         self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *own: Params
     ) -> tuple[Params, Sums]:
-        """Gradients with respect to `at` of the sum of the losses of all groups. `at_axis` None: all groups share `at`;
-        0: `at` is [groups, ...], like the trees in `own`."""
+        """Gradients with respect to `at` of the sum of the losses of all groups. If `at_axis` is None, all groups share
+        `at`. If `at_axis` is 0, `at` is [groups, ...], like the trees in `own`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (at_axis, *[0] * len(own), 0, 0)
@@ -173,11 +173,11 @@ class _LocalGradients:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A function of the gradient of a group and its accumulated gradient. It returns their sum over all groups,
-    communicated in `dtype`."""
+    """A function of the gradient and the accumulated gradient of a group. It adds both, and returns the sum over all
+    groups, communicated in `dtype`."""
 
     layout: Layout
-    names: Axes
+    axes: Axes
     over: tuple[str, ...]
     dtype: np.dtype
 
@@ -188,15 +188,15 @@ class Reduce:
 
         @reduced.def_vmap
         def _(_groups: int, _batched: list[bool], own: jax.Array) -> tuple[jax.Array, bool]:
-            return self.of_all(own), False
+            return self.reduce_groups(own), False
 
         return reduced(before + g.astype(before.dtype)).astype(self.dtype)
 
-    def of_all(self, own: jax.Array) -> jax.Array:
+    def reduce_groups(self, own: jax.Array) -> jax.Array:
         """[groups, ...] -> the sum over groups. The last mesh axis, which has the fastest links, is reduced first."""
         own = own.astype(self.dtype)
-        names = self.names[len(self.names) - own.ndim + 1 :]
-        pin = lambda x: constrain(x, *names, role="optimizer")  # noqa: E731
+        axes = self.axes[len(self.axes) - own.ndim + 1 :]
+        pin = lambda x: constrain(x, *axes, role="optimizer")  # noqa: E731
         for number in reversed(range(len(self.over))):
             outer, neighbours = self.over[:number], self.layout.size(self.over[number : number + 1])
             parts = own.reshape(-1, neighbours, *own.shape[1:])

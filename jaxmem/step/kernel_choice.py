@@ -1,6 +1,6 @@
-"""The implementation of each operation that has a fused form, and why: `memory.attention`, `memory.experts`,
-`adapter.matmul` and `optimizer.kernel`, with `auto` resolved; also `mesh.context_method`, the communication of
-attention over `context`."""
+"""Chooses the implementation of each operation that has a fused kernel, and says why. The settings are
+`memory.attention`, `memory.experts`, `adapter.matmul` and `optimizer.kernel`. `mesh.context_method`, the communication
+of attention over `context`, is chosen together with attention."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ from jaxmem.sharding.weights import MIN_BLOCK
 
 ATTENTION, EXPERTS = "memory.attention", "memory.experts"
 MATMUL, UPDATE = "adapter.matmul", "optimizer.kernel"
-# Tokens of a matmul below which the fused kernel is estimated to be faster. On an H100, dequantizing first moves 4.5
-# bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes, multiplies at 530
-# TFLOP/s, and decodes each weight once per 128 tokens in about 10 instructions; it issues 33 T instructions per second.
+# For fewer tokens, the fused kernel is estimated to be faster than dequantizing first. On an H100, dequantizing first
+# moves 4.5 bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes,
+# multiplies at 530 TFLOP/s, and decodes each weight once per 128 tokens in about 10 of 33 T instructions/s.
 FEW_TOKENS = 400
 
 
 def kernel_choices(cfg: Config, platform: str, capability: int | None, device: str) -> dict[str, Any]:
-    """The choice for each operation that the config has, by its setting. Arguments: as for `attention_choice`."""
+    """The choice for each operation of the config, by setting. The arguments are those of `attention_choice`."""
     found = {
         ATTENTION: attention_choice(cfg, platform, capability, device),
         EXPERTS: experts_choice(cfg, platform, capability),
@@ -39,9 +39,9 @@ def kernel_choices(cfg: Config, platform: str, capability: int | None, device: s
     return {setting: one for setting, one in found.items() if one is not None}
 
 
-def resolved(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
-    """The config with `auto` in these settings and in `mesh.context_method` resolved for such devices. The setting of
-    an operation that the config does not have stays `auto`."""
+def resolve_kernels(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
+    """The config with `auto` replaced, in these settings and in `mesh.context_method`, by the choice for the given
+    device. The setting of an operation that the config does not have stays `auto`."""
     found = kernel_choices(cfg, platform, capability, device)
     names = {setting: one.implementation for setting, one in found.items()}
     attention = found.get(ATTENTION)
@@ -64,7 +64,7 @@ def _tokens(cfg: Config) -> int:
 
 
 def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
-    """The matmuls of experts; None: the config has no experts."""
+    """The choice for the matmuls of experts, or None if the config has no experts."""
     model, form = cfg.model, cfg.expert_precision.parameters
     if not isinstance(model, Decoder) or model.experts is None:
         return None
@@ -80,7 +80,7 @@ def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice
 
 
 def _resolve(cfg: Config, setting: str, triton: Choice, plain: str, reason: str | None) -> Choice:
-    """The implementation that the config names. Otherwise `triton`, or `plain` if there is a reason against it."""
+    """The implementation that the config names. If it is `auto`: `triton`, or `plain` if `reason` excludes `triton`."""
     section, key = setting.split(".")
     named = getattr(getattr(cfg, section), key)
     if named != "auto":
@@ -89,7 +89,7 @@ def _resolve(cfg: Config, setting: str, triton: Choice, plain: str, reason: str 
 
 
 def _no_quantized_experts(cfg: Config, model: Decoder) -> str | None:
-    """The reason why the fused kernel cannot dequantize the experts; None: it can."""
+    """The reason why the fused kernel cannot dequantize the experts, or None if it can."""
     precision = cfg.expert_precision
     if (form := FORMS.get(precision.parameters)) is None:
         return f"triton does not dequantize {precision.parameters}; blockwise dequantizes one expert at a time"
@@ -102,7 +102,7 @@ def _no_quantized_experts(cfg: Config, model: Decoder) -> str | None:
 
 
 def matmul_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
-    """The matmul with a frozen quantized weight; None: the config has none."""
+    """The choice for matmuls with frozen quantized weights, or None if the config has no such weights."""
     base, mesh, tokens = cfg.base_precision, cfg.mesh, _tokens(cfg)
     if cfg.adapter.kind == "none" or base.parameters not in MATMUL_FORMATS:
         return None
@@ -126,7 +126,7 @@ def _has_even_blocks(cfg: Config) -> bool:
 
 
 def update_choice(cfg: Config, capability: int | None) -> Choice | None:
-    """The update of 8-bit Adam's state and of int8 weights; None: the config has neither."""
+    """The choice for updates of 8-bit Adam's state and of int8 weights, or None if the config has neither."""
     has_state, has_weights = cfg.optimizer.name == "adamw8bit", cfg.precision.parameters == "int8"
     if not has_state and not has_weights:
         return None
@@ -143,7 +143,7 @@ def update_choice(cfg: Config, capability: int | None) -> Choice | None:
 # and of a 400 Gb/s network.
 _FLOPS = {"cudnn": 5.3e14, "mosaic": 4.5e14, "triton": 3.3e14}
 _PLAIN, _MEMORY, _NVLINK, _NETWORK = 5e13, 3.3e12, 4.5e11, 5e10
-_CLOSE = 1.05  # of the methods within this factor of the least time, the first of METHODS needs the least memory
+_CLOSE = 1.05  # among methods within this factor of the fastest, the first of METHODS (least memory) is chosen
 _HOST = 8  # GPUs of a host
 
 
@@ -153,8 +153,8 @@ class AttentionChoice(Choice):
 
 
 def attention_choice(cfg: Config, platform: str, capability: int | None, device: str) -> AttentionChoice | None:
-    """The choice for devices of a compute capability (90 for 9.0; None: a CPU) and this name; None: the model has no
-    attention. UserError if the implementation that the config names does not support it."""
+    """The choice for attention, or None without attention. `capability`: that of the GPU (90 for 9.0), or None for a
+    CPU. `device`: its name. Raises UserError if the config names an implementation that does not support the call."""
     call = attention_request(cfg, platform)
     if call is None:
         return None
@@ -188,9 +188,9 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
 
 
 def attention_request(cfg: Config, platform: str) -> Request | None:
-    """Attention of one micro-batch for the heads of one device and complete sequences; None: the model has none."""
+    """Attention of a micro-batch for complete sequences and the heads of one device, or None without attention."""
     model = cfg.model
-    if not isinstance(model, Decoder | Vit) or isinstance(model, ImageText):  # its towers differ in their attention
+    if not isinstance(model, Decoder | Vit) or isinstance(model, ImageText):  # two kinds of attention
         return None
     if isinstance(model, Decoder):
         length, dim, window, soft_cap = cfg.row_length, model.head_dim, model.window, model.attention_soft_cap
@@ -214,7 +214,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
 
 
 def _methods(cfg: Config) -> list[str]:
-    """The methods that support this config, whether or not a kernel supports them."""
+    """The communication methods that support this config. Kernels are checked later."""
     if cfg.mesh.context_method != "auto" or not isinstance(cfg.model, Decoder):
         return [cfg.mesh.context_method]
     heads, kv_heads = (_heads(cfg, n) for n in (cfg.model.heads, cfg.model.kv_heads))
@@ -227,13 +227,13 @@ def _methods(cfg: Config) -> list[str]:
 
 
 def _heads(cfg: Config, heads: int) -> int:
-    """The heads of one of the devices along `tensor`; all if they are not divisible."""
+    """The number of heads per device along `tensor`. If `heads` is not divisible, each device has all heads."""
     tensor = cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
     return heads // tensor if heads % max(1, tensor) == 0 else heads
 
 
 def context_traffic(cfg: Config, method: str) -> tuple[float, float]:
-    """Elements in the compute dtype that a device sends for attention in one layer, per sequence: forward, backward."""
+    """Elements in the compute dtype that a device sends for attention, per layer and sequence: (forward, backward)."""
     model, devices = cfg.model, cfg.mesh.context
     assert isinstance(model, Decoder)
     time, heads, kv_heads = cfg.row_length / devices, _heads(cfg, model.heads), _heads(cfg, model.kv_heads)
@@ -249,7 +249,7 @@ def context_traffic(cfg: Config, method: str) -> tuple[float, float]:
 
 
 def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> float:
-    """An estimate of the time of attention in one layer, forward and backward, to compare methods."""
+    """The estimated time of attention in one layer, forward and backward, to compare methods."""
     model, devices = cfg.model, cfg.mesh.context
     assert isinstance(model, Decoder)
     numbers = call.batch * call.heads * call.dim

@@ -33,7 +33,7 @@ _ADAPTER_KEY = 2**31 - 1
 @dataclass(frozen=True)
 class ModelSpec:
     cfg: Config
-    platform: str  # the platform of the devices, on which `compute: auto` depends
+    platform: str  # the platform of the devices; determines the compute dtype for `precision.compute: auto`
     capability: int | None = None  # the compute capability of GPUs: 90 for 9.0
     device: str = ""  # the name of the GPU
 
@@ -43,28 +43,28 @@ class ModelSpec:
 
     @property
     def layer_order(self) -> list[int] | None:
-        """The layer that is stored at each position of a stack; None: layers are in order."""
+        """The layer that is stored at each position of a stack, or None if layers are in order."""
         return None if self.pipeline is None else self.pipeline.order.tolist()
 
     @property
     def layer_indices(self) -> list[int] | None:
-        """The position of each layer in a stack; None: layers are in order."""
+        """The position of each layer in a stack, or None if layers are in order."""
         pipeline = self.pipeline
         return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
 
     @cached_property
     def _split(self) -> tuple[Any, Any, Any]:
-        if (plain := self.plain) is not None:
-            shapes = {path: variable.get_value() for path, variable in plain.variables.items()}
-            return plain.graphdef, unflatten_dict(dict(plain.axes)), unflatten_dict(shapes)
+        if (model := self.flax_model) is not None:
+            shapes = {path: variable.get_value() for path, variable in model.variables.items()}
+            return model.graphdef, unflatten_dict(dict(model.axes)), unflatten_dict(shapes)
         # These shapes do not include the identity layers that pad pipeline stages.
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self._build(jax.random.key(0)))))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
 
     @cached_property
-    def plain(self) -> own.PlainModel | None:
-        """The model that a script passed without jaxmem's layers."""
+    def flax_model(self) -> own.PlainModel | None:
+        """The model that a script passed, or None if it is built from jaxmem's layers or comes from the config."""
         if self.cfg.own.model is None or self.cfg.own.passes_execution:
             return None
 
@@ -78,13 +78,13 @@ class ModelSpec:
     def forward_state(self) -> frozenset[tuple[str, ...]]:
         """The paths of arrays that the forward pass changes, for example the statistics of BatchNorm. They are stored
         with the parameters, but they are neither trainable nor quantized."""
-        return frozenset() if self.plain is None else self.plain.state
+        return frozenset() if self.flax_model is None else self.flax_model.state
 
     def forward_state_of(self, params: Params) -> Params:
         return unflatten_dict({path: x for path, x in flatten_dict(params).items() if path in self.forward_state})
 
     def with_forward_state(self, params: Params, new: Any) -> Params:
-        """`params` with other values of the arrays that the forward pass changes; None: unchanged."""
+        """`params` with the arrays in `new` in place of those that the forward pass changes, if there are any."""
         return unflatten_dict(flatten_dict(params) | flatten_dict(new)) if new else params
 
     @property
@@ -93,10 +93,10 @@ class ModelSpec:
 
     def network(self, params: Params) -> Any:
         """The network with these weights."""
-        if self.plain is None:
+        if self.flax_model is None:
             return nnx.merge(self.graphdef, params)
-        options = self._execution.stack if self.plain.stacks else StackOptions()
-        return self.plain.network(params, compute_dtype(self.cfg.precision, self.platform), options)
+        options = self._execution.stack if self.flax_model.stacks else StackOptions()
+        return self.flax_model.network(params, compute_dtype(self.cfg.precision, self.platform), options)
 
     @property
     def axes(self) -> Any:
@@ -110,26 +110,26 @@ class ModelSpec:
 
     @property
     def _parameter_shapes(self) -> Any:
-        """`shapes`, with None for what the forward pass changes."""
+        """`shapes`, with None for the arrays that the forward pass changes."""
         return Selection.of(self.shapes, ("*",)).without(self.forward_state).select(self.shapes)
 
     @cached_property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """The number of parameters, without identity layers."""
         return _count(self._parameter_shapes)
 
     @cached_property
-    def trainable(self) -> int:
+    def trainable_count(self) -> int:
         """The number of trainable parameters."""
         return _count(self.select(self.shapes))
 
     @cached_property
-    def active(self) -> int:
-        """The number of parameters that a token uses: of the experts, only those of the token."""
+    def active_count(self) -> int:
+        """The number of parameters that a token uses: of the experts, only the chosen ones."""
         return self._active(self._parameter_shapes)
 
     @cached_property
-    def active_trainable(self) -> int:
+    def active_trainable_count(self) -> int:
         return self._active(self.select(self.shapes))
 
     def _active(self, shapes: Any) -> int:
@@ -179,8 +179,8 @@ class ModelSpec:
         network is traced twice, and XLA removes what is not used."""
 
         def create(storage: Storage) -> Params:
-            if self.plain is not None:
-                axes, state = self.plain.axes, self.forward_state
+            if self.flax_model is not None:
+                axes, state = self.flax_model.axes, self.forward_state
                 values = own.variables_of(self._build(key)).items()
                 return unflatten_dict({p: x if p in state else own.store(p, x, axes[p], storage) for p, x in values})
             with storing_as(storage), creating_for(self.pipeline):
@@ -194,10 +194,10 @@ class ModelSpec:
     def with_adapters(self, base: Params, key: jax.Array) -> Params:
         """The weights of the model with new adapters."""
         network, adapter_key = nnx.eval_shape(partial(self._build, key)), jax.random.fold_in(key, _ADAPTER_KEY)
-        if self.plain is not None:
+        if self.flax_model is not None:
             adapters.attach(network, self._adapter, adapter_key)
             added = {path: x for path, x in own.variables_of(network).items() if "lora" in path}
-            new = {p: own.store(p, x, self.plain.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
+            new = {p: own.store(p, x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
             return unflatten_dict(flatten_dict(base) | new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):
@@ -215,19 +215,19 @@ class ModelSpec:
         return create(nnx.Rngs(key), self._execution) if self.cfg.own.passes_execution else self._build_plain(key)[0]
 
     def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
-        """The model of a script without jaxmem's layers, and its stacks."""
+        """The model of a script, not built from jaxmem's layers, and the number of layers of each of its stacks."""
         assert self.cfg.own.model is not None
         network = self.cfg.own.model(nnx.Rngs(key))
         return network, own_layers.stack_lists(network, self.cfg.own.layers)
 
     @cached_property
     def attention(self) -> Any:
-        """The implementation of attention, and why (`AttentionChoice`); None: the model has no attention."""
+        """The choice of the implementation of attention (`AttentionChoice`), or None if there is no attention."""
         return self.kernels.get("memory.attention")
 
     @cached_property
     def kernels(self) -> dict[str, Any]:
-        """The implementation of each operation that has a fused form, and why (`Choice`), by setting."""
+        """The choice of the implementation of each operation that has a fused kernel (`Choice`), by setting."""
         from jaxmem.step.kernel_choice import kernel_choices
 
         return kernel_choices(self.cfg, self.platform, self.capability, self.device)
@@ -266,7 +266,7 @@ class ModelSpec:
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:
-    """The pipeline of a config whose mesh is resolved; None: one stage."""
+    """The pipeline of a config whose mesh is resolved, or None if there is one stage."""
     if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | OwnModel):
         return None
     layers, recomputes = pipelined_layers(cfg.model), repeats_forward(cfg.memory.remat)
@@ -275,7 +275,7 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
 
 
 def chunking(memory: Memory) -> Chunking:
-    """`auto` uses chunks only if no activation within a layer is saved, since chunks are recomputed."""
+    """The chunks of a layer. Chunks are recomputed, so `auto` uses chunks only if no activation in a layer is saved."""
     if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
         return Chunking(memory.mlp_chunk, memory.head_groups)
     chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk

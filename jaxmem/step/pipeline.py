@@ -62,7 +62,7 @@ def pipeline_gradients(
         return constrain_tree(grads, axes, "gradients"), found.sums
 
     def reduce(names: Axes, g: jax.Array) -> jax.Array:
-        return Reduce(layout, names, local, dtype).of_all(g).astype(jnp.float32)
+        return Reduce(layout, names, local, dtype).reduce_groups(g).astype(jnp.float32)
 
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
 

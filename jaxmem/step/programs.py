@@ -51,9 +51,9 @@ class Program:
     @property
     def resolved(self) -> Config:
         """The config with `auto` resolved for these devices, in the settings of kernels and `mesh.context_method`."""
-        from jaxmem.step.kernel_choice import resolved
+        from jaxmem.step.kernel_choice import resolve_kernels
 
-        return resolved(self.cfg, self.platform, self.model.capability, self.model.device)
+        return resolve_kernels(self.cfg, self.platform, self.model.capability, self.model.device)
 
     @property
     def platform(self) -> str:

@@ -88,28 +88,28 @@ class Segments:
         return self.nest(number, _at(self._trainable, self._paths[number]))
 
     def weights(self, number: int, trainable: Tree) -> Any:
-        """All weights of a stack, with the trainable ones replaced."""
+        """All weights of a stack, with the trainable weights replaced by `trainable`."""
         return merge(self.stacks[number].applied.weights, _at(trainable, self._paths[number]))
 
     @cached_property
-    def last(self) -> Tree:
+    def last_parameters(self) -> Tree:
         """The parameters outside of stacks that only the last segment uses: usually the final norm. A matrix that a cut
-        uses too (tied embeddings) is not one of them: its gradient is complete only after the lookup."""
+        also uses (tied embeddings) is excluded: only the backward pass of the lookup completes its gradient."""
         return _without(self._at, [*set().union(*self._read[:-1]), *self._paths])
 
     def backward(
-        self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None
+        self, stack_backward: Callable[[int, Any], Any], on_last_gradients: Callable[[Tree], Any] = lambda _: None
     ) -> tuple[Tree, dict[Path, SliceGradient]]:
-        """Gradients of the mean loss with respect to the parameters outside of stacks. Instead of the gradient of a
-        matrix in `matrices`, returns a function that computes slices of it. `through(number, g)` differentiates a
-        stack: it maps the gradient of its output to the gradient of its input. `begin` is called first, with the
-        gradients of `last`; the stacks are differentiated after it returns."""
+        """Gradients of the mean loss with respect to the parameters outside of stacks. For each matrix in `matrices`,
+        returns a function that computes slices of the gradient. `stack_backward(number, g)` differentiates a stack: it
+        maps the gradient of the output to the gradient of the input. `on_last_gradients` is called first, with the
+        gradients of `last_parameters`; the stacks are differentiated after it returns."""
         grads, g = self._last(1.0 / jnp.maximum(self.sums["count"], 1.0))
-        _, g = jax.lax.optimization_barrier((begin(select(grads, self.last)), g))
+        _, g = jax.lax.optimization_barrier((on_last_gradients(select(grads, self.last_parameters)), g))
         output_gradients: dict[int, Any] = {}
         for number in reversed(range(len(self._cuts))):
             cut, output_gradients[number] = self._cuts[number], g
-            g = through(number, g) if isinstance(cut, ForwardPass) else cut.input_gradient(g)
+            g = stack_backward(number, g) if isinstance(cut, ForwardPass) else cut.input_gradient(g)
             path = self._paths[number]
             if not isinstance(cut, ForwardPass) and path not in self.matrices and _at(grads, path) is not None:
                 own = _at(grads, path)
@@ -155,7 +155,7 @@ class Segments:
         return {_names(path) for path, x in zip(paths, traced.invars, strict=False) if id(x) in read}
 
     def _segment(self, number: int, at: Tree, before: Any) -> Any:
-        """The segment between two cuts: returns the input of cut `number` from the output of the previous cut; after
+        """The segment between two cuts. Returns the input of cut `number` from the output of the previous cut; after
         the last cut, (loss, sums)."""
         inputs: list[Any] = []
 

@@ -67,7 +67,7 @@ def update_during_backward(
             return update(carry, layer, network.nest(number, dw), fetched)
 
         weights = lambda carry: network.weights(number, carry[0])  # noqa: E731
-        visitor = Visitor(update.begin(network.trainable(number), stack.layers), weights, visit, fetch)
+        visitor = Visitor(update.initial_carry(network.trainable(number), stack.layers), weights, visit, fetch)
         done, g = stack.backward(g, visitor)
         add(*done)
         return g
@@ -91,8 +91,8 @@ def update_during_backward(
         return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
 
     norm = _gradient_norm(network, groups, vocab_update) if spec.cfg.needs_global_norm_first else None
-    grads, matrices = network.backward(update_stack, begin=update_unstacked)
-    update_unstacked(without(grads, network.last))
+    grads, matrices = network.backward(update_stack, on_last_gradients=update_unstacked)
+    update_unstacked(without(grads, network.last_parameters))
     for path, gradient in matrices.items():
         new, new_state, square = vocab_update(path).update(gradient, write, norm)
         add(new, [new_state], unflatten_dict({path: square}))
@@ -109,7 +109,7 @@ def _gradient_norm(
     """The norm of all gradients, computed in a backward pass that discards them."""
     sums = []
 
-    def through(number: int, g: Any) -> Any:
+    def stack_backward(number: int, g: Any) -> Any:
         stack = network.stacks[number]
 
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
@@ -120,6 +120,6 @@ def _gradient_norm(
         sums.append(squares)
         return g
 
-    grads, matrices = network.backward(through)
+    grads, matrices = network.backward(stack_backward)
     sums += [vocab_update(path).squares(gradient) for path, gradient in matrices.items()]
     return jnp.sqrt(sum_of_squares(grads) + sum(sums))

@@ -2,14 +2,14 @@
 
 `update_from_host`: optimizer state in host memory is copied to the device and back one layer at a time. With P
 parameters in N layers and s bytes of state per parameter, a device stores the state of two layers, 2 s P / N bytes,
-instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent over its link (Ren et al.,
-arXiv:2101.06840). Frozen weights are copied a layer ahead in each pass (`stack`), and not copied back.
+instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent between host and device (Ren et al.,
+arXiv:2101.06840). Frozen weights are copied one layer ahead in each pass (`stack`), and not copied back.
 
 `VocabUpdate`: the gradient of a slice of an embedding or output matrix is computed, and that slice of weight and
 optimizer state is updated in place. With V entries of E values and slices of v entries, gradient and update take 2 v E
-values instead of 2 V E. If an optimizer needs sums over the complete matrix, each of them takes one more pass over
-all slices (`sliced_sums`). A pass recomputes the gradient: for T tokens this takes 4 T V E FLOPs for an output
-projection, and very few for an embedding. State in host memory is copied in the same slices.
+values instead of 2 V E. If an optimizer needs sums over the complete matrix, each sum takes one more pass over
+all slices (`sliced_sums`). A pass recomputes the gradient: for T tokens, 4 T V E FLOPs for an output projection, and
+very few for an embedding. State in host memory is copied in the same slices.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabSlices, even_slices
 from jaxmem.optim import record_norm
-from jaxmem.optim.apply import SlicedSums, Total, VocabSlice, sliced_sums, sum_of_squares
+from jaxmem.optim.apply import SlicedSums, SumOverSlices, VocabSlice, sliced_sums, sum_of_squares
 from jaxmem.optim.groups import (
     ParameterGroup,
     Write,
@@ -57,10 +57,10 @@ class LayerUpdate:
     write: Write
     norm: jax.Array | None
     layers: int  # number of layers of the complete stack
-    first: int | jax.Array = 0  # the index of the first layer of the stack's part that is updated here
+    first: int | jax.Array = 0  # the position of the first updated layer in the complete stack
 
-    def begin(self, weights: Tree, layers: int) -> tuple[Tree, list[Tree], Tree]:
-        """The first carry, for a part of `layers` layers."""
+    def initial_carry(self, weights: Tree, layers: int) -> tuple[Tree, list[Tree], Tree]:
+        """The carry before the first update, for a part of `layers` layers."""
         zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
         return weights, list(self.before), zeros
 
@@ -103,8 +103,8 @@ class VocabUpdate:
     group: ParameterGroup
     weights: Tree
     state: Tree
-    dtype: np.dtype | None = None  # the dtype of the gradient; None: that of the weight
-    entries: int | None = None  # vocabulary entries per slice; None: slices of 16 M elements
+    dtype: np.dtype | None = None  # the dtype of the gradient; by default the dtype of the weight
+    entries: int | None = None  # vocabulary entries per slice; by default slices have 16 M elements
 
     def update(self, gradient: SliceGradient, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
         """Returns new weights, new state and the sum of squares of the gradient."""
@@ -117,9 +117,9 @@ class VocabUpdate:
     def _update_slices(
         self, slices: VocabSlices, gradient: SliceGradient, write: Write, norm: jax.Array | None
     ) -> tuple[Tree, Tree, jax.Array] | None:
-        """The result of `update`, slice by slice; None if the optimizer needs the complete matrix."""
+        """The result of `update`, computed slice by slice. Returns None if the optimizer needs the complete matrix."""
 
-        def update(j: jax.Array, total: Total, weights: Tree = self.weights, state: Tree = self.state) -> Any:
+        def update(j: jax.Array, total: SumOverSlices, weights: Tree = self.weights, state: Tree = self.state) -> Any:
             """Returns the gradient of slice j, its new weights and its new state."""
             dw = self._gradient(gradient, weights, slices, j)
             own = _read_slice(slices, j, weights, self._axes, self.weights)
@@ -191,7 +191,7 @@ def _dim(names: Axes) -> int | None:
 
 def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsliced: Tree) -> Tree:
     """A slice of weight or state. Leaves without a vocabulary dimension, e.g. the number of updates, are taken from
-    `unsliced`, which has the values from before the update."""
+    `unsliced`, the tree before the update."""
 
     def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         return other if (dim := _dim(names)) is None else slices.read(x, dim, j)
@@ -201,7 +201,7 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
 
 
 def _resize(new: Any, old: Any) -> Any:
-    """`new`, the slice of a quantized array `old`, with its `size` changed to that of the slice."""
+    """`new`, a slice of `old`. The slice of a QTensor has the `size` of `old`; it is replaced by the slice's own."""
     if not isinstance(new, QTensor):
         return new
     size = old.size * new.codes.shape[new.axis] // old.codes.shape[old.axis]
@@ -214,7 +214,7 @@ def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role
     def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
         if (dim := _dim(names)) is None:
             return new
-        # Sharded before it is written, so that only this slice is communicated.
+        # The slice is sharded before it is written, so that only this slice is communicated.
         new = constrain(new, *names, role=role)
         written = slices.write(x, dim, j, new)
         return written if is_on_host(written) else constrain(written, *names, role=role)
@@ -262,11 +262,11 @@ def _layer_by_layer(
     group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[Tree, Tree]:
     layers, stages = jax.tree.leaves(weights)[0].shape[0], shard_count("weights", "layer")
-    stages = 1 if layers % stages else stages  # not divisible: layers outside the pipeline, which are replicated
+    stages = 1 if layers % stages else stages  # a stack that is not divisible is outside of the pipeline: replicated
 
     def update(grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array) -> tuple[Tree, Tree]:
         """Updates the layers of a pipeline stage."""
-        initial_state = state  # each layer reads its step count here: the number of updates before this one
+        initial_state = state  # each layer reads the number of earlier updates here
         last = layers // stages - 1
 
         def fetch(state: Tree, layer: jax.Array) -> Tree:
@@ -278,7 +278,7 @@ def _layer_by_layer(
             extra = {"layer": first[0] + layer, "layers": layers, "norm": norm}
             own = take_layer(grads, layer), fetched, take_layer(weights, layer)
             new, new_state = group.update(*own, write, **extra)
-            # Read before it is overwritten; otherwise XLA would copy all of it.
+            # The next layer's state is read before the state is overwritten; otherwise XLA would copy all of the state.
             ahead, state = jax.lax.optimization_barrier((ahead, state))
             weights = put_stacked_layer(weights, stored, "weights", layer, new)
             return weights, put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state), ahead

@@ -71,7 +71,7 @@ def update_in_stages(
             each = [_separated(*one) for one in zip(state_axes, states, strict=True)]
             return (weights, [stacked for stacked, _ in each], squares), [unstacked for _, unstacked in each]
 
-        begin = layers.begin(own, pipeline.stored // pipeline.stages)
+        begin = layers.initial_carry(own, pipeline.stored // pipeline.stages)
         return Visitor(begin, lambda carry: merge({name: weights}, carry[0])[name], visit), end
 
     norm = None

@@ -32,15 +32,15 @@ def work_of(built: Program) -> Work:
 
 def model_line(built: Program) -> str:
     """The model and the devices of a run, before it is compiled."""
-    model, mesh = built.model, built.layout.mesh
-    trainable = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
+    model, mesh, count = built.model, built.layout.mesh, built.model.parameter_count
+    trainable = "all" if model.trainable_count == count else f"{model.trainable_count:,}"
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform.upper()} device{'s'[: mesh.devices.size > 1]}"
     extra = pipeline.stored - pipeline.layers if (pipeline := model.pipeline) else 0
     padding = f", {extra} identity layers pad the pipeline stages" if extra else ""
-    active = "" if model.active == model.parameters else f" ({model.active:,} active)"
+    active = "" if model.active_count == count else f" ({model.active_count:,} active)"
     name, mesh_axes = built.cfg.name, f" ({axes})" if axes else ""
-    return f"{name}: {model.parameters:,} parameters{active}, {trainable} trainable, on {devices}{mesh_axes}{padding}"
+    return f"{name}: {count:,} parameters{active}, {trainable} trainable, on {devices}{mesh_axes}{padding}"
 
 
 def unit_of(cfg: Config) -> str:

@@ -83,7 +83,7 @@ def few_bytes(step: Step) -> Row:
         "other, GiB": gib(parts["total"] - state),
         "step per GPU, GiB": gib(parts["total"]),
         "initialise, GiB": gib(found.phases["initialise"]),
-        "bytes per parameter": parts["total"] * found.target.count / found.program.model.parameters,
+        "bytes per parameter": parts["total"] * found.target.count / found.program.model.parameter_count,
         "fits": "yes" if found.fits else "no",
     }
 

@@ -28,7 +28,7 @@ def alone():
 def test_only_the_prompt_is_trained_on_any_mesh(alone):
     before, after = flatten_dict(alone.first), flatten_dict(alone.params)
     assert {path for path in before if (before[path] != after[path]).any()} == {("prompt", "weight")}
-    assert alone.built.model.trainable == 4 * 32
+    assert alone.built.model.trainable_count == 4 * 32
     mesh = {"fsdp": 2, "tensor": 2}
     Trained(config(**SECTIONS, mesh=mesh, memory={"remat": "full"}), devices=4, updates=2).agrees_with(alone)
 

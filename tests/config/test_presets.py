@@ -65,18 +65,18 @@ def test_every_preset_but_tiny_has_a_published_count():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_count(name):
-    assert spec(preset(name)).parameters == PUBLISHED[name]
+    assert spec(preset(name)).parameter_count == PUBLISHED[name]
 
 
 def test_active_parameters():
     """Mixtral has 12.9 B and 39 B, Qwen3 3.3 B and 22 B, Qwen1.5 2.7 B, gpt-oss 3.6 B and 5.1 B, as their publishers
     round them. The counts of gpt-oss (3.61 and 5.13 B) and DeepSeek-V2-Lite (2.4 B) do not include the embedding."""
     names = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen1.5-moe")
-    found = [spec(preset(name)).active for name in names]
+    found = [spec(preset(name)).active_count for name in names]
     assert found == [12_879_925_248, 39_161_468_928, 3_353_032_704, 22_190_763_520, 2_689_173_504]
     for name, published in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13), ("deepseek-v2-lite", 2.45)):
         model = preset(name)
-        active = spec(model).active - model.vocab * model.embed
+        active = spec(model).active_count - model.vocab * model.embed
         assert round(active / 1e9, 2) == published
 
 
@@ -84,11 +84,11 @@ def test_count_by_hand():
     shape = {"vocab": 11, "layers": 2, "embed": 6, "mlp": 5, "heads": 2, "kv_heads": 1, "head_dim": 4}
     # q 6x8, k and v 6x4, o 8x6, three of 6x5, two norms of 6; a final norm of 6; two tables of 11x6
     plain = 2 * (48 + 24 + 24 + 48 + 90 + 12) + 6 + 132
-    assert spec(Decoder(**shape)).parameters == plain
-    assert spec(Decoder(**shape, tie_embeddings=True)).parameters == plain - 66
-    assert spec(Decoder(**shape, attention_bias=True)).parameters == plain + 2 * (8 + 4 + 4)
-    assert spec(Decoder(**shape, qk_norm=True)).parameters == plain + 2 * (4 + 4)
-    assert spec(Decoder(**shape, qk_norm="all_heads", norms="both")).parameters == plain + 2 * (8 + 4 + 2 * 6)
+    assert spec(Decoder(**shape)).parameter_count == plain
+    assert spec(Decoder(**shape, tie_embeddings=True)).parameter_count == plain - 66
+    assert spec(Decoder(**shape, attention_bias=True)).parameter_count == plain + 2 * (8 + 4 + 4)
+    assert spec(Decoder(**shape, qk_norm=True)).parameter_count == plain + 2 * (4 + 4)
+    assert spec(Decoder(**shape, qk_norm="all_heads", norms="both")).parameter_count == plain + 2 * (8 + 4 + 2 * 6)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import program
-from jaxmem.step.kernel_choice import attention_choice, resolved
+from jaxmem.step.kernel_choice import attention_choice, resolve_kernels
 from tests.planning.conftest import SMALL, config
 
 CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"
@@ -117,5 +117,5 @@ def test_the_method_of_context_and_its_kernel(gpu, mesh, sections, method, imple
     chosen = attention_choice(cfg, "cpu" if gpu[0] is None else "gpu", *gpu)
     assert (chosen.context_method, chosen.implementation) == (method, implementation)
     assert chosen.why.startswith(f"{method} over context")
-    after = resolved(cfg, "gpu", *gpu)
+    after = resolve_kernels(cfg, "gpu", *gpu)
     assert (after.mesh.context_method, after.memory.attention) == (method, implementation)

@@ -141,7 +141,7 @@ def test_an_update_during_the_backward_pass_needs_fewer_bytes_on_stages() -> Non
         step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
         assert estimate(built.resolved, "gpu").total == pytest.approx(step.total, rel=0.1)
         totals[update] = step.total
-    layer = 4 * (built.model.parameters - 2 * WIDE["vocab"] * WIDE["embed"]) / WIDE["layers"]
+    layer = 4 * (built.model.parameter_count - 2 * WIDE["vocab"] * WIDE["embed"]) / WIDE["layers"]
     assert totals["after"] - totals["during"] > 0.8 * (WIDE["layers"] / 2 - 1) * layer
 
 
@@ -149,7 +149,7 @@ def test_an_update_during_the_backward_pass_needs_fewer_bytes_on_stages() -> Non
 def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> None:
     """Up to zero 1 each group of rows has its own complete sum."""
     built = program(config(mesh={"fsdp": 4}, zero=zero, batch={"global_size": 32, "accumulate": 4}), jax.devices()[:4])
-    sums = 4 * built.model.parameters / split
+    sums = 4 * built.model.parameter_count / split
     assert sums <= estimate(built.cfg, "cpu").parts["gradients"] < 1.3 * sums
 
 

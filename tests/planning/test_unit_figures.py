@@ -52,7 +52,7 @@ def test_zero_s_table(zero: int, published: float) -> None:
     """Mixed-precision Adam on 64 GPUs: 2 + 2 + 12 bytes a parameter (arXiv:1910.02054, figure 1)."""
     cfg = run(WIDE, zero=zero, mesh={"fsdp": 64}, batch={"global_size": 64}, precision=MIXED)
     built = on("h100-80gb:8x8", cfg)
-    assert built.model.parameters == pytest.approx(7.5 * GB, rel=0.002)
+    assert built.model.parameter_count == pytest.approx(7.5 * GB, rel=0.002)
     # The paper prints two or three digits.
     assert states(built) / GB == pytest.approx(published, rel=0.01, abs=0.05)
 
@@ -65,7 +65,7 @@ def test_zero_s_table(zero: int, published: float) -> None:
 def test_bytes_a_parameter_at_8_billion(precision: dict[str, str], each: int) -> None:
     """The lectures' 128 GB, and half of it."""
     built = on("h100-80gb", run({"preset": "llama3-8b"}, precision=precision))
-    assert states(built) / built.model.parameters == pytest.approx(each, rel=0.01)
+    assert states(built) / built.model.parameter_count == pytest.approx(each, rel=0.01)
     if each == 16:
         assert states(built) / GB == pytest.approx(128, rel=0.01)
 
@@ -79,7 +79,7 @@ def test_a_compiled_step_takes_so_much_and_no_more() -> None:
     """Weights, their float32 copy and both moments; gradients come and go within the step."""
     plan = plan_here(1, precision=MIXED, data={"sequence_length": 8})
     state = plan.compiled_step.sizes["arguments"] - plan.bytes_per_device["batch"]
-    assert state == pytest.approx(14 * plan.program.model.parameters, rel=0.01)
+    assert state == pytest.approx(14 * plan.program.model.parameter_count, rel=0.01)
 
 
 def test_70_billion_weights_in_4_bits_take_35_gb() -> None:
@@ -88,7 +88,7 @@ def test_70_billion_weights_in_4_bits_take_35_gb() -> None:
     stored = jax.tree.map(four_bits, built.model.axes, built.spec.state.params, is_leaf=is_axes)
     quantized = [x for x in jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, QTensor)) if isinstance(x, QTensor)]
     assert sum(x.codes.size for x in quantized) / GB == pytest.approx(35, rel=0.01)
-    assert 8 * sum(x.nbytes for x in quantized) / built.model.parameters == pytest.approx(4.127, rel=0.001)
+    assert 8 * sum(x.nbytes for x in quantized) / built.model.parameter_count == pytest.approx(4.127, rel=0.001)
 
 
 def four_bits(axes: Any, x: Any) -> Any:
@@ -103,6 +103,6 @@ def test_70_billion_weights_in_4_bits_are_evaluated_on_one_gpu() -> None:
     precision = {"parameters": "nf4", "block_size": 256}
     built = on("h100-80gb", run({"preset": "llama3-70b"}, precision=precision, batch={"global_size": 1}))
     weights, total = bytes_on_device(built.spec.state.params), compiled_size(built.lower_evaluate(), here=False)
-    assert 8 * weights / built.model.parameters == pytest.approx(4.125, rel=0.001)
+    assert 8 * weights / built.model.parameter_count == pytest.approx(4.125, rel=0.001)
     assert 35 < weights / GB < total / GB < 38
-    assert total - weights < 2 * built.model.parameters / 80
+    assert total - weights < 2 * built.model.parameter_count / 80

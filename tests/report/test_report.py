@@ -114,7 +114,7 @@ def height_at(outline: list[tuple[float, ...]], x: float) -> float:
 
 def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
     words = Page(text).words
-    total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameters
+    total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameter_count
     assert words.count(format_bytes(total)) >= 2  # in all, and over the chart
     assert f"peak {format_bytes(total)}" in words
     for band, held in zip(BANDS, plan.history["peak"][1:], strict=True):

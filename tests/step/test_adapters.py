@@ -51,7 +51,7 @@ def test_only_adapters_move(alone):
         assert not own[1][rank:].any()
     assert {before[path].shape[-1] for path in before if path[-1] == "a"} == {2, 3, 4}
     held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
-    assert alone.built.model.trainable < held <= 2 * alone.built.model.trainable + 8
+    assert alone.built.model.trainable_count < held <= 2 * alone.built.model.trainable_count + 8
 
 
 def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
@@ -93,9 +93,9 @@ def test_the_compiled_step_spends_nothing_on_what_stays():
     )
     steps = [built.lower_step().compile() for built in (lora, full, chunked)]
     memory = [step.memory_analysis() for step in steps]
-    base = 4 * full.model.parameters
+    base = 4 * full.model.parameter_count
     # Arguments: the base, adapters with two moments each, the batch.
-    assert memory[0].argument_size_in_bytes < base + 12 * lora.model.trainable + 2000
+    assert memory[0].argument_size_in_bytes < base + 12 * lora.model.trainable_count + 2000
     assert memory[0].alias_size_in_bytes > base  # passed through where it lies
     assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes - 0.8 * base
     made = [set(re.findall(r"= f32\[([0-9,]*)\]\S* dot\(", step.as_text())) for step in steps]

@@ -7,7 +7,7 @@ from jaxmem.planning import Plan
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
-from jaxmem.step.kernel_choice import kernel_choices, resolved
+from jaxmem.step.kernel_choice import kernel_choices, resolve_kernels
 from tests.planning.conftest import SMALL, config
 
 SHORT = ["data.sequence_length=256"]
@@ -34,9 +34,9 @@ def test_the_choice_and_its_reason(capability, overrides, chosen):
     found = kernel_choices(cfg, platform, capability, "")
     assert tuple(found[key].implementation for key in ("adapter.matmul", "optimizer.kernel")) == chosen
     assert all(one.why for one in found.values())
-    run = resolved(cfg, platform, capability, "")
+    run = resolve_kernels(cfg, platform, capability, "")
     assert (run.adapter.matmul, run.optimizer.kernel) == chosen
-    assert resolved(run, platform, capability, "") == run
+    assert resolve_kernels(run, platform, capability, "") == run
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_experts(capability, overrides, chosen, why):
     found = kernel_choices(cfg, platform, capability, "")["memory.experts"]
     assert found.implementation == chosen
     assert why in found.why
-    assert resolved(cfg, platform, capability, "").memory.experts == chosen
+    assert resolve_kernels(cfg, platform, capability, "").memory.experts == chosen
     assert "memory.experts" not in kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability, "")
 
 

@@ -27,7 +27,7 @@ def test_only_what_is_chosen_moves(alone):
     moved = {".".join(path) for path in before if (before[path] != after[path]).any()}
     assert moved == {"blocks.attention_norm.scale", "blocks.mlp_norm.scale", "norm.scale", "head.weight"}
     held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
-    assert alone.built.model.trainable < held <= 2 * alone.built.model.trainable + 8
+    assert alone.built.model.trainable_count < held <= 2 * alone.built.model.trainable_count + 8
 
 
 def test_a_mesh_does_the_same(alone):
@@ -51,7 +51,7 @@ def test_codes_stay_as_they_are():
 def test_the_compiled_step_has_no_gradient_of_what_is_frozen(alone):
     every = program(config(batch={"global_size": 8, "accumulate": 2}), jax.devices()[:1])
     full, less = (built.lower_step().compile() for built in (every, alone.built))
-    gone = alone.built.model.parameters - alone.built.model.trainable
+    gone = alone.built.model.parameter_count - alone.built.model.trainable_count
     sizes = [one.memory_analysis() for one in (full, less)]
     assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments
     assert sizes[0].temp_size_in_bytes - sizes[1].temp_size_in_bytes > 4 * gone  # the sum of gradients
@@ -86,7 +86,7 @@ def test_the_backward_pass_stops_where_nothing_learns():
     sections = {"model": {"preset": "tiny", **wide}, "batch": {"global_size": 2}, "memory": {"remat": "full"}}
     last = program(config(adapter={"kind": "last_layers"}, **sections), jax.devices()[:1])
     full, less = (one.lower_step().compile() for one in (program(config(**sections), jax.devices()[:1]), last))
-    gone = last.model.parameters - last.model.trainable
+    gone = last.model.parameter_count - last.model.trainable_count
     assert gone == 5 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 264 * 64
     sizes = [one.memory_analysis() for one in (full, less)]
     assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments

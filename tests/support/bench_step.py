@@ -157,7 +157,7 @@ def _compare(built: Program, steps: dict[str, Step], seconds: float) -> dict[str
         "largest_loss_difference": difference,
         "losses": {name: [own[0], own[-1]] for name, own in losses.items()},
         "rounds": len(runners[0].seconds),
-        "parameters": built.model.parameters,
+        "parameters": built.model.parameter_count,
         "tokens_per_step": tokens,
     }
 

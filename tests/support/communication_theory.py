@@ -82,7 +82,7 @@ def volume(built: Program) -> Volume:
     p = built.cfg.mesh.stage
     embedding = model.vocab * model.embed / t / p  # and so many for the logits
     head = 0 if model.tie_embeddings else embedding
-    layers = built.model.parameters / t - p * (embedding + head)
+    layers = built.model.parameter_count / t - p * (embedding + head)
     executed, sends = a * model.layers, 0
     if (pipeline := built.model.pipeline) is not None:
         layers *= pipeline.stored / pipeline.layers / p

@@ -45,8 +45,8 @@ FAULTS = {
     "galore": Fault(
         "a projection that is never found anew",
         "jaxmem/optim/rules/galore.py",
-        "due = turn | (at.count == 1)",
-        "due = at.count == 1",
+        "due = turn | (context.count == 1)",
+        "due = context.count == 1",
         "tests/optim/test_galore.py::test_layers_look_in_turn",
     ),
     "segments": Fault(

@@ -19,7 +19,7 @@ def optimizer() -> dict[str, Any]:
     cfg = config("decoder, adamw", optimizer={"name": "adabelief"})
     built = program(cfg, jax.devices()[:1])
     predicted = predict(built)
-    return {"losses": losses(cfg), "bytes per parameter": predicted["optimizer"] / built.model.parameters}
+    return {"losses": losses(cfg), "bytes per parameter": predicted["optimizer"] / built.model.parameter_count}
 
 
 def policy() -> dict[str, Any]:

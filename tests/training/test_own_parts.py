@@ -76,7 +76,7 @@ def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, cha
     built_in = jaxmem.train(cfg, devices)
     own = jaxmem.train(raw, devices, model=lambda rngs, execution: Decoder(cfg.model, rngs, execution), loss=next_token)
     assert own.metrics["loss"] == built_in.metrics["loss"]
-    assert own.program.model.trainable == built_in.program.model.trainable
+    assert own.program.model.trainable_count == built_in.program.model.trainable_count
 
 
 def test_resumes_at_the_next_batch_on_another_mesh(tmp_path):
@@ -129,7 +129,7 @@ def test_plans_and_searches_for_gpus(tmp_path):
     raw = settings(tmp_path)
     plan = jaxmem.plan(raw, "h100-80gb:8", **PARTS)
     parameters = 8 * (9 + 1) + 128 * 16 + 16 + 16 * 2 + 2
-    assert plan.program.model.parameters == parameters
+    assert plan.program.model.parameter_count == parameters
     found = jaxmem.fit(raw, "h100-80gb:8", compiles=1, allow=["optimizer"], **PARTS)
     assert found.best is not None
 
@@ -178,7 +178,7 @@ def test_statistics_and_dropout_equal_a_loop_of_flax(tmp_path, changes):
             expected = getattr(getattr(module, name), kind).get_value()
             np.testing.assert_allclose(run.state.params[name][kind], expected, rtol=1e-3, atol=1e-5)
     assert run.held_out["loss"] == pytest.approx(held_out, rel=1e-4)
-    assert run.program.model.parameters == sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
+    assert run.program.model.parameter_count == sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 class Wrong(Transformer):

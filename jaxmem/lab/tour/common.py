@@ -172,7 +172,7 @@ def measure_peak(cfg: Config) -> dict[str, Any]:
     measured = max((peak for peak in peaks if peak is not None), default=None)
     return {
         "name": built.cfg.name,
-        "parameters": built.model.parameters,
+        "parameters": built.model.parameter_count,
         "planned": plan.peak,
         "measured": measured,
         "difference": measured / plan.peak - 1 if measured else None,

@@ -59,7 +59,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     data = {**PRETRAIN["data"], "tokenizer": str(place / "tokenizer")}
     train = {**PRETRAIN["train"], "evaluate_every": PRETRAIN["train"]["steps"]}
     result = run(load_config({**PRETRAIN, **own, "name": "pretrained", "data": data, "train": train}))
-    size, loss = result.plan.program.model.parameters / 1e6, result.held_out["loss"]
+    size, loss = result.plan.program.model.parameter_count / 1e6, result.held_out["loss"]
     yield "a Llama, pretrained on the standard library", f"{size:.1f} M parameters, held-out loss {loss:.2f}"
     export_model(place / "pretrained", place / "base")
     yield "exported for transformers", compare_transformers(place / "base")
@@ -68,7 +68,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     overrides = [f"batch.global_size={FINETUNE['batch']['global_size']}", f"data={json.dumps(data)}"]
     yield "held-out answers, before", f"loss {evaluate(place / 'base', overrides=overrides)['loss']:.2f} nats per token"
     cfg = load_config({**FINETUNE, **own, "name": "tuned", "model": {"hf": str(place / "base")}, "data": data})
-    trainable, loss = run(cfg).plan.program.model.trainable, evaluate(place / "tuned")["loss"]
+    trainable, loss = run(cfg).plan.program.model.trainable_count, evaluate(place / "tuned")["loss"]
     yield (
         f"held-out answers, after {cfg.steps} steps of QLoRA",
         f"loss {loss:.2f}; {trainable:,} trainable parameters, frozen weights in {cfg.base_precision.parameters}",

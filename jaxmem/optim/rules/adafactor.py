@@ -27,16 +27,17 @@ class Factored(MatrixRule):
             return {"row": spec.zeros((0,)), "column": spec.zeros((1,))}
         return {"v": spec.zeros()}
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
         squares = g * g + SQUARE
-        beta = 1 - at.count.astype(jnp.float32) ** -DECAY
+        beta = 1 - context.count.astype(jnp.float32) ** -DECAY
         averaged = lambda old, now: beta * old + (1 - beta) * now  # noqa: E731
-        values = at.weight.dequantize(jnp.float32) if is_quantized(at.weight) else at.weight.astype(jnp.float32)
+        w = context.weight
+        values = w.dequantize(jnp.float32) if is_quantized(w) else w.astype(jnp.float32)
         weights = (values * values, None)
         if "row" in state:
-            rows, columns = at.spec.shape
-            row, column, every, before, weight = at.sums(
+            rows, columns = context.spec.shape
+            row, column, every, before, weight = context.sums(
                 (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
             )
             new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
@@ -46,10 +47,10 @@ class Factored(MatrixRule):
         else:
             new = {"v": averaged(state["v"], squares)}
             u = g * jax.lax.rsqrt(new["v"])
-            (weight,) = at.sums(weights)
-        size = jnp.maximum(jnp.sqrt(weight / at.spec.size), LEAST_SIZE)
-        (update,) = at.sums((u * u, None))
-        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / at.spec.size) / LARGEST)), new
+            (weight,) = context.sums(weights)
+        size = jnp.maximum(jnp.sqrt(weight / context.spec.size), LEAST_SIZE)
+        (update,) = context.sums((u * u, None))
+        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / LARGEST)), new
 
 
 @transformation(AdafactorSettings)

@@ -24,11 +24,11 @@ class PerNeuron(MatrixRule):
     def init(self, spec: ParameterSpec) -> State:
         return {"m": spec.zeros(), "v": spec.zeros((self.neurons,))}
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
         others = tuple(d for d in range(g.ndim) if d != self.neurons)
         m, v = next_moments(self.settings, state["m"], state["v"], g, jnp.mean(g * g, axis=others))
-        return direction(self.settings, m, jnp.expand_dims(v, others), at.count), {"m": m, "v": v}
+        return direction(self.settings, m, jnp.expand_dims(v, others), context.count), {"m": m, "v": v}
 
 
 @transformation(AdamSettings)

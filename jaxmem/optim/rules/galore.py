@@ -13,8 +13,7 @@ whose basis spans nearly the same space twice in a row.
 
 By default the component of a gradient outside of the basis is discarded. `residual` adds it, with each column scaled by
 the ratio by which Adam scaled its projection (Fira: Chen et al., arXiv:2410.01623): updates of full rank without more
-state or matmuls. If the outside component of a column is large, it is scaled down so that on average no direction
-outside of the basis moves more than those inside.
+state or matmuls. A large outside component is scaled down: its mean square per direction is at most that inside.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class Projected(MatrixRule):
+class GaLoreRule(MatrixRule):
     settings: GaLoreSettings
     inner_for: RuleFor
     spec: ParameterSpec
@@ -56,29 +55,30 @@ class Projected(MatrixRule):
         if self.similarity is None:
             return {"basis": basis.zeros(dtype=self.spec.dtype), "inner": inner}
         axis, block = blocks(basis, BASIS_BLOCK)
-        zero = spec.derived(jnp.zeros((), jnp.int32), ())
-        codes = basis.derived(zeros(basis.shape, BASIS_FORMAT, block, axis))
+        zero = spec.state_array(jnp.zeros((), jnp.int32), ())
+        codes = basis.state_array(zeros(basis.shape, BASIS_FORMAT, block, axis))
         return {"basis": codes, "inner": inner, "due": zero, "interval": zero}
 
     def is_separable(self, dim: int, /) -> bool:
         del dim
         return False  # the range finder multiplies with the gradient and its transpose several times
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
-        key, every, scale = jax.random.fold_in(at.key, at.count), self.settings.refresh_every, self.settings.scale
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
+        key, scale = jax.random.fold_in(context.key, context.count), self.settings.scale
+        every, layer, layers = self.settings.refresh_every, context.layer, context.layers
         basis_state = {name: x for name, x in state.items() if name != "inner"}
         if self.similarity is None:
-            turn = (at.count - 1 - at.layer * every // at.layers) % every == 0
-            due = turn | (at.count == 1)
+            turn = (context.count - 1 - layer * every // layers) % every == 0
+            due = turn | (context.count == 1)
         else:
-            due = at.count > state["due"]
+            due = context.count > state["due"]
         # The planner reads from this name how often the branch runs; with Q-GaLore this is an upper bound.
         with jax.named_scope(f"runs_1_in_{every}"):
-            basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, at, key), lambda k: k, basis_state)
-        # Matmuls use the dtype of the weights: bfloat16 costs half of float32, and accumulates in float32.
+            basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, context, key), lambda k: k, basis_state)
+        # Matmuls use the dtype of the gradient: bfloat16 costs half of float32, and accumulates in float32.
         basis = _values(basis_state["basis"], g.dtype)
         low = self.side.project(basis, g)
-        direction, inner = self.inner_for(self.side.projected_spec).update(low, state["inner"], at)
+        direction, inner = self.inner_for(self.side.projected_spec).update(low, state["inner"], context)
         if not self.settings.residual:
             return scale * self.side.project_back(basis, direction.astype(g.dtype)), {**basis_state, "inner": inner}
         ratio = self._outside(g, low, direction)
@@ -94,20 +94,21 @@ class Projected(MatrixRule):
         outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.projected_dim] - self.rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
-    def _refresh(self, g: jax.Array, basis_state: State, at: UpdateContext, key: jax.Array) -> State:
+    def _refresh(self, g: jax.Array, basis_state: State, context: UpdateContext, key: jax.Array) -> State:
         old = _values(basis_state["basis"], jnp.float32)
         new = self.side.find_basis(g.astype(jnp.float32), old, key)
         if self.similarity is None:
             return {"basis": new.astype(basis_state["basis"].dtype)}
         q: QTensor = basis_state["basis"]
         same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
-        interval = jnp.where(basis_state["interval"] == 0, self.settings.refresh_every, basis_state["interval"])
+        every, interval = self.settings.refresh_every, basis_state["interval"]
+        is_first, interval = interval == 0, jnp.where(interval == 0, every, interval)
         # The first intervals differ between layers, so that layers are never refreshed in the same update.
-        stagger = jnp.where(basis_state["interval"] == 0, at.layer * self.settings.refresh_every // at.layers, 0)
+        stagger = jnp.where(is_first, context.layer * every // context.layers, 0)
         interval = jnp.where(same, 2 * interval, interval)
         return {
             "basis": quantize(new, q.format, q.block_size, q.axis),
-            "due": at.count - 1 + interval + stagger,
+            "due": context.count - 1 + interval + stagger,
             "interval": interval,
         }
 
@@ -140,7 +141,7 @@ def _rule_for(
 ) -> MatrixRule:
     if not is_projected(spec, settings.rank, settings.project_embeddings):
         return inner(spec)
-    return Projected(settings, inner, spec, rank_of(spec, settings.rank), similarity)
+    return GaLoreRule(settings, inner, spec, rank_of(spec, settings.rank), similarity)
 
 
 def _values(basis: Any, dtype: Any) -> jax.Array:

@@ -79,9 +79,9 @@ class Adam(MatrixRule):
     def init(self, spec: ParameterSpec) -> State:
         return {"m": spec.zeros(), "v": spec.zeros()}
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         m, v = next_moments(self.settings, state["m"], state["v"], g.astype(jnp.float32))
-        return direction(self.settings, m, v, at.count), {"m": m, "v": v}
+        return direction(self.settings, m, v, context.count), {"m": m, "v": v}
 
 
 @dataclass(frozen=True)

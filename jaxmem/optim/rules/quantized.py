@@ -47,11 +47,11 @@ class Quantized(MatrixRule):
 
     def init(self, spec: ParameterSpec) -> State:
         axis, block = blocks(spec, self.block_size)
-        return {name: spec.derived(zeros(spec.shape, form, block, axis)) for name, form in self.formats}
+        return {name: spec.state_array(zeros(spec.shape, form, block, axis)) for name, form in self.formats}
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         values = {name: q.dequantize(jnp.float32) for name, q in state.items()}
-        u, new = self.rule.update(g, values, at)
+        u, new = self.rule.update(g, values, context)
         return u.astype(g.dtype), {name: _above_zero(q.requantize(new[name])) for name, q in state.items()}
 
 
@@ -63,7 +63,7 @@ class FusedAdam8bit(Quantized):
     updates_stacks: ClassVar = True
     elementwise: ClassVar = False
 
-    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+    def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         m, v, settings = state["m"], state["v"], self.rule.settings  # type: ignore[attr-defined]
         run = partial(
             kernels.adam8_update,
@@ -72,10 +72,10 @@ class FusedAdam8bit(Quantized):
             block_size=m.block_size,
             implementation="triton",
         )
-        corrections = jnp.stack([bias_correction(beta, at.count) for beta in (settings.beta1, settings.beta2)])
+        corrections = jnp.stack([bias_correction(beta, context.count) for beta in (settings.beta1, settings.beta2)])
         arrays = g, kernels.Moments8(m.codes, v.codes, m.scale, v.scale), corrections
         try:
-            u, new = per_device(run, arrays, at.spec.axes, g.shape)
+            u, new = per_device(run, arrays, context.spec.axes, g.shape)
         except ValueError as error:
             raise UserError(f"optimizer.kernel=triton: {error}; use optimizer.kernel=none") from error
         moments = {"m": (new.m, new.m_scale), "v": (new.v, new.v_scale)}
