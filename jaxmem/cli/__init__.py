@@ -55,7 +55,7 @@ app.command()(info.tour)
 app.command()(info.doctor)
 app.command()(info.schema)
 
-bench = typer.Typer(help="Measure the speed of kernels, compared with cuDNN.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure the speed of kernels, compared with other implementations.", rich_markup_mode=None)
 bench.command("kernels")(benches.bench_kernels)
 bench.command("tune")(benches.bench_tune)
 app.add_typer(bench, name="bench")

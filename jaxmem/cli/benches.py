@@ -56,7 +56,7 @@ def bench_kernels(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check kernels, and compare their speed with cuDNN."""
+    """Check kernels, and compare their speed with other implementations, e.g. cuDNN."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
     from jaxmem.lab.bench.kernels import BenchSelection
@@ -82,10 +82,10 @@ def bench_tune(
     operation: Operation = None,
     only: Only = None,
     without: Without = None,
-    again: Annotated[bool, typer.Option("--again", help="Also measure entries that the table already has.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also measure entries that are already in FILE.")] = False,
     seconds: Seconds = 5.0,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The table to write. [default: kernels/tuned.json]")
+        Path | None, typer.Option(metavar="FILE", help="The table of results. [default: kernels/tuned.json]")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -21,7 +21,7 @@ MethodName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora; fit compares several: full,lora.",
+        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora.",
     ),
 ]
 SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]
@@ -31,7 +31,7 @@ ConfigOutput = Annotated[
     typer.Option(
         "--write",
         metavar="FILE",
-        help="Write the config to FILE for `jaxmem train FILE`; fit writes the fastest config that fits.",
+        help="Write the resulting config to FILE, for `jaxmem train FILE`.",
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]

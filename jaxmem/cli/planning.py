@@ -32,13 +32,13 @@ def plan(
     write: options.ConfigOutput = None,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="If the config does not fit, search for configs that do."),
+        typer.Option("--check/--no-check", help="If the config does not fit, suggest configs that do; exit code 3."),
     ] = True,
     reserve: options.Reserve = None,
     simulate: options.Simulate = None,
     html: options.Html = None,
     png: options.Png = None,
-    names: Annotated[bool, typer.Option("--names", help="List the activations that memory.remat can save.")] = False,
+    names: Annotated[bool, typer.Option("--names", help="List activations that memory.remat can save.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan the memory of each device before a run.
@@ -116,7 +116,7 @@ def fit(
 ) -> None:
     """Find the fastest settings that fit in memory.
 
-    For a model instead of a config, compare the training methods. If nothing fits, the exit code is 3.
+    For a model, compare all training methods, or those of --method full,lora. If nothing fits, the exit code is 3.
     """
     sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
     _check_files({"--write": write, "--png": png})

@@ -153,7 +153,7 @@ class Comparison:
                 yield Text(command, no_wrap=True, overflow="ignore")
             elif not is_wide:
                 yield Text(f"{one.name}: {one.reason}", style="dim")
-        yield Text(f"~ estimated; the others are compiled. The comparison took {self.seconds:.0f} s")
+        yield Text(f"~ not compiled. All times are estimates. The comparison took {self.seconds:.0f} s")
         if self.best:
             yield Text("next: add --write run.yaml to one of these commands, then jaxmem train run.yaml")
         else:

@@ -46,7 +46,7 @@ class Trials:
     def shortage(self, one: Candidate) -> str:
         """The memory that a candidate needs, of each kind that is not sufficient; empty if it fits."""
         needs = (("device memory", one.total, self.limit), ("host memory", one.host, self.target.host_memory))
-        found = [f"{format_bytes(size)} of {format_bytes(limit)} {kind}" for kind, size, limit in needs if size > limit]
+        found = [f"{format_bytes(x)} of {kind} ({format_bytes(top)} available)" for kind, x, top in needs if x > top]
         return f"needs {'' if one.cost else 'about '}{' and '.join(found)}" if found else ""
 
     def update_estimates(self) -> None:
