@@ -76,9 +76,11 @@ def similarities(
     left: Float[Array, "batch width"],
     right: Float[Array, "batch width"],
     mask: Float[Array, "batch"],
-    temperature: float,
+    temperature: float | Float[Array, ""],
 ) -> Float[Array, "batch batch"]:
-    """Cosine similarities of all rows of `left` and `right` / temperature. Padding rows (`mask` 0) are no negatives."""
+    """Cosine similarities of all rows of `left` and `right` / temperature. Padding rows (`mask` 0) are no negatives:
+    their entries are one large negative number, the same in all of them. Multiplying it afterwards makes NaN, since a
+    fused multiply-add in a softmax differs from the rounded maximum by more than exp allows."""
 
     def unit(x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
         x = x.astype(jnp.float32)

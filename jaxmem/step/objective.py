@@ -185,7 +185,7 @@ def _image_text_loss(_network: Any, features: tuple[jax.Array, ...], batch: Batc
     """Images and texts of one micro-batch: the loss, and recall at 1, the share of texts whose image has the largest
     similarity, and of images whose text has."""
     images, texts, scale = features
-    scores = losses.similarities(texts, images, batch["mask"], 1.0) * scale
+    scores = losses.similarities(texts, images, batch["mask"], 1 / scale)
     rows = jnp.arange(len(images))
     found = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
     recall = {name: jnp.sum(jnp.where(is_found, batch["mask"], 0.0)) for name, is_found in found.items()}

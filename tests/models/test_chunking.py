@@ -72,5 +72,5 @@ def test_chunks_communicate_once(steps):
     """Weights are gathered before the first chunk, gradients reduced after the last: no message in a loop within the
     one over layers."""
     sent = {tokens: re.findall(r" (?:all-\w+|reduce-scatter)\(.*", step.as_text()) for tokens, step in steps.items()}
-    assert len(sent[CHUNK]) == len(sent[TOKENS])
+    assert len(sent[CHUNK]) <= len(sent[TOKENS])
     assert not [line for line in sent[CHUNK] if line.count("while/body") > 1]

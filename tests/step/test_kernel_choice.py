@@ -88,5 +88,5 @@ def test_the_kernels_of_an_update():
     aim = parse_target("h100-80gb:2")
     built = program(cfg, target_devices(aim, aim.memory))
     step, _ = compile_all(built.lower_step(), {}, here=False)
-    assert any(one.proto.custom_call_target == "triton_kernel_call" for one in step.module.walk())
+    assert any(one.proto.custom_call_target.startswith("triton_kernel_call") for one in step.module.walk())
     assert any(line.startswith("optimizer.kernel: triton (") for line in Plan(built, aim, step, 0.0).choices)
