@@ -3,6 +3,7 @@ and docs/config.md."""
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +12,7 @@ from pydantic_core import ErrorDetails
 from jaxmem.config.base import allowed
 from jaxmem.config.combinations import OF_SOURCES, requirements
 from jaxmem.config.networks import FAMILIES, Decoder
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import OTHER_NAMES
 from jaxmem.config.sections import Config
@@ -32,8 +34,18 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
 
 def key_of_option(option: str) -> str:
     """A hint for an option such as --learning-rate that no command has: the key that it could mean, if there is one."""
-    hint = _nearest_key((), option.lstrip("-").replace("-", "_"), Config.model_json_schema())
+    hint = _nearest_key((), option.lstrip("-").replace("-", "_"), _schema())
     return "" if "expected one of" in hint else hint
+
+
+def _schema() -> dict[str, Any]:
+    return _schema_with((*OPTIMIZERS,), (*FAMILIES.values(),))
+
+
+@lru_cache(maxsize=1)
+def _schema_with(_optimizers: tuple[str, ...], _families: tuple[type, ...]) -> dict[str, Any]:
+    """The schema with these registered optimizers and families."""
+    return Config.model_json_schema()
 
 
 def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
@@ -77,7 +89,7 @@ def _shown(value: object) -> str:
 def _declared(location: Sequence[int | str]) -> tuple[tuple[int | str, ...], dict[str, Any], tuple[int | str, ...]]:
     """The part of a location that the config declares, its JSON schema, and the rest: an unknown key, or what pydantic
     appends for a union. The family that pydantic inserts after `model` is left out."""
-    schema = Config.model_json_schema()
+    schema = _schema()
     found: list[int | str] = []
     sections = schema["$defs"]
     for at, part in enumerate(location):
@@ -119,7 +131,7 @@ def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, A
     same name in another section."""
     if name in ELSEWHERE:
         return f"; use {ELSEWHERE[name]}"
-    sections = Config.model_json_schema()["$defs"]
+    sections = _schema()["$defs"]
     known = {key: _dotted((*section, key)) for one in _sections(schema, sections) for key in one.get("properties", ())}
     if close := difflib.get_close_matches(name.lower(), known, n=1):
         return f"; did you mean {known[close[0]]}?"
