@@ -23,7 +23,7 @@ from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.names import count_layers, split_stack
-from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
+from jaxmem.config.peft import CONFIG, base_directory, initialization
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
     ADAPTER,
@@ -38,6 +38,7 @@ from jaxmem.hf.names import (
     stacks_of,
     tensor_shapes,
 )
+from jaxmem.hf.peft_config import adapter_json
 from jaxmem.hf.peft_initialized import InitializedTensors
 from jaxmem.hf.reader import read_arrays, read_weights
 from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors

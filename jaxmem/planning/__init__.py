@@ -20,7 +20,7 @@ __getattr__, __all__ = lazy_names(
     __name__,
     budget="resolve_remat",
     compile="Compiled",
-    predict="ideal_flops",
+    flops="ideal_flops",
     result="Plan plan plan_program",
     state="bytes_on_device",
     targets="Target parse_target",

@@ -15,9 +15,10 @@ from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, total_of
+from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.predict import ideal_flops, predict
+from jaxmem.planning.predict import predict
 from jaxmem.planning.share import known_shapes
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
