@@ -21,7 +21,7 @@ class Mesh(Section):
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
     context_method: Literal["auto", "ring", "ulysses", "all_gather"] = setting(
         "auto",
-        "communication of attention over context: ring, all_gather: of keys and values; ulysses: all-to-all over heads",
+        "attention over context; ring: keys and values are sent in a ring; all_gather; ulysses: all-to-all over heads",
     )
 
     @property
@@ -53,7 +53,7 @@ class Rules(Section):
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
     logits: ListOf[Literal["fsdp"]] = setting(
-        (), "mesh axes over which logits are sharded by vocabulary, not by token: features are gathered, not weights"
+        (), "mesh axes that shard logits by vocabulary instead of by token; features are gathered, not weights"
     )
     replicated: ListOf[WeightKind] = setting(
         (), "kinds of weights that are stored replicated, as with zero=2, although zero=3; head: the output matrix"

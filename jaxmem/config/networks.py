@@ -35,14 +35,16 @@ class Rope(Section):
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer wavelengths per original_length are divided by factor"
+        1.0, "llama3: frequencies with fewer than this many wavelengths in original_length are divided by factor"
     )
     high_frequency: Positive = setting(
-        4.0, "llama3: frequencies with more wavelengths per original_length are not changed"
+        4.0, "llama3: frequencies with more than this many wavelengths in original_length are not changed"
     )
-    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length are not changed")
+    beta_fast: Positive = setting(
+        32.0, "yarn: frequencies with more than this many rotations in original_length are not changed"
+    )
     beta_slow: Positive = setting(
-        1.0, "yarn: frequencies with fewer rotations per original_length are divided by factor"
+        1.0, "yarn: frequencies with fewer than this many rotations in original_length are divided by factor"
     )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
     short_factors: ListOf[Positive] = setting(
@@ -121,7 +123,7 @@ class Decoder(Family):
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
     preset: str | None = setting(  # type: ignore[assignment]
-        None, "a published shape, with random weights; sets the fields below that are not set"
+        None, "a published architecture and size, with random weights; sets the fields below that are not set"
     )
     hf: str | None = setting(
         None, "a Hugging Face directory, or org/name of the hub; sets the weights, and the fields that are not set"

@@ -106,7 +106,7 @@ class Memory(Section):
     )
     spill: Literal["none", "unified"] = setting(
         "none",
-        "if a device is full: none: out-of-memory error; unified: continue slowly in host memory (CUDA unified memory)",
+        "if device memory is full; none: an out-of-memory error, unified: slow CUDA unified memory on the host",
     )
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a sequence per chunk of norms, projections and MLP")

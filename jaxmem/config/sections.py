@@ -59,7 +59,7 @@ class Data(Source):
         True, "true: several documents per sequence, each attends only to itself; false: one per sequence, padded"
     )
     documents_per_row: Count = setting(
-        31, "largest number of documents per packed sequence; fused attention needs more memory for more"
+        31, "largest number of documents per packed sequence; fused attention needs more memory if this is larger"
     )
     buckets: ListOf[Count] = setting(
         (), "shorter sequence lengths, without packing; each batch uses the shortest one that fits its records"

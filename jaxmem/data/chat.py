@@ -82,7 +82,7 @@ class Preferences(ChatRecords):
 
     Strings are tokenized like documents, lists of messages by the chat template. Targets are the tokens of an answer
     and the token that ends it. A row of a batch is a prompt and one answer; rows 2 i and 2 i + 1 are a pair. A
-    pair that is skipped is two rows of padding, which count nothing.
+    pair that is skipped is two rows of padding, which do not contribute to the loss.
     """
 
     noun, documents_per_record = "pairs", 2

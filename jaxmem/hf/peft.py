@@ -92,7 +92,7 @@ def _check_experts(found: LowRankStacks, params: Any, experts: Sequence[str], st
 
 
 def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[LowRank | None]:
-    """The adapter of each tensor of a weight, from the adapters of its layers, which may have several experts."""
+    """For each tensor of a weight in the file, the adapter of its layer. A layer with n experts has n tensors."""
     return [own for own in stack for _ in range(len(weight.tensors) // len(stack))]
 
 

@@ -92,7 +92,7 @@ class Tensors:
                 raise UserError(f"{entry.file}: {name} has dtype {entry.dtype}; save the model in {', '.join(DTYPES)}")
 
     def rename(self, new_name: Callable[[str], str | None]) -> None:
-        """Renames all tensors; without those whose new name is None."""
+        """Renames all tensors, and drops those whose new name is None."""
         named = {new_name(name): entry for name, entry in self.entries.items()}
         self.entries = {name: entry for name, entry in named.items() if name is not None}
 
@@ -219,7 +219,7 @@ class OutputTensor:
 
 
 def fuse_tensors(tensors: Sequence[OutputTensor], fused: Mapping[str, Fused]) -> list[OutputTensor]:
-    """The tensors, with those that `fused` names together (see `Tensors.split`) as one."""
+    """The tensors, with the parts of each fused tensor joined to one: the inverse of `Tensors.split`."""
     known = {one.name: one for one in tensors}
     for end, how in fused.items():
         for name in [name for name in known if name.endswith(f".{how.parts[0]}")]:

@@ -3,7 +3,7 @@
 With T tokens on a device, E features each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
 gradient, which overwrites them, take 2 T V bytes. Slices of v entries take 2 T v bytes, 4 E v for the weight and its
 gradient, and 4 T E for the gradient of the features, summed in float32. Each slice of the weight gradient is computed,
-rounded and written once. Devices that shard the weight all-gather and reduce-scatter one slice at a time; the next
+rounded and written once. If the weight is sharded, one slice at a time is all-gathered and reduce-scattered; the next
 slice, 2 E v bytes more, is gathered while the current one is used.
 
 The logits are computed twice, since the partition function is known only after the last slice: the output projection
@@ -268,7 +268,7 @@ def _forward(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Arr
 
 def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     x, at, rest, labels, found = saved
-    # Before the loop over slices: XLA would gather the features again for each slice.
+    # Gathered before the loop over slices; inside of it, XLA would gather the features for each slice.
     x = constrain(x, "vocab_batch", "vocab_time", "embed")
     labels, g = (constrain(one, "vocab_batch", "vocab_time") for one in (labels, g))
     weight, trainable = at if rest is None else rest, at is not None

@@ -38,7 +38,7 @@ class _SharedInputs(NamedTuple):
 
 
 class LayerGroup(nnx.Module):
-    """One period of layers of several kinds; a stack treats it as one layer."""
+    """One repetition of a pattern of layers, such as a dense and an expert layer; a stack treats it as one layer."""
 
     def __init__(self, blocks: dict[str, Block]):
         for name, block in blocks.items():
@@ -74,7 +74,7 @@ class Decoder(Network):
         return {f"blocks{stack_name(range(stacks[0].start, stacks[-1].stop))}": stacks for stacks in groups}
 
     def _layers(self, stacks: tuple[range, ...], rngs: nnx.Rngs) -> nnx.Module:
-        """A layer of a stack, or one of each stack of a group."""
+        """One layer of a stack, or, for a group of stacks, one layer of each."""
         blocks = {stack_name(layers): self._block(rngs, self.cfg.has_experts[layers[0]]) for layers in stacks}
         return LayerGroup(blocks) if len(blocks) > 1 else blocks.popitem()[1]
 

@@ -49,7 +49,7 @@ class Candidate:
     estimate: Estimate
     refused: str | None = None  # the reason if the config cannot be traced or compiled
     cost: StepCost | None = None  # the cost of the compiled step
-    phases: dict[str, int] | None = None  # bytes of the other compiled phases
+    phases: dict[str, int] | None = None  # bytes of each compiled phase besides the step, such as initialise
     total: float = field(init=False)  # bytes per device in the largest phase
     seconds: float = field(init=False)  # seconds of a step
     total_std: float = PRIOR_STD  # standard deviation of log(total), while it is estimated

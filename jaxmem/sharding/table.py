@@ -63,7 +63,7 @@ KINDS = {
     ("expert", "embed", "mlp"): "experts",
     ("expert", "mlp", "embed"): "experts",
 }  # the kind of a weight, from its logical axes without `layer`
-RULE_AXES = ("fsdp", "context")  # the section `rules` names STORAGE_AXES so: its `fsdp` stands for `expert` too
+RULE_AXES = ("fsdp", "context")  # STORAGE_AXES in the section `rules`, where `fsdp` also stands for `expert`
 STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
 
 

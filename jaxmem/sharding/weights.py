@@ -13,7 +13,8 @@ layers in which every weight is either trainable or frozen, so networks only rec
 A `HookedWeight` applies a function to its gradient. For stacked weights this happens in the backward pass of each
 layer, where `apply_hooks` is called.
 
-`Storage` and `storing_as` determine how new weights are stored: their dtype or quantization format, and their memory.
+`Storage` and `storing_as` determine how new weights are stored: their dtype or quantization format, and whether they
+are in host memory.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Layers:
 class Gradients(NamedTuple):
     """What the loop carries for the gradients of the layers of a stage."""
 
-    sums: Tree  # the float32 sums of all layers; with a visitor and one micro-batch ()
+    sums: Tree  # the float32 sums of all layers; empty with a visitor and one micro-batch
     visited: Any  # the carry of the visitor
 
 
@@ -140,8 +140,8 @@ class StageLayers:
         return call if visitor is None else replace(call, weights=visitor.weights(gradients.visited))
 
     def _add(self, gradients: Gradients, place: jax.Array, row: Any, dw: Tree, g: Any = None) -> tuple[Gradients, Any]:
-        """Adds the gradients of a layer. With a visitor also returns `g`, the gradient of its input, computed before
-        the visitor writes: otherwise XLA would copy the old weights."""
+        """Adds the gradients of a layer. With a visitor also returns `g`, the gradient of the layer's input, computed
+        before the visitor writes: otherwise XLA would copy the old weights."""
         visitor, (sums, visited), count = self._visitor, gradients, self._p.micro_batches
         layer = self._place(place, row["turn"])
         if visitor is None or count > 1:
@@ -190,7 +190,7 @@ class StageLayers:
         return Gradients(zeros, visited)
 
     def _example(self) -> tuple[Tree, Any, Any, Any]:
-        """Arguments of a layer: weights, x, its input, shared inputs."""
+        """Arguments of a layer: weights, activations x, the input of this layer, inputs shared by all layers."""
         zero = jnp.int32(0)
         call = self._call
         weights, one = self._weights_and_input(call, zero, zero)
@@ -218,7 +218,7 @@ class StageLayers:
         return self._weights(call, place, turn, fetched), self._input(call, place, turn)
 
     def _known(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> tuple[Tree, Tree, Any, Any]:
-        """The arrays of a layer that are not saved: to differentiate with respect to, weights, inputs."""
+        """The arrays of a layer that are not saved: those to differentiate with respect to, weights and inputs."""
         weights = self._weights(call, place, turn, fetched)
         return self._layers.at(weights), weights, self._input(call, place, turn), call.shared
 

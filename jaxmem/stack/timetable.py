@@ -21,8 +21,8 @@ stages keep one pace. The bubble is the same.
 
 Micro-batches go backward in their order, so gradients are summed in the same order as on one device.
 
-`Timetable.slots` runs a table and refuses one that reads a result before it is there; `check` also refuses a table
-without all operations.
+`Timetable.slots` simulates a table and refuses it if an operation reads a result that has not arrived;
+`check` also refuses a table without all operations.
 """
 
 import itertools
@@ -37,7 +37,7 @@ import numpy as np
 Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"]
 IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
 KINDS = ("idle", "forward", "backward", "weight gradient")
-# The time of each operation, in forward passes: B has two matmuls for each one of F, or one with W on its own.
+# The time of each operation in forward passes, by whether W is separate. B has two matmuls per matmul of F, or one.
 COSTS = {False: (0.0, 1.0, 2.0, 0.0), True: (0.0, 1.0, 1.0, 1.0)}
 
 
@@ -91,7 +91,7 @@ class Timetable:
         return bool(np.any(self.kind == WEIGHTS))
 
     def micro_batch_of(self, stage: int, kind: int, turn: int) -> np.ndarray:
-        """In each tick, the micro-batch of which a stage executes this operation; -1: of none."""
+        """For each tick, the micro-batch that a stage processes with this operation, or -1."""
         is_executed = (self.kind[:, stage] == kind) & (self.turn[:, stage] == turn)
         return np.where(is_executed, self.micro[:, stage], -1)
 
@@ -115,13 +115,13 @@ class Timetable:
         return _slots(self)
 
     def next_stage(self, stage: int, turn: int) -> tuple[int, int] | None:
-        """The stage and round to which a forward pass sends its result; None: it is the last."""
+        """The stage and round to which a forward pass sends its result; None for the last layers."""
         if stage < self.stages - 1:
             return stage + 1, turn
         return (0, turn + 1) if turn < self.rounds - 1 else None
 
     def previous_stage(self, stage: int, turn: int) -> tuple[int, int] | None:
-        """The stage and round to which a backward pass sends its result; None: it is the last one."""
+        """The stage and round to which a backward pass sends its result; None for the first layers."""
         if stage:
             return stage - 1, turn
         return (self.stages - 1, turn - 1) if turn else None

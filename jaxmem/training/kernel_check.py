@@ -34,7 +34,7 @@ from jaxmem.step.kernel_choice import attention_request
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
 EXPERTS = 4
-STEPS = 8  # largest error, in rounding errors of the dtype at the largest value
+STEPS = 8  # largest error, in units of the machine epsilon times the largest value
 FEW = 1e-3  # share of integer codes that may differ by 1, since values may be near the border between two codes
 
 
@@ -116,7 +116,7 @@ def _error(x: np.ndarray, y: np.ndarray) -> str | None:
     limit = STEPS * float(jnp.finfo(y.dtype).eps)
     x, y = x.astype(np.float32), y.astype(np.float32)
     error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
-    return None if error <= limit else f"{error:.2g} of the largest value (limit {limit:.2g})"  # also NaN
+    return None if error <= limit else f"{error:.2g} of the largest value (limit {limit:.2g})"  # NaN <= limit is false
 
 
 def _random_normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -33,13 +33,14 @@ Turned = Float[Array, "batch kv_heads dim keys"]
 Rows = Float[Array, "batch kv_heads group queries"]
 
 # A loop runs over tiles of at most this many queries and keys, so the program does not grow with the sequence. With
-# smaller tiles more of a causal mask is skipped: on a CPU a sequence of 256 takes a third of the time of one tile.
+# smaller tiles more of a causal mask is skipped: on a CPU, a sequence of 256 takes a third of the time that one tile
+# takes.
 BLOCK, SHORT_BLOCK = 256, 128
 SHORT = 2048  # positions up to which SHORT_BLOCK is faster
 
 
 class Tile(NamedTuple):
-    """The first query and first key, which are traced, and the numbers of both."""
+    """The indices of the first query and key, which are traced, and the counts of queries and keys."""
 
     query: Any
     queries: int
@@ -76,7 +77,8 @@ def gradients(
     problem = Problem(options, extras, q.shape[1], k.shape[1])
     arrays = _grouped(q, kv_heads), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), _grouped(d_out, kv_heads)
     # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
-    # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
+    # cotangent of the log-sum-exp. The log-sum-exp of a row without keys, -inf, is replaced by 0, so
+    # that p = exp(-inf) = 0.
     # The sum is a matmul with ones, because a sum of so few numbers takes 15 times as long with XLA:CPU of jax 0.10.
     both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
     inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).swapaxes(1, 2)

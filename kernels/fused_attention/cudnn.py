@@ -5,10 +5,10 @@ XLA has two custom calls for cuDNN's attention. This module emits them itself, s
 other GPUs; it does not support documents; and the internal function of jax that supports documents reads grouped heads
 at wrong offsets before jax 0.12.1 (github.com/jax-ml/jax/pull/39521).
 
-Documents (segments) are cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
+Documents (segments) have cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
 XLA allocates memory for `max_segments` documents per sequence, each as long as the sequence. The workspace of the
 backward pass grows in the same way (`workspace`), so that pass computes only as many heads at once as WORKSPACE allows.
-If all sequences together have more documents than this, the output is NaN.
+If all sequences together have more documents, the output is NaN.
 
 A plan for GPUs that are not installed compiles without cuDNN, so each call states its workspace by a formula; on a GPU
 XLA replaces it by the workspace that cuDNN requests.
