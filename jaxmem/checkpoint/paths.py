@@ -15,10 +15,14 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens b
 def absolute(path: str | Path | epath.Path) -> epath.Path:
     if "://" in str(path):
         return epath.Path(path)
+    loop = UserError(f"{path} is a symbolic link to itself; remove it")
     try:
-        return epath.Path(Path(path).resolve())
+        resolved = Path(path).resolve()
     except (OSError, RuntimeError) as error:  # Python below 3.13 raises a RuntimeError for a loop of links
-        raise UserError(f"{path} is a symbolic link to itself; remove it") from error
+        raise loop from error
+    if resolved.is_symlink():  # Python 3.13 returns the link
+        raise loop
+    return epath.Path(resolved)
 
 
 def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
