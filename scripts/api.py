@@ -68,12 +68,13 @@ def config_page() -> str:
 
     schema = json_schema()
     sections = schema["$defs"]
-    parts = [CONFIG, *_keys("", {"": schema, **sections})]
+    parts = [CONFIG, *[*_keys("", {"": schema, **sections})][1:]]
     for name, key in schema["properties"].items():
         if name == "model":
             for family, at in key["discriminator"]["mapping"].items():
                 parts += [f"## model, family: {family}", *_keys(at.rpartition("/")[2], sections)]
-            parts += ["## model.rope", *_keys("Rope", sections)]
+            for part in ("rope", "latent", "experts", "quantization"):
+                parts += [f"## model.{part}", *_keys(part.capitalize(), sections)]
         elif at := _section(key):
             parts += [f"## {name}", *_keys(at, sections)]
         if name == "optimizer":

@@ -153,7 +153,7 @@ class Optimizer(Section):
     refresh_every: Count | None = setting(None, "updates between two refreshes of the projection")
     scale: Positive | None = setting(None, "factor on the projected update")
     project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
-    similarity: Fraction | None = setting(None, "a basis is stable if the new basis contains this share of the old")
+    similarity: Fraction | None = setting(None, "the interval doubles if a new basis contains this share of the old")
     residual: bool | None = setting(
         None, "add the component of the gradient outside of the basis, scaled like the one inside (Fira)"
     )

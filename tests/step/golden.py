@@ -1,7 +1,7 @@
 """Losses that stay what they are: of a few updates of small models, recorded with the tests.
 
     python -m tests.step.golden             # how far this jax, on this machine, is from what is recorded
-    python -m tests.step.golden --ways      # and the decoder in all ways that change memory and time and no number
+    python -m tests.step.golden --settings  # and the decoder with each setting that changes memory and time only
     python -m tests.step.golden --record    # in place of what is recorded
 
 Every version of jax that jaxmem runs on must give them to rounding (TOLERANCE). Where they change:
@@ -133,9 +133,9 @@ def off(mine: list[float], theirs: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="in place of what is recorded")
-    parser.add_argument("--ways", action="store_true", help="the decoder in all ways, on 8 simulated devices")
+    parser.add_argument("--settings", action="store_true", help="the decoder with each memory setting, on 8 devices")
     args = parser.parse_args()
-    if args.ways:
+    if args.settings:
         simulate(8)
     found = {name: losses(config(name)) for name in MODELS}
     if args.record:
@@ -144,7 +144,7 @@ def main() -> int:
     for name, difference in far.items():
         print(f"{name:20} {found[name][-1]:.6f} after {UPDATES} updates, off by {difference:.1e}")
     base = "decoder, adamw"
-    for way, (sections, devices) in WAYS.items() if args.ways else ():
+    for way, (sections, devices) in WAYS.items() if args.settings else ():
         plain = {key: sections[key] for key in ("optimizer",) if key in sections}
         cfg = config(base, **sections)
         once, again = losses_of_runs(cfg, devices, 2)
