@@ -28,9 +28,9 @@ from jaxmem.data.tokenizer import Tokenizer
 
 PLACEHOLDER = "\ue000"  # a character that no language uses
 CALLS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
-NAMES = ("role", "content", "tool_call_id")  # fields without a warning if the template does not read them
-LIKE = 8  # characters before an answer that identify the end of the generation prompt
-MOST_NAMED = 8  # largest number of fields with a warning
+FIELDS_WITHOUT_WARNING = ("role", "content", "tool_call_id")  # that the template need not read
+PROMPT_SUFFIX_LENGTH = 8  # characters before an answer that identify the end of the generation prompt
+MAX_FIELD_WARNINGS = 8  # largest number of fields with a warning
 PAIR = ("chosen", "rejected")
 
 
@@ -151,7 +151,7 @@ class ChatEncoder:
         source = self._template.source
         fields = {field for message in chat.messages for field in message} | ({"tools"} if chat.tools else set())
         # A message with reasoning contains it under several names; only the first is checked.
-        fields -= {*NAMES, *REASONING[1:]}
+        fields -= {*FIELDS_WITHOUT_WARNING, *REASONING[1:]}
         if any(name in source for name in REASONING):
             fields.discard(REASONING[0])
         for field in sorted(field for field in fields if field not in source):
@@ -161,7 +161,7 @@ class ChatEncoder:
 
     def _warn(self, about: str, text: str) -> None:
         """Warns once about each subject."""
-        if about not in self._named and len(self._named) < MOST_NAMED:
+        if about not in self._named and len(self._named) < MAX_FIELD_WARNINGS:
             self._named.add(about)
             warnings.warn(f"conversations: {text}", stacklevel=2)
 
@@ -174,7 +174,7 @@ class ChatEncoder:
             before = text[:start].rstrip()
             if text.startswith(prompt):
                 start = min(start, len(prompt))
-            elif prompt.endswith(before[-LIKE:]):  # earlier text may differ
+            elif prompt.endswith(before[-PROMPT_SUFFIX_LENGTH:]):  # earlier text may differ
                 start = len(before)
         after = len(text) - len(text[end:].lstrip())
         if (following := self._special.match(text, after)) is None:  # the rest of a tool call is in between

@@ -52,8 +52,8 @@ LINEAR = {
 }  # fmt: skip
 EMBEDDING = {**LINEAR, "a": "lora_embedding_A", "b": "lora_embedding_B"}
 RANK_DIMS = {"a": 0, "b": 1}  # the dimension of a tensor in the file that is the rank
-NUMBERS = 2048  # elements of each tensor in the fingerprint
-KEY = "base"  # key in the metadata of the safetensors file of an adapter
+FINGERPRINT_ELEMENTS = 2048  # elements of each tensor in the fingerprint
+FINGERPRINT_KEY = "base"  # key in the metadata of the safetensors file of an adapter
 TOKEN_ROWS = f"{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
 
 LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the layers of each module
@@ -188,7 +188,7 @@ def save_adapter(
     others = list(_base_weights(params, saved, stacks, indices))
     parts = [name.removeprefix(ADAPTER_PREFIX).rpartition(".") for name in tensor_shapes(others)]
     modules = {module for module, _, kind in parts if kind == "weight" and not module.endswith(".base_layer")}
-    metadata = {KEY: fingerprint(base)} if base else {}
+    metadata = {FINGERPRINT_KEY: fingerprint(base)} if base else {}
     with atomic_directory(directory) as place:
         has_biases = any(kind == "bias" for _, _, kind in parts)
         settings = adapter_json(
@@ -236,10 +236,10 @@ def fingerprint(directory: str | Path) -> str:
     tensors = Tensors(directory)
     for name, entry in sorted(tensors.entries.items()):
         if not is_ignored(cfg, name) and entry.dtype in DTYPES and entry.shape and 0 not in entry.shape:
-            # The first rows, which contain NUMBERS elements, or the beginning of the first row.
-            rows = -(-NUMBERS // entry.shape[-1])
-            first = (*(slice(0, min(rows, size)) for size in entry.shape[:-1]), slice(0, min(NUMBERS, entry.shape[-1])))
-            sample = tensors.read(name, entry.shape, first).astype(np.float32)
+            # The first rows, which contain FINGERPRINT_ELEMENTS elements, or the beginning of the first row.
+            rows = -(-FINGERPRINT_ELEMENTS // entry.shape[-1])
+            sizes = (*(min(rows, size) for size in entry.shape[:-1]), min(FINGERPRINT_ELEMENTS, entry.shape[-1]))
+            sample = tensors.read(name, entry.shape, tuple(map(slice, sizes))).astype(np.float32)
             digest.update(f"{name} {entry.shape} ".encode() + np.packbits(np.signbit(sample)).tobytes())
     return digest.hexdigest()
 
@@ -247,7 +247,7 @@ def fingerprint(directory: str | Path) -> str:
 def check_adapter(directory: str | Path, base: str | Path) -> None:
     """Refuses an adapter that was trained on other weights than `base`. An adapter of jaxmem stores the fingerprint of
     its base model; other adapters store its name, and are checked if the name is a directory on this machine."""
-    expected = Tensors(directory, ADAPTER).metadata().get(KEY)
+    expected = Tensors(directory, ADAPTER).metadata().get(FINGERPRINT_KEY)
     name, local = base_directory(directory)
     if expected is None and local is not None and any(local.glob("*.safetensors")):
         expected = fingerprint(local)

@@ -97,8 +97,8 @@ class Tensors:
         self.entries = {name: entry for name, entry in named.items() if name is not None}
 
     def split(self, fused: Mapping[str, Fused], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Replaces tensors that have the values of several others by their parts, which have these shapes. `fused`: by
-        the end of the name."""
+        """Splits each fused tensor into its parts. `fused`: the parts, by the suffix of the fused name.
+        `shapes`: the shapes of the parts."""
         for name, entry in list(self.entries.items()):
             end = next((end for end in fused if name.endswith(f".{end}")), None)
             if end is None:

@@ -62,8 +62,8 @@ class Sampling:
 
 
 @dataclass
-class ReadTokens:
-    """The keys and values of the tokens of a batch that the model has read."""
+class DecodingState:
+    """The KV cache of a batch, and its positions in use."""
 
     first: jax.Array  # [rows]: the position at which each text begins, after its padding
     length: int = 0  # positions in use
@@ -81,21 +81,21 @@ class Generator:
         self._cache_format, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
         own = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
         # The tokens of a soft prompt come before every text.
-        self.before = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
+        self.prompt_tokens = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
 
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
         """Yields the next token of all texts, [rows], up to `count` times; ENDED for a text after a token of `ends`."""
         if not all(map(len, prompts)):
             raise UserError("the prompt is empty; it must have at least one token")
-        width = max(len(prompt) for prompt in prompts) + len(self.before)
-        first = [width - len(self.before) - len(prompt) for prompt in prompts]
+        width = max(len(prompt) for prompt in prompts) + len(self.prompt_tokens)
+        first = [width - len(self.prompt_tokens) - len(prompt) for prompt in prompts]
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, start, prompt in zip(tokens, first, prompts, strict=True):
-            row[start:] = [*self.before, *prompt]
-        return self.extend(ReadTokens(jnp.asarray(first, jnp.int32)), tokens, count, ends)
+            row[start:] = [*self.prompt_tokens, *prompt]
+        return self.extend(DecodingState(jnp.asarray(first, jnp.int32)), tokens, count, ends)
 
     def extend(
-        self, read: ReadTokens, tokens: np.ndarray, count: int, ends: Collection[int] = ()
+        self, state: DecodingState, tokens: np.ndarray, count: int, ends: Collection[int] = ()
     ) -> Iterator[np.ndarray]:
         """Reads tokens [rows, length], then yields up to `count` new tokens, which it reads too, except the last."""
         if count < 1:
@@ -105,28 +105,28 @@ class Generator:
         with self._program.layout.for_generation(rows):
             *chunks, rest = (tokens[:, start : start + self._chunk] for start in range(0, width, self._chunk))
             padding = min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
-            needed = read.length + width + max(count, padding)
-            if read.cache is None:
-                read.cache = self._empty(rows, cache_size_for(needed))
-            elif needed > (room := capacity_of(read.cache)):  # room is doubled, so that few lengths are compiled
-                read.cache = self._compiled_grow(read.cache, cache_size_for(max(needed, 2 * room)) - room)
+            needed = state.length + width + max(count, padding)
+            if state.cache is None:
+                state.cache = self._empty(rows, cache_size_for(needed))
+            elif needed > (room := capacity_of(state.cache)):  # room is doubled, so that few lengths are compiled
+                state.cache = self._compiled_grow(state.cache, cache_size_for(max(needed, 2 * room)) - room)
             for chunk in chunks:
-                self._step(read, chunk, self._chunk)
-            token = self._step(read, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1])
+                self._step(state, chunk, self._chunk)
+            token = self._step(state, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1])
             for generated in range(1, count + 1):
                 found = np.asarray(token)
                 yield np.where(ended, ENDED, found)
                 ended |= np.isin(found, list(ends))
                 if ended.all() or generated == count:
                     return
-                token = self._step(read, token[:, None], 1)
+                token = self._step(state, token[:, None], 1)
 
-    def _step(self, read: ReadTokens, tokens: Any, count: int) -> jax.Array:
+    def _step(self, state: DecodingState, tokens: Any, count: int) -> jax.Array:
         """Reads the first `count` of these tokens, and samples the next token of each text."""
-        length, last = (jnp.asarray(x, jnp.int32) for x in (read.length, count - 1))
+        length, last = (jnp.asarray(x, jnp.int32) for x in (state.length, count - 1))
         key, tokens = jax.random.key(self._sampling.seed), jnp.asarray(tokens)
-        token, read.cache = self._compiled_step(self._params, tokens, read.cache, length, read.first, last, key)
-        read.length += count
+        token, state.cache = self._compiled_step(self._params, tokens, state.cache, length, state.first, last, key)
+        state.length += count
         return token
 
     @cached_property
@@ -155,20 +155,20 @@ class Conversation:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._read = ReadTokens(jnp.zeros(1, jnp.int32))
+        self._state = DecodingState(jnp.zeros(1, jnp.int32))
         self._tokens = np.zeros(0, np.int32)  # the tokens that were read
 
     def __call__(self, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[int]:
         """Up to `count` tokens after these. A common beginning with the previous tokens is not read again."""
         if not len(tokens):
             raise UserError("the prompt is empty; it must have at least one token")
-        tokens = np.append(self._generator.before, tokens).astype(np.int32)
+        tokens = np.append(self._generator.prompt_tokens, tokens).astype(np.int32)
         # The last token is read again for its logits.
-        known = min(len(self._tokens), self._read.length, len(tokens) - 1)
+        known = min(len(self._tokens), self._state.length, len(tokens) - 1)
         different = np.flatnonzero(self._tokens[:known] != tokens[:known])
-        self._read.length = int(different[0]) if len(different) else known
+        self._state.length = int(different[0]) if len(different) else known
         self._tokens = tokens
-        for token in self._generator.extend(self._read, tokens[None, self._read.length :], count, ends):
+        for token in self._generator.extend(self._state, tokens[None, self._state.length :], count, ends):
             yield int(token[0])
             self._tokens = np.append(self._tokens, token)  # it is read before the next token is sampled
 

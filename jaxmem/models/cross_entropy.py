@@ -43,9 +43,9 @@ from jaxmem.stack.interception import intercepted
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
 
-MAX_WHOLE = 2**27  # largest size in bytes, per device, of logits that `auto` computes all at once
+MAX_COMPLETE_LOGITS = 2**27  # largest size in bytes, per device, of logits that `auto` computes at once
 SLICE_BYTES = 2**25  # bytes of logits in a slice that `auto` chooses
-MIN_WIDTH, MULTIPLE = 512, 128  # entries of a slice: narrower matmuls leave matrix units idle
+MIN_WIDTH, WIDTH_MULTIPLE = 512, 128  # entries of a slice; matmuls of other widths leave matrix units idle
 
 _Carry = TypeVar("_Carry")
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -89,10 +89,11 @@ def slice_width(
     """
     if chunk != "auto":
         width = chunk
-    elif max_entries is None and tokens * entries * itemsize <= MAX_WHOLE:
+    elif max_entries is None and tokens * entries * itemsize <= MAX_COMPLETE_LOGITS:
         return None
     else:
-        width = min(max(MIN_WIDTH, SLICE_BYTES // (tokens * itemsize) // MULTIPLE * MULTIPLE), max_entries or entries)
+        multiples = SLICE_BYTES // (tokens * itemsize) // WIDTH_MULTIPLE
+        width = min(max(MIN_WIDTH, multiples * WIDTH_MULTIPLE), max_entries or entries)
     return width if width < entries else None
 
 
@@ -118,7 +119,7 @@ def slices_for(
 class Statistics(NamedTuple):
     """Statistics of the logits of a token from which its loss and gradient are computed."""
 
-    partition: PerToken  # log of the sum of exponentials
+    log_partition: PerToken  # log of the sum of exponentials
     label_logit: PerToken
     mean: PerToken
 
@@ -130,12 +131,12 @@ class SlicedLoss:
     axes: Axes  # the logical axes of the weight
     slices: VocabSlices
     terms: Terms = Terms()  # noqa: RUF009 - immutable
-    over: tuple[str, ...] = ()  # mesh axes of a `jax.shard_map` that shard the vocabulary
+    mesh_axes: tuple[str, ...] = ()  # mesh axes of a `jax.shard_map` that shard the vocabulary
 
     @property
     def classes(self) -> int:
         """The entries of the complete vocabulary."""
-        return self.slices.vocab * axis_size(self.over)
+        return self.slices.vocab * axis_size(self.mesh_axes)
 
     def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
         # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.
@@ -143,24 +144,24 @@ class SlicedLoss:
         loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
         if (y := intercepted(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
             return y
-        at, rest = (weight.at, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
+        at, rest = (weight.proxy, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
         return _sliced(loss, x, at, rest, labels)
 
     def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
         """The loss, with one function for the gradient of the features and one for that of the weight. Features and
-        three float32 per token are saved; the weight gradient of a slice recomputes the logits of this slice."""
+        one float32 per token are saved; the weight gradient of a slice recomputes the logits of this slice."""
         rest = weight.stored if isinstance(weight, weights.StoredWeight) else weight
-        y, (*_, found) = _forward(self, x, rest, None, labels)
+        y, (*_, statistics) = _forward(self, x, rest, None, labels)
 
         def weight_gradient(g: jax.Array, weight: Any, slices: Any = None, j: Any = None) -> jax.Array:
             if slices is None or j is None:
                 zeros = jnp.zeros(weight.shape, x.dtype)
-                return jnp.asarray(_backward(self, (x, zeros, weight, labels, found), g)[1])
+                return jnp.asarray(_backward(self, (x, zeros, weight, labels, statistics), g)[1])
             loss = dataclasses.replace(self, slices=slices)
-            columns, _ = loss.gradients(x, labels, loss.fetch(weight, x.dtype, j), j, found, g)
+            columns, _ = loss.gradients(x, labels, loss.fetch(weight, x.dtype, j), j, statistics, g)
             return slices.as_weight(constrain(columns, "embed", "vocab", None, role="gradients"), self.axes)
 
-        return VocabOpResult(y, lambda g: _backward(self, (x, None, rest, labels, found), g)[0], weight_gradient)
+        return VocabOpResult(y, lambda g: _backward(self, (x, None, rest, labels, statistics), g)[0], weight_gradient)
 
     def fetch(self, weight: jax.Array | QTensor, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
         """Slice j of the weight, gathered, in the compute dtype."""
@@ -187,7 +188,7 @@ class SlicedLoss:
         return update(carry, columns, numbers[-1])
 
     def statistics(self, x: Features, labels: Labels, fetch: Callable[[jax.Array], Columns]) -> Statistics:
-        """The first pass. Each device along `tensor` and `over` sums over its part of the vocabulary, followed by
+        """The first pass. Each device along `tensor` and `mesh_axes` sums over its part of the vocabulary, followed by
         all-reduces."""
         slices = self.slices
         zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "vocab_batch", "vocab_time", "vocab")
@@ -214,13 +215,13 @@ class SlicedLoss:
         start = (zeros - jnp.inf, zeros, zeros, zeros)
         highest, total, label_logit, summed = self.fold(lambda j: fetch(depend(j)), add, start)
         top = jnp.max(highest, axis=-1)
-        top = jax.lax.pmax(top, self.over) if self.over else top
+        top = jax.lax.pmax(top, self.mesh_axes) if self.mesh_axes else top
         sums = total * jnp.exp(highest - top[..., None]), label_logit, summed
-        total, label_logit, summed = (sum_parts(jnp.sum(x, axis=-1), self.over) for x in sums)
+        total, label_logit, summed = (sum_parts(jnp.sum(x, axis=-1), self.mesh_axes) for x in sums)
         return Statistics(top + jnp.log(total), label_logit, summed / self.classes)
 
     def gradients(
-        self, x: Features, labels: Labels, weight: Columns, j: jax.Array, found: Statistics, g: PerToken
+        self, x: Features, labels: Labels, weight: Columns, j: jax.Array, statistics: Statistics, g: PerToken
     ) -> tuple[Columns, Float[Array, "parts batch time embed"]]:
         """The second pass for slice j, from the gradient `g` of each token's loss. Returns the gradient of the slice in
         the compute dtype, and its contribution to the gradient of x in float32. The contributions of the parts of the
@@ -229,8 +230,8 @@ class SlicedLoss:
         entries, s = self.slices.entries(j), self.terms.label_smoothing
         x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = self.logits(x, weight)
-        probability = jnp.exp(logits - per_token(found.partition))
-        of_partition = 1.0 + 2.0 * self.terms.z_loss * found.partition
+        probability = jnp.exp(logits - per_token(statistics.log_partition))
+        of_partition = 1.0 + 2.0 * self.terms.z_loss * statistics.log_partition
         target = jnp.where(entries == per_token(labels), 1.0 - s, 0.0) + s / self.classes
         of_logits = per_token(g) * (per_token(of_partition) * probability - target)
         if (cap := self.terms.soft_cap) is not None:
@@ -261,13 +262,13 @@ def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Arra
 def _forward(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> tuple[jax.Array, _Saved]:
     weight = at if rest is None else rest
     labels = constrain(labels, "vocab_batch", "vocab_time")
-    found = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))
-    y = loss.terms.loss(found.partition, found.label_logit, lambda: found.mean)
-    return y, (x, at, rest, labels, found)
+    statistics = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))
+    y = loss.terms.loss(statistics.log_partition, statistics.label_logit, lambda: statistics.mean)
+    return y, (x, at, rest, labels, statistics)
 
 
 def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
-    x, at, rest, labels, found = saved
+    x, at, rest, labels, statistics = saved
     # Gathered before the loop over slices; inside of it, XLA would gather the features for each slice.
     x = constrain(x, "vocab_batch", "vocab_time", "embed")
     labels, g = (constrain(one, "vocab_batch", "vocab_time") for one in (labels, g))
@@ -276,7 +277,7 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
 
     def add(sums: tuple[Any, jax.Array], columns: Columns, j: jax.Array) -> tuple[Any, jax.Array]:
         of_weight, of_x = sums
-        slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, found, g)
+        slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, statistics, g)
         if trainable:
             slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
             # From the last slice to the first: columns masked in one slice are then overwritten by the slice before.

@@ -137,9 +137,9 @@ class Decoder(Network):
         self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
     ) -> Features:
         """The input of the output projection, for losses in slices of the vocabulary."""
-        return self.features_and_router(tokens, positions, segment_ids, keys)[0]
+        return self.features_and_router_statistics(tokens, positions, segment_ids, keys)[0]
 
-    def features_and_router(
+    def features_and_router_statistics(
         self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
     ) -> tuple[Features, Float[Array, "batch time statistics"] | None]:
         if self.prompt is not None:

@@ -82,7 +82,7 @@ def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
 
 
 def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
-    stored, at = (matrix.stored, matrix.at) if isinstance(matrix, StoredWeight) else (matrix, None)
+    stored, at = (matrix.stored, matrix.proxy) if isinstance(matrix, StoredWeight) else (matrix, None)
 
     def forward() -> VocabOpResult:
         return VocabOpResult(_lookup(stored, ids, axes, dtype), lambda _: None, weight_gradient)

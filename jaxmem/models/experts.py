@@ -65,7 +65,7 @@ class ExpertLinear(Linear):
     def frozen(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has no gradient; quantized weights are not dequantized, streamed weights not copied."""
         value = self.weight.get_value()
-        if isinstance(value, StoredWeight) and value.at is None:
+        if isinstance(value, StoredWeight) and value.proxy is None:
             value = value.stored
         elif not isinstance(value, QTensor):
             return {}

@@ -45,7 +45,7 @@ class Linear(nnx.Module):
     def _frozen_quantized(self) -> QTensor | None:
         """The weight if it is quantized and has no gradient; otherwise None."""
         value = self.weight.get_value()
-        frozen = isinstance(value, StoredWeight) and value.at is None and isinstance(value.stored, QTensor)
+        frozen = isinstance(value, StoredWeight) and value.proxy is None and isinstance(value.stored, QTensor)
         return value.stored if frozen else None
 
 

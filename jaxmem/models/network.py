@@ -41,7 +41,7 @@ class Network(nnx.Module):
     def features(self, *inputs: Any, **options: Any) -> jax.Array:
         raise NotImplementedError
 
-    def features_and_router(self, *inputs: Any, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    def features_and_router_statistics(self, *inputs: Any, **options: Any) -> tuple[jax.Array, jax.Array | None]:
         """Also returns the statistics of the routers of mixtures of experts, the mean over layers for each token."""
         return self.features(*inputs, **options), None
 

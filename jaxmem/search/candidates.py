@@ -35,7 +35,7 @@ from jaxmem.sharding import RULE_AXES
 from jaxmem.step.kernel_choice import resolve_kernels
 
 MAX_SIZE = 4000
-MATERIAL = 0.01  # a config on a front needs at least this share less memory than each faster config
+MIN_MEMORY_GAIN = 0.01  # a config on a front needs at least this share less memory than each faster config
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Candidate:
     settings: Change  # dotted key -> value, for all settings that differ between candidates
     distance: int  # number of settings that differ from the given config
     estimate: Estimate
-    refused: str | None = None  # the reason if the config cannot be traced or compiled
+    refusal: str | None = None  # the reason if the config cannot be traced or compiled
     cost: StepCost | None = None  # the cost of the compiled step
     phases: dict[str, int] | None = None  # bytes of each compiled phase besides the step, such as initialise
     total: float = field(init=False)  # bytes per device in the largest phase
@@ -75,11 +75,11 @@ class Candidate:
         return {"config": dict(self.changes), "total": size, "estimated_step_seconds": self.seconds, "fits": fits}
 
     @property
-    def is_open(self) -> bool:
-        return self.cost is None and self.refused is None
+    def is_pending(self) -> bool:
+        return self.cost is None and self.refusal is None
 
     @property
-    def host(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of host memory per device."""
         return self.cost.host if self.cost else self.estimate.host
 
@@ -96,7 +96,7 @@ def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that need less memory than all faster ones, fastest first."""
     chosen: list[Candidate] = []
     for one in sorted(candidates, key=lambda one: (one.seconds, one.total)):
-        if one.refused is None and (not chosen or one.total < (1 - MATERIAL) * chosen[-1].total):
+        if one.refusal is None and (not chosen or one.total < (1 - MIN_MEMORY_GAIN) * chosen[-1].total):
             chosen.append(one)
     return chosen
 
@@ -154,7 +154,7 @@ class Space:
             )
         return found
 
-    def around(self, one: Candidate) -> list[Candidate]:
+    def neighbors(self, one: Candidate) -> list[Candidate]:
         """New candidates that differ from this one in a single setting."""
         return self._new(one.cfg, itertools.chain(*self._choices))
 
@@ -164,8 +164,8 @@ class Space:
     def with_other_rules(self, one: Candidate) -> list[Candidate]:
         """Candidates with other sharding rules, by dynamic programming over the kinds of weights in the order in which
         a layer uses them (Jia et al., arXiv:1807.05358). Between two kinds the residual stream is always sharded in
-        the same way, so the cost of a kind does not depend on the choices before it: of these, only the Pareto front of
-        bytes and seconds is extended."""
+        the same way, so the cost of a kind does not depend on the choices for earlier kinds. Only those that are on
+        the Pareto front of bytes and seconds are extended."""
         found, front = [], [one]
         for choices in self._rules:
             new = [other for kept in front for other in self._new(kept.cfg, choices)]
@@ -265,8 +265,8 @@ def _canonical(cfg: Config, target: Target) -> Config:
 
 
 def _plain_rules(cfg: Config) -> Rules:
-    """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing (axes of size 1, and without
-    ZeRO axes that shard only stored arrays) have no effect in the rules."""
+    """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing (of size 1; with
+    `zero=0` also axes that shard only stored arrays) have no effect in the rules."""
     sizes = {"tensor": cfg.mesh.tensor, "fsdp": cfg.mesh.fsdp * cfg.mesh.expert, "context": cfg.mesh.context}
     sharding = [axis for axis in ("tensor", *(RULE_AXES if cfg.zero else ())) if sizes[axis] > 1]
     usual = Rules().table

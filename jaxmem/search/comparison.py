@@ -42,10 +42,10 @@ class MethodResult:
     def of(cls, name: str, trials: Trials) -> MethodResult:
         if front := trials.front():
             return cls(name, front[0], fits=True)
-        known = [one for one in trials.all if one.refused is None]
+        known = [one for one in trials.all if one.refusal is None]
         if not known:
-            return cls(name, None, reason=trials.all[0].refused or "")
-        may_fit = trials.front((one for one in known if one.is_open), SLACK)
+            return cls(name, None, reason=trials.all[0].refusal or "")
+        may_fit = trials.front((one for one in known if one.is_pending), SLACK)
         if not (compiled := [one for one in known if one.cost]):
             shown = may_fit[0] if may_fit else min(known, key=lambda one: one.total)
             return cls(name, shown, reason=trials.shortage(shown))

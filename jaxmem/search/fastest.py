@@ -41,11 +41,11 @@ class Trials:
     def fits(self, one: Candidate, slack: float = 0.0) -> bool:
         """Whether a candidate fits. An estimate may exceed the limit by the share `slack`; compiled bytes may not."""
         limit = self.limit if one.cost else (1 + slack) * self.limit
-        return one.refused is None and one.total <= limit and one.host <= self.target.host_memory
+        return one.refusal is None and one.total <= limit and one.host_bytes <= self.target.host_memory
 
     def shortage(self, one: Candidate) -> str:
         """The memory that a candidate needs, of each kind that is not sufficient; empty if it fits."""
-        needs = (("device memory", one.total, self.limit), ("host memory", one.host, self.target.host_memory))
+        needs = (("device memory", one.total, self.limit), ("host memory", one.host_bytes, self.target.host_memory))
         found = [f"{format_bytes(x)} of {kind} ({format_bytes(top)} available)" for kind, x, top in needs if x > top]
         return f"needs {'' if one.cost else 'about '}{' and '.join(found)}" if found else ""
 
@@ -59,15 +59,15 @@ class Trials:
         time_error = {at: math.log(c.seconds / (guesses[at].seconds or 1.0)) for at, c in costs.items()}
         if bytes_error:
             for one, error, std in zip(self.all, *posterior(encoded, bytes_error), strict=True):
-                if one.is_open:
+                if one.is_pending:
                     one.total, one.total_std = one.estimate.total * math.exp(error), std
         if time_error:
             for one, error, std in zip(self.all, *posterior(encoded, time_error), strict=True):
-                if one.is_open:
+                if one.is_pending:
                     one.seconds, one.seconds_std = (one.estimate.seconds or 1.0) * math.exp(error), std
 
     def fit_probability(self, one: Candidate) -> float:
-        if one.host > self.target.host_memory:
+        if one.host_bytes > self.target.host_memory:
             return 0.0
         return probability_below(math.log(self.limit / one.total) if one.total else 0.0, one.total_std)
 
@@ -164,13 +164,13 @@ class Search:
         while new := [one for one in trials.front(trials.all, slack=SLACK)[:NEIGHBOURHOODS] if one.cfg not in seen]:
             for one in new:
                 seen.add(one.cfg)
-                trials.all += self._space.around(one)
+                trials.all += self._space.neighbors(one)
 
     def _next(self, count: int) -> list[Candidate]:
         """The candidates to compile next, by expected gain. While no candidate is likely to fit: those with the least
         memory, if they need less than all compiled candidates."""
         trials = self.trials
-        open_ = [one for one in trials.all if one.is_open]
+        open_ = [one for one in trials.all if one.is_pending]
         any_fits = any(trials.fits(one) for one in trials.compiled)
         if not any_fits and not any(trials.fit_probability(one) > UNLIKELY for one in open_):
             smallest = min((one.total for one in trials.compiled), default=float("inf"))
@@ -187,7 +187,7 @@ class Search:
             cost = f"{format_bytes(one.total)}, {format_seconds(one.seconds)} per step"
             if shortage := self.trials.shortage(one):
                 cost += f": does not fit, {shortage}"
-            self._progress(f"compiled {one.description}: {one.refused or cost}")
+            self._progress(f"compiled {one.description}: {one.refusal or cost}")
 
     def _compile_phases(self) -> None:
         """Compile the other phases of all candidates on the front. If a phase does not fit, the candidate leaves the
@@ -201,13 +201,13 @@ class Search:
                     self._progress(f"{one.description}: phase {name} needs more than the step, {format_bytes(size)}")
             for one in unknown:
                 if not self.trials.fits(one):
-                    self._progress(f"{one.description}: does not fit, {one.refused or self.trials.shortage(one)}")
+                    self._progress(f"{one.description}: does not fit, {one.refusal or self.trials.shortage(one)}")
 
     def _compile(self, chosen: Sequence[Candidate], ask: Callable[[Config], Any]) -> Iterator[tuple[Candidate, Any]]:
         """Candidates with their answers; a candidate that does not compile is marked instead."""
         by_config = {one.cfg: one for one in chosen}
         for cfg, answer in self._compilers.each(ask, by_config):
             if isinstance(answer, RefusedError):
-                by_config[cfg].refused = str(answer)
+                by_config[cfg].refusal = str(answer)
             else:
                 yield by_config[cfg], answer

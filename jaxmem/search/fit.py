@@ -34,7 +34,7 @@ class Fit:
     trials: Trials
     allow: tuple[str, ...]
     seconds: float
-    others: Comparison | None = None  # if nothing fits: other methods of training
+    other_methods: Comparison | None = None  # if nothing fits: other methods of training
 
     def __repr__(self) -> str:
         best = "nothing fits"
@@ -73,8 +73,8 @@ class Fit:
         """The reason why a candidate is not the best."""
         if one is self.best:
             return "fastest that fits"
-        if one.refused:
-            return one.refused
+        if one.refusal:
+            return one.refusal
         about = "" if one.cost else "about "
         if not self.trials.fits(one):
             kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:KINDS]
@@ -113,7 +113,7 @@ class Fit:
             "front": [self._json(one) for one in self.front],
             "best": self._json(self.best) if self.best else None,
             "smallest": self._json(self.smallest) if self.trials.compiled else None,
-            "others": self.others.as_json() if self.others else None,
+            "others": self.other_methods.as_json() if self.other_methods else None,
             "seconds": self.seconds,
         }
 
@@ -144,8 +144,8 @@ class Fit:
         else:
             smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
             parts += [Text("nothing fits", style="red"), Text(smallest)]
-        if self.others:
-            return Group(*parts, self.others.table())
+        if self.other_methods:
+            return Group(*parts, self.other_methods.table())
         if others := [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]:
             parts.append(Text("Other compiled configs:"))
             parts += [Text(f"  {one.description}: {self.reason(one)}", style="dim") for one in others]
@@ -219,7 +219,7 @@ def fit(
         if found.best:
             return found
         progress("nothing fits; comparing other methods of training")
-        return dataclasses.replace(found, others=compare(config, command, compilers, progress, current=cfg))
+        return dataclasses.replace(found, other_methods=compare(config, command, compilers, progress, current=cfg))
 
 
 def search(
@@ -240,6 +240,6 @@ def search(
     one.add_other_kernels()
     one.compile(left)
     if not one.trials.compiled:
-        reasons = [trial.refused for trial in one.trials.all if trial.refused]
+        reasons = [trial.refusal for trial in one.trials.all if trial.refusal]
         raise UserError(f"{cfg.name} on {target.name}: all {len(reasons)} configs failed to compile: {reasons[0]}")
     return Fit(cfg, target, one.trials, tuple(allow), time.perf_counter() - start)

@@ -54,9 +54,9 @@ def gather_with_input(
     of x."""
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
-    if isinstance(weight, StoredWeight) and weight.at is not None and vmap_groups():
-        weight = dataclasses.replace(weight, stored=_mapped_like(weight.at, weight.stored))
-    at, stored = (weight.at, weight.stored) if isinstance(weight, StoredWeight) else (weight, None)
+    if isinstance(weight, StoredWeight) and weight.proxy is not None and vmap_groups():
+        weight = dataclasses.replace(weight, stored=_mapped_like(weight.proxy, weight.stored))
+    at, stored = (weight.proxy, weight.stored) if isinstance(weight, StoredWeight) else (weight, None)
     delays = x is not None and at is not None and _delays(x, weight, axes, role)
 
     @jax.custom_vjp

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import MESH_AXES, Config
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.table import Axes, Axis, Role, Rules, Table, assign_mesh_axes, axis_name, rules_for
+from jaxmem.sharding.table import Axes, Axis, Role, ShardingTables, Table, assign_mesh_axes, axis_name, rules_for
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Layout:
     """A mesh and its sharding rules. `constrain` and `gather` take effect within `with layout:`."""
 
     mesh: Any  # a Mesh; within a `jax.shard_map` its AbstractMesh
-    rules: Rules
+    rules: ShardingTables
     vmapped: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.vmap(..., spmd_axis_name=)`
     vocab_over: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.shard_map` that shard the vocabulary
 

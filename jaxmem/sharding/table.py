@@ -9,8 +9,7 @@ from typing import Any, Literal, Self
 import jax
 
 from jaxmem.config.adapter import LOW_RANK, low_rank_layers
-from jaxmem.config.mesh import BATCH_AXES, replicated_dims
-from jaxmem.config.mesh import Rules as RulesSection
+from jaxmem.config.mesh import BATCH_AXES, Rules, replicated_dims
 from jaxmem.config.networks import Decoder
 from jaxmem.config.sections import Config
 
@@ -51,7 +50,7 @@ def if_even(axis: str | Axis | None) -> Axis | None:
     return dataclasses.replace(axis, if_even=True) if isinstance(axis, Axis) else Axis(axis, if_even=True)
 
 
-DEFAULT = RulesSection()
+DEFAULT = Rules()
 KINDS = {
     ("vocab", "embed"): "embedding",
     ("embed", "vocab"): "head",
@@ -68,7 +67,7 @@ STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are 
 
 
 @dataclass(frozen=True)
-class Rules:
+class ShardingTables:
     """For each role, the mesh axes that shard each logical axis. Every logical axis is listed; `()` is replicated.
     `attention.embed` is the logical axis `embed` of weights of the kind `attention`, if it has a rule of its own."""
 
@@ -86,13 +85,13 @@ class Rules:
         )
 
 
-def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection = DEFAULT) -> Rules:
+def make_rules(zero: int, indivisible: Collection[str] = (), section: Rules = DEFAULT) -> ShardingTables:
     """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights.
 
     Devices along `context` and `expert` compute with the same weights as those along `fsdp`, except for experts, so
     arrays are sharded over all of them.
-    `undivided` names logical axes that are not divisible by `tensor`: key and value heads are then replicated over it,
-    and a vocabulary is stored replicated and padded in the computation. `section` is the section `rules` of the config.
+    `indivisible` names logical axes that are not divisible by `tensor`: key and value heads are then replicated, and a
+    vocabulary is stored replicated and padded in the computation. `section` is the section `rules` of the config.
     Layers that `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
     """
     replicated = (
@@ -101,10 +100,10 @@ def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection
     of_weights = {dim: _with_expert(over) for dim, over in section.table.items()}
     split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **of_weights}
     experts = {"expert": ("expert",)}
-    if "kv_heads" in undivided:
+    if "kv_heads" in indivisible:
         split = {**split, "kv_heads": _without(split["kv_heads"], "tensor")}
     padded = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
-    if "vocab" in undivided:
+    if "vocab" in indivisible:
         split = {**split, "vocab": _without(split["vocab"], "tensor")}
     tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
     split = {**split, **experts}
@@ -127,7 +126,7 @@ def make_rules(zero: int, undivided: Collection[str] = (), section: RulesSection
         "vocab_batch": _without(BATCH_AXES, *logits),
         "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
     }
-    return Rules(
+    return ShardingTables(
         weights=weights,
         compute=padded,
         gradients=split if zero >= 2 else tensor,
@@ -185,7 +184,7 @@ def _is_if_even(axis: str | Axis | None) -> bool:
     return axis == "layer" or (isinstance(axis, Axis) and axis.if_even)
 
 
-def rules_for(cfg: Config) -> Rules:
+def rules_for(cfg: Config) -> ShardingTables:
     """The sharding tables of a config."""
     rules = cfg.rules
     if has_vocab_on_stages(cfg):
@@ -193,7 +192,8 @@ def rules_for(cfg: Config) -> Rules:
     if getattr(cfg.model, "tie_embeddings", False) and "head" in rules.replicated:
         rules = rules.replace(replicated=(*rules.replicated, "embedding"))
     tables = make_rules(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
-    if rules.optimizer and cfg.zero >= 2 and cfg.batch.accumulate == 1:  # nothing to sum before gradients are sharded
+    # With several micro-batches, each of them would be reduced over `replica`.
+    if rules.optimizer and cfg.zero >= 2 and cfg.batch.accumulate == 1:
         tables = dataclasses.replace(tables, gradients={**tables.gradients, "embed": tables.optimizer["embed"]})
     return tables
 

@@ -61,30 +61,30 @@ class _LikeStored:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StoredWeight(_LikeStored):
-    """A stored weight (possibly quantized) and an array of zeros to differentiate with respect to. `at=None`:
+    """A stored weight (possibly quantized) and an array of zeros to differentiate with respect to. `proxy=None`:
     frozen."""
 
     stored: jax.Array | QTensor
-    at: jax.Array | None
+    proxy: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PartialStack(_LikeStored):
-    """Stacked weights of which only these layers are trainable; `at` receives their gradients, stacked."""
+    """Stacked weights of which only these layers are trainable; `proxy` receives their gradients, stacked."""
 
     stored: jax.Array | QTensor
-    at: jax.Array | HookedWeight
+    proxy: jax.Array | HookedWeight
     layers: tuple[int, ...] = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HookedWeight(_LikeStored):
-    """An array used as a weight. `at` receives `hook(gradient, argument)` as its gradient."""
+    """An array used as a weight. `proxy` receives `hook(gradient, argument)` as its gradient."""
 
     stored: jax.Array
-    at: jax.Array  # zeros with the shape of the hook's result; not read
+    proxy: jax.Array  # zeros with the shape of the hook's result; not read
     argument: jax.Array  # sliced into layers together with the weight
     hook: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
     # Whether the hook's result has the shape and dtype of the argument. Then the backward pass of a stack writes the
@@ -92,7 +92,7 @@ class HookedWeight(_LikeStored):
     in_place: bool = field(default=False, metadata={"static": True})
 
     def apply(self) -> jax.Array:
-        return _hooked(self.hook, self.stored, self.at, self.argument)
+        return _hooked(self.hook, self.stored, self.proxy, self.argument)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -194,10 +194,9 @@ class Storage:
 def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along: int = -2) -> jax.Array | QTensor:
     """Returns a new weight, or one layer of it, in the form in which it is stored between steps.
 
-    Matrices are quantized in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
-    dimension of [vocab, embed]; or along `blocks_along`. Vectors, routers, and matrices with fewer than 16 values per
-    column, stay in float32.
-    Optimizers treat a quantized weight as bfloat16.
+    Matrices are quantized in blocks along `blocks_along`, by default the dimension that a matmul sums over (`in` of
+    [in, out]); matrices [vocab, embed] always along `embed`. Vectors, routers, and matrices with fewer than 16
+    values per column, stay in float32. Optimizers treat a quantized weight as bfloat16.
     """
     stored = _convert(w, axes, storage, blocks_along)
     return to_host(stored) if storage.on_host and is_matrix(axes) else stored

@@ -137,7 +137,7 @@ def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
 
     own = [w.stored if n in hooked else w for n, w in enumerate(leaves)]
     numbers = jnp.arange(call.layers, dtype=jnp.int32)
-    begin = call.x, {n: w.at for n, w in hooked.items()}
+    begin = call.x, {n: w.proxy for n, w in hooked.items()}
     (x, at), outputs = jax.lax.scan(step, begin, (own, call.inputs, numbers))
     return _with_first_gradient(x, at, {n: w.argument for n, w in hooked.items()}), outputs
 
@@ -221,7 +221,7 @@ class LayerRange:
         """The same call for these layers only."""
         leaves, form = jax.tree.flatten(call.weights, is_leaf=_has_stored)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
-        # `at=None`: frozen weights have no gradient, even if `shared` is differentiated.
+        # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if _has_stored(leaf) else None for leaf in leaves]
 
         def run(own: list[Any], x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
@@ -240,12 +240,12 @@ class LayerRange:
         """The trainable part of a weight in this range, or None."""
         start, stop, at = self.start, self.stop, leaf
         if isinstance(leaf, StoredWeight):
-            at = leaf.at
+            at = leaf.proxy
         elif isinstance(leaf, PartialStack):
             if self.start not in leaf.layers:
                 return None
             start = leaf.layers.index(self.start)
-            stop, at = start + self.stop - self.start, leaf.at
+            stop, at = start + self.stop - self.start, leaf.proxy
         return jax.tree.map(lambda x: x[start:stop], at)
 
 

@@ -81,13 +81,13 @@ class _Run:
 
     def __call__(self) -> Results:
         table = self._table
-        columns = {"kind": table.kind, "micro": table.micro, "turn": table.turn, **vars(table.slots)}
+        columns = {"kind": table.kind, "micro": table.micro, "round_index": table.round_index, **vars(table.slots)}
         del columns["counts"]
         # Equal on all stages, which compute these together: whether any stage receives something, and the micro-batches
         # whose embedding, loss or gradient of the embedding is computed.
         every: dict[str, np.ndarray] = {
             "received": np.any(table.slots.received >= 0, axis=1),
-            "returned": np.any(table.slots.returned >= 0, axis=1),
+            "received_gradients": np.any(table.slots.received_gradients >= 0, axis=1),
             "embedded": table.micro_batch_of(0, FORWARD, 0),
             "loss": table.micro_batch_of(table.stages - 1, FORWARD, table.rounds - 1),
             "gradient": table.micro_batch_of(0, BACKWARD, 0),
@@ -108,11 +108,11 @@ class _Run:
         loss = partial(self._loss, every["loss"], own["gradients"], state.forward)
         sums = state.gradients, state.results.outside, state.results.sums
         gradients, outside, sums = run_if(every["loss"] >= 0, loss, sums, self._per_item)
-        if self._table.trains:
+        if self._table.has_backward:
             embed = partial(self._embedding_gradient, every["gradient"], state.backward)
             outside = run_if(every["gradient"] >= 0, embed, outside, self._per_item)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
-        gradients = self._receive("returned", -1, row, state.backward, gradients)
+        gradients = self._receive("received_gradients", -1, row, state.backward, gradients)
         results = state.results._replace(outside=outside, sums=sums)
         return state._replace(inputs=inputs, gradients=gradients, results=results), None
 
@@ -135,7 +135,7 @@ class _Run:
         output of the layers, on the last stage. On this stage, `slot` of the ring receives the gradient of `y`."""
         network, item, last, (ring, outside, sums) = self._network, self._micro(micro), self._p.stages - 1, carry
         y = self._from_stage(last, y)
-        if not self._table.trains:
+        if not self._table.has_backward:
             return ring, outside, _add(sums, network.loss(network.outside, y, item)[1])
         value, back, own = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
         dw, dy = back(jnp.ones_like(value))
@@ -153,21 +153,21 @@ class _Run:
     # ------------------------------------------------------------------ what each stage computes
 
     def _forward(self, row: Any, state: _State) -> _State:
-        is_first = (self._stage == 0) & (row["turn"] == 0)
+        is_first = (self._stage == 0) & (row["round_index"] == 0)
         received = take_layer(state.inputs, jnp.maximum(row["inputs"], 0))
         x = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), state.forward, received)
-        call = self._layers.prepared(self._call(row["micro"]))
+        call = self._layers.prepare(self._call(row["micro"]))
         y, saved = self._layers.forward(call, x, row, state.rings[0], state.results.layers)
         return state._replace(rings=(saved, state.rings[1]), forward=y)
 
     def _backward(self, row: Any, state: _State) -> _State:
-        call = self._layers.prepared(self._call(row["micro"]))
+        call = self._layers.prepare(self._call(row["micro"]))
         g = take_layer(state.gradients, row["gradients"])
         g, rings, of_layers = self._layers.backward(call, g, row, state.rings, state.results.layers)
         return state._replace(rings=rings, results=state.results._replace(layers=of_layers), backward=g)
 
     def _weight_gradients(self, row: Any, state: _State) -> _State:
-        call = self._layers.prepared(self._call(row["micro"]))
+        call = self._layers.prepare(self._call(row["micro"]))
         of_layers = self._layers.weight_gradients(call, row, state.rings[1], state.results.layers)
         return state._replace(results=state.results._replace(layers=of_layers))
 
@@ -182,9 +182,9 @@ class _Run:
 
         loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(jnp.int32(0)))[1])
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
-        results = Results(self._layers.no_gradients(), wide(network.outside) if table.trains else (), wide(loss))
-        returned = ring(of_gradients) if table.trains else ()
-        return _State(self._layers.empty_rings(), ring(of_inputs), returned, results, x, x if table.trains else ())
+        outside, gradients, g = (wide(network.outside), ring(of_gradients), x) if table.has_backward else ((), (), ())
+        results = Results(self._layers.zero_gradients(), outside, wide(loss))
+        return _State(self._layers.empty_rings(), ring(of_inputs), gradients, results, x, g)
 
     def _call(self, micro: jax.Array) -> StackCall:
         return self._network.embed(self._network.outside, self._micro(micro))

@@ -128,7 +128,7 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
         carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
         *_, g, of_shared, results = carry
         if hooks is not None:
-            like = lambda w, x: replace(w, stored=None, at=x, argument=None)  # noqa: E731
+            like = lambda w, x: replace(w, stored=None, proxy=x, argument=None)  # noqa: E731
             of_weights = jax.tree.map(like, hooks, results, is_leaf=is_in_place)
         return _gradients_like(stored, of_weights), g, of_inputs, of_shared
 
@@ -168,7 +168,7 @@ def inexact_leaves(tree: Any, values: Any = None) -> Any:
     `values`, a tree of the same structure, the leaves of that tree at the same places."""
 
     def of(leaf: Any, value: Any) -> Any:
-        at, value = (leaf.at, value.at) if isinstance(leaf, StoredWeight) else (leaf, value)
+        at, value = (leaf.proxy, value.proxy) if isinstance(leaf, StoredWeight) else (leaf, value)
         return value if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
 
     is_leaf = lambda w: _is_stored_weight(w) or is_in_place(w)  # noqa: E731

@@ -27,12 +27,12 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of one stage, [group x rounds, ...]. `at` returns the arrays to differentiate a layer with respect to,
-    from its weights. With a visitor, the gradients of a layer are passed to it instead of returned."""
+    """The layers of one stage, [group x rounds, ...]. `proxies` returns the arrays to differentiate with respect to,
+    from the weights of a layer. With a visitor, the gradients of a layer are passed to it instead of returned."""
 
     pipeline: Pipeline
     weights: Tree
-    at: Callable[[Tree], Tree]
+    proxies: Callable[[Tree], Tree]
     options: StackOptions
     visitor: Visitor | None = None
 
@@ -41,20 +41,21 @@ class Gradients(NamedTuple):
     """What the loop carries for the gradients of the layers of a stage."""
 
     sums: Tree  # the float32 sums of all layers; empty with a visitor and one micro-batch
-    visited: Any  # the carry of the visitor
+    visitor_carry: Any  # the carry of the visitor
 
 
 class StageLayers:
-    """The work of a stage. `call`: the stack, with the input of any micro-batch. `row`: a tick of the timetable."""
+    """The operations of a stage. `call`: the stack, with the input of any one micro-batch. `row`, an argument of the
+    operations: a tick of the timetable."""
 
     def __init__(self, table: Timetable, layers: Layers, stage: jax.Array, call: StackCall) -> None:
         self._table, self._layers, self._stage, self._x = table, layers, stage, jax.tree.map(jnp.zeros_like, call.x)
         self._p, self._visitor = layers.pipeline, layers.visitor
-        self._call = self.prepared(call)
-        self._derivative = LayerDerivative(self._call.run, layers.at)
+        self._call = self.prepare(call)
+        self._derivative = LayerDerivative(self._call.run, layers.proxies)
         self._split = SplitBackward() if table.splits_backward else None
 
-    def prepared(self, call: StackCall) -> StackCall:
+    def prepare(self, call: StackCall) -> StackCall:
         """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
         pipeline, run = self._p, call.run
 
@@ -72,14 +73,14 @@ class StageLayers:
     def forward(self, call: StackCall, x: Any, row: Any, ring: Tree, gradients: Gradients) -> tuple[Any, Tree]:
         """The output of the layers, and the ring with what they save."""
         call = self._with_weights(call, gradients)
-        plan, trains, group = call.plan, self._table.trains, self._p.group
-        turn, slot = row["turn"], row["saved"]
+        plan, has_backward, group = call.plan, self._table.has_backward, self._p.group
+        round_index, slot = row["round_index"], row["saved"]
 
         def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
             x, ring, fetched = carry
-            weights, one = self._weights(call, place, turn, fetched), self._input(call, place, turn)
-            following = self._fetch(call, place + 1, turn)
-            if not trains:
+            weights, one = self._weights(call, place, round_index, fetched), self._input(call, place, round_index)
+            following = self._fetch(call, place + 1, round_index)
+            if not has_backward:
                 return call.run(weights, x, one, call.shared)[0], ring, following
             if plan is None:
                 x, saved = self._derivative.forward(weights, x, one, call.shared)
@@ -87,26 +88,26 @@ class StageLayers:
             ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
             return call.run(weights, x, one, call.shared)[0], ring, following
 
-        begin = x, ring, self._fetch(call, jnp.int32(0), turn)
+        begin = x, ring, self._fetch(call, jnp.int32(0), round_index)
         x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
         return x, ring
 
     def backward(self, call: StackCall, g: Any, row: Any, rings: tuple[Tree, Tree], gradients: Gradients) -> Any:
-        """The gradient of the input of the layers; the rings of what F saved and of the values for W; and `gradients`,
-        to which those of this item are added if there is no W."""
+        """Returns the gradient of the input of the layers, the rings of F and W, and `gradients`, to which the weight
+        gradients of this item are added if there is no W."""
         plan, group, split = call.plan, self._p.group, self._split
-        turn, slot, last = row["turn"], row["saved"], group - 1
+        round_index, slot, last = row["round_index"], row["saved"], group - 1
 
         def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             g, (ring, waiting), gradients, fetched = carry
             place, own = last - i, self._with_weights(call, gradients)
-            known = self._known(own, place, turn, fetched)
-            following = self._fetch(own, place - 1, turn)
+            known = self._known(own, place, round_index, fetched)
+            following = self._fetch(own, place - 1, round_index)
             if plan is None:
                 saved = call.load(take_layer(ring, slot * group + place))
                 derivative = self._derivative.from_saved(*known, saved)
             else:
-                read = partial(self._weights_and_input, own, turn)
+                read = partial(self._weights_and_input, own, round_index)
                 ring = recompute(own, ring, place, slot * plan.slots, read)
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
@@ -117,18 +118,18 @@ class StageLayers:
             gradients, g = self._add(gradients, place, row, dw, g)
             return g, (ring, waiting), gradients, following
 
-        begin = g, rings, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(last), turn)
+        begin = g, rings, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(last), round_index)
         g, rings, gradients, _ = jax.lax.fori_loop(0, group, step, begin)
         return g, rings, gradients
 
     def weight_gradients(self, call: StackCall, row: Any, waiting: Tree, gradients: Gradients) -> Gradients:
         """W: adds the weight gradients of an item, from the values that its backward pass stored."""
-        turn, slot, split, group = row["turn"], row["waiting"], self._split, self._p.group
+        round_index, slot, split, group = row["round_index"], row["waiting"], self._split, self._p.group
         assert split is not None
 
         def step(place: jax.Array, gradients: Gradients) -> Gradients:
             own = self._with_weights(call, gradients)
-            known = self._known(own, place, turn, self._fetch(own, place, turn))
+            known = self._known(own, place, round_index, self._fetch(own, place, round_index))
             dw = split.finish(take_layer(waiting, slot * group + place), known)
             return self._add(gradients, place, row, dw)[0]
 
@@ -137,28 +138,28 @@ class StageLayers:
     def _with_weights(self, call: StackCall, gradients: Gradients) -> StackCall:
         """The call with the current weights of the stage."""
         visitor = self._visitor
-        return call if visitor is None else replace(call, weights=visitor.weights(gradients.visited))
+        return call if visitor is None else replace(call, weights=visitor.weights(gradients.visitor_carry))
 
     def _add(self, gradients: Gradients, place: jax.Array, row: Any, dw: Tree, g: Any = None) -> tuple[Gradients, Any]:
         """Adds the gradients of a layer. With a visitor also returns `g`, the gradient of the layer's input, computed
         before the visitor writes: otherwise XLA would copy the old weights."""
-        visitor, (sums, visited), count = self._visitor, gradients, self._p.micro_batches
-        layer = self._place(place, row["turn"])
+        visitor, (sums, visitor_carry), count = self._visitor, gradients, self._p.micro_batches
+        layer = self._place(place, row["round_index"])
         if visitor is None or count > 1:
             sums = _add_at(sums, layer, dw)
         if visitor is None:
-            return Gradients(sums, visited), g
+            return Gradients(sums, visitor_carry), g
         layer, sums, dw, g = jax.lax.optimization_barrier((layer, sums, dw, g))
 
-        def visit(visited: Any) -> Any:
+        def visit(visitor_carry: Any) -> Any:
             total = take_layer(sums, layer) if count > 1 else jax.tree.map(lambda x: x.astype(jnp.float32), dw)
-            return visitor.visit(visited, layer, total, None)
+            return visitor.visit(visitor_carry, layer, total, None)
 
         if count > 1:
-            visited = run_if(row["micro"] == count - 1, visit, visited, f"runs_1_in_{count}")
+            visitor_carry = run_if(row["micro"] == count - 1, visit, visitor_carry, f"runs_1_in_{count}")
         else:
-            visited = visit(visited)
-        return Gradients(sums, visited), g
+            visitor_carry = visit(visitor_carry)
+        return Gradients(sums, visitor_carry), g
 
     # ------------------------------------------------------------------ the first carry
 
@@ -167,7 +168,7 @@ class StageLayers:
         of_items, *_, of_waiting = self._table.slots.counts
         plan, group, x = self._call.plan, self._p.group, self._x
         empty = zeros_on_host if self._call.on_host else jnp.zeros
-        if not self._table.trains:
+        if not self._table.has_backward:
             return (), ()
         if plan is not None:
             slots = of_items * plan.slots
@@ -178,16 +179,16 @@ class StageLayers:
             stored = [empty((of_items * group, *each.shape), each.dtype) for each in saved]
         if self._split is None:
             return stored, ()
-        each = jax.eval_shape(lambda: values_for_weights(self._call, self._example(), self._layers.at))
+        each = jax.eval_shape(lambda: values_for_weights(self._call, self._example(), self._layers.proxies))
         return stored, [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
 
-    def no_gradients(self) -> Gradients:
+    def zero_gradients(self) -> Gradients:
         """The gradients before the first backward pass."""
-        visited = () if self._visitor is None else self._visitor.begin
-        if not self._table.trains or (self._visitor is not None and self._p.micro_batches == 1):
-            return Gradients((), visited)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.at(self._layers.weights))
-        return Gradients(zeros, visited)
+        visitor_carry = () if self._visitor is None else self._visitor.begin
+        if not self._table.has_backward or (self._visitor is not None and self._p.micro_batches == 1):
+            return Gradients((), visitor_carry)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.proxies(self._layers.weights))
+        return Gradients(zeros, visitor_carry)
 
     def _example(self) -> tuple[Tree, Any, Any, Any]:
         """Arguments of a layer: weights, activations x, the input of this layer, inputs shared by all layers."""
@@ -198,29 +199,31 @@ class StageLayers:
 
     # ------------------------------------------------------------------ one layer
 
-    def _place(self, place: jax.Array, turn: jax.Array) -> jax.Array:
+    def _place(self, place: jax.Array, round_index: jax.Array) -> jax.Array:
         """The index of a layer among the weights of the stage."""
-        return place * self._p.rounds + turn
+        return place * self._p.rounds + round_index
 
-    def _input(self, call: StackCall, place: jax.Array, turn: jax.Array) -> Any:
-        number = (turn * self._p.stages + self._stage) * self._p.group + place
+    def _input(self, call: StackCall, place: jax.Array, round_index: jax.Array) -> Any:
+        number = (round_index * self._p.stages + self._stage) * self._p.group + place
         return number, take_layer(call.inputs, jnp.minimum(number, self._p.layers - 1))
 
-    def _weights(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> Tree:
-        return fill(take_layer(device_leaves(call.weights), self._place(place, turn)), fetched)
+    def _weights(self, call: StackCall, place: jax.Array, round_index: jax.Array, fetched: Tree) -> Tree:
+        return fill(take_layer(device_leaves(call.weights), self._place(place, round_index)), fetched)
 
-    def _fetch(self, call: StackCall, place: jax.Array, turn: jax.Array) -> Tree:
+    def _fetch(self, call: StackCall, place: jax.Array, round_index: jax.Array) -> Tree:
         """The weights of a layer that are in host memory."""
-        return fetch_layer(call.weights, self._place(place, turn))
+        return fetch_layer(call.weights, self._place(place, round_index))
 
-    def _weights_and_input(self, call: StackCall, turn: jax.Array, place: jax.Array) -> tuple[Tree, Any]:
-        fetched = self._fetch(call, place, turn)
-        return self._weights(call, place, turn, fetched), self._input(call, place, turn)
+    def _weights_and_input(self, call: StackCall, round_index: jax.Array, place: jax.Array) -> tuple[Tree, Any]:
+        fetched = self._fetch(call, place, round_index)
+        return self._weights(call, place, round_index, fetched), self._input(call, place, round_index)
 
-    def _known(self, call: StackCall, place: jax.Array, turn: jax.Array, fetched: Tree) -> tuple[Tree, Tree, Any, Any]:
+    def _known(
+        self, call: StackCall, place: jax.Array, round_index: jax.Array, fetched: Tree
+    ) -> tuple[Tree, Tree, Any, Any]:
         """The arrays of a layer that are not saved: those to differentiate with respect to, weights and inputs."""
-        weights = self._weights(call, place, turn, fetched)
-        return self._layers.at(weights), weights, self._input(call, place, turn), call.shared
+        weights = self._weights(call, place, round_index, fetched)
+        return self._layers.proxies(weights), weights, self._input(call, place, round_index), call.shared
 
 
 def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
@@ -242,10 +245,12 @@ def run_if(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, 
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
 
 
-def values_for_weights(call: StackCall, example: tuple[Tree, Any, Any, Any], at: Callable[[Tree], Tree]) -> list[Any]:
+def values_for_weights(
+    call: StackCall, example: tuple[Tree, Any, Any, Any], proxies: Callable[[Tree], Tree]
+) -> list[Any]:
     """The values that the backward pass of a layer stores for W. `example`: the arguments of the layer."""
     weights, x, one, shared = example
-    known, layer = (at(weights), weights, one, shared), LayerDerivative(call.run, at)
+    known, layer = (proxies(weights), weights, one, shared), LayerDerivative(call.run, proxies)
     if call.plan is None:
         derivative = layer.from_saved(*known, layer.forward(*example)[1])
     else:

@@ -51,7 +51,7 @@ class Pipeline:
         >>> Pipeline(layers=32, stages=4, micro_batches=8).bubble
         0.2727272727272727
         """
-        return self.timetable.idle(recomputes=self.recomputes)
+        return self.timetable.idle_share(recomputes=self.recomputes)
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -111,8 +111,8 @@ def apply_in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
 
     def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
         group, place = layer // pipeline.group, layer % pipeline.group
-        turn, stage = group // pipeline.stages, group % pipeline.stages
-        one = fetch_from_host(take_layer(take_layer(stacked, place, dim=1), turn, dim=1))
+        round_index, stage = group // pipeline.stages, group % pipeline.stages
+        one = fetch_from_host(take_layer(take_layer(stacked, place, dim=1), round_index, dim=1))
         mine = (jnp.arange(pipeline.stages) == stage).reshape(-1, *[1] * (one.ndim - 1))
         return jnp.sum(jnp.where(mine, one, jnp.zeros_like(one)), axis=0, dtype=one.dtype)
 

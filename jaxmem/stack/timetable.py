@@ -46,20 +46,20 @@ class WorkItem(NamedTuple):
 
     kind: int
     micro: int
-    turn: int  # the round
+    round_index: int
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """What each stage does: `kind`, `micro` and `turn` are [ticks, stages]."""
+    """What each stage does: `kind`, `micro` and `round_index` are [ticks, stages]."""
 
     stages: int
     micro_batches: int
     rounds: int
     kind: np.ndarray
     micro: np.ndarray
-    turn: np.ndarray
-    trains: bool = True  # whether it has backward passes
+    round_index: np.ndarray
+    has_backward: bool = True
 
     @property
     def ticks(self) -> int:
@@ -90,21 +90,21 @@ class Timetable:
         """Whether weight gradients are operations of their own."""
         return bool(np.any(self.kind == WEIGHTS))
 
-    def micro_batch_of(self, stage: int, kind: int, turn: int) -> np.ndarray:
+    def micro_batch_of(self, stage: int, kind: int, round_index: int) -> np.ndarray:
         """For each tick, the micro-batch that a stage processes with this operation, or -1."""
-        is_executed = (self.kind[:, stage] == kind) & (self.turn[:, stage] == turn)
+        is_executed = (self.kind[:, stage] == kind) & (self.round_index[:, stage] == round_index)
         return np.where(is_executed, self.micro[:, stage], -1)
 
     def work(self) -> Iterator[tuple[int, int, WorkItem]]:
         """(tick, stage, operation), in the order of ticks."""
         for tick, stage in np.argwhere(self.kind != IDLE).tolist():
-            places = (self.kind, self.micro, self.turn)
+            places = (self.kind, self.micro, self.round_index)
             yield tick, stage, WorkItem(*(int(each[tick, stage]) for each in places))
 
-    def idle(self, recomputes: bool = False) -> float:
+    def idle_share(self, recomputes: bool = False) -> float:
         """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
 
-        >>> [round(timetable(name, 4, 16).idle(), 3) for name in ("gpipe", "1f1b", "zero_bubble")]
+        >>> [round(timetable(name, 4, 16).idle_share(), 3) for name in ("gpipe", "1f1b", "zero_bubble")]
         [0.158, 0.158, 0.059]
         """
         each = self.costs(recomputes)[self.kind]
@@ -114,17 +114,17 @@ class Timetable:
     def slots(self) -> "Slots":
         return _slots(self)
 
-    def next_stage(self, stage: int, turn: int) -> tuple[int, int] | None:
+    def next_stage(self, stage: int, round_index: int) -> tuple[int, int] | None:
         """The stage and round to which a forward pass sends its result; None for the last layers."""
         if stage < self.stages - 1:
-            return stage + 1, turn
-        return (0, turn + 1) if turn < self.rounds - 1 else None
+            return stage + 1, round_index
+        return (0, round_index + 1) if round_index < self.rounds - 1 else None
 
-    def previous_stage(self, stage: int, turn: int) -> tuple[int, int] | None:
+    def previous_stage(self, stage: int, round_index: int) -> tuple[int, int] | None:
         """The stage and round to which a backward pass sends its result; None for the first layers."""
         if stage:
-            return stage - 1, turn
-        return (self.stages - 1, turn - 1) if turn else None
+            return stage - 1, round_index
+        return (self.stages - 1, round_index - 1) if round_index else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Slots:
     inputs: np.ndarray  # the input of F; -1: the embedding of the micro-batch
     gradients: np.ndarray  # the gradient that B reads, or which F of the last layers writes
     received: np.ndarray  # where the activations are stored that arrive after the tick
-    returned: np.ndarray  # where the gradient is stored that arrives after the tick
+    received_gradients: np.ndarray  # where the gradient is stored that arrives after the tick
     counts: tuple[int, int, int, int]  # the sizes of the rings of `saved`, `inputs`, `gradients` and `waiting`
 
 
@@ -148,7 +148,7 @@ _RINGS = ("saved activations", "inputs", "gradients", "values for the weight gra
 def _slots(table: Timetable) -> Slots:  # noqa: C901
     """Runs the table, and assigns the lowest free slot to each result when it is written."""
     shape = (6, table.ticks, table.stages)
-    saved, waiting, inputs, gradients, received, returned = np.full(shape, -1, np.int32)
+    saved, waiting, inputs, gradients, received, received_gradients = np.full(shape, -1, np.int32)
     rings = [[_Ring(contents) for _ in range(table.stages)] for contents in _RINGS]
     arriving: list[tuple[np.ndarray, int, int, int, tuple[int, int]]] = []
     now = -1
@@ -159,19 +159,20 @@ def _slots(table: Timetable) -> Slots:  # noqa: C901
             where[tick, stage] = rings[ring][stage].put(key)
         arriving.clear()
 
-    for tick, stage, (kind, micro, turn) in table.work():
+    for tick, stage, (kind, micro, round_index) in table.work():
         if tick != now:
             deliver()
             now = tick
-        key, before, after = (micro, turn), table.previous_stage(stage, turn), table.next_stage(stage, turn)
+        key = micro, round_index
+        before, after = table.previous_stage(stage, round_index), table.next_stage(stage, round_index)
         if kind == FORWARD:
             if before is not None:
                 inputs[tick, stage] = rings[_INPUTS][stage].take(key)
-            if table.trains:
+            if table.has_backward:
                 saved[tick, stage] = rings[_SAVED][stage].put(key)
             if after is not None:
                 arriving.append((received, _INPUTS, tick, after[0], (micro, after[1])))
-            elif table.trains:
+            elif table.has_backward:
                 gradients[tick, stage] = rings[_GRADIENTS][stage].put(key)
         elif kind == BACKWARD:
             gradients[tick, stage] = rings[_GRADIENTS][stage].take(key)
@@ -179,11 +180,11 @@ def _slots(table: Timetable) -> Slots:  # noqa: C901
             if table.splits_backward:
                 waiting[tick, stage] = rings[_WAITING][stage].put(key)
             if before is not None:
-                arriving.append((returned, _GRADIENTS, tick, before[0], (micro, before[1])))
+                arriving.append((received_gradients, _GRADIENTS, tick, before[0], (micro, before[1])))
         else:
             waiting[tick, stage] = rings[_WAITING][stage].take(key)
     counts = tuple(max([1, *(ring.size for ring in each)]) for each in rings)
-    return Slots(saved, waiting, inputs, gradients, received, returned, counts)  # type: ignore[arg-type]
+    return Slots(saved, waiting, inputs, gradients, received, received_gradients, counts)  # type: ignore[arg-type]
 
 
 class _Ring:
@@ -209,12 +210,12 @@ def check(table: Timetable) -> None:
     """Raises ValueError if an operation is missing or repeated, or reads a result that has not been sent by a neighbour
     in an earlier tick. A table that passes cannot deadlock: in each tick every stage executes its operation without
     waiting, and then all neighbours send each other their results."""
-    kinds = [FORWARD, *([BACKWARD] * table.trains), *([WEIGHTS] * table.splits_backward)]
+    kinds = [FORWARD, *([BACKWARD] * table.has_backward), *([WEIGHTS] * table.splits_backward)]
     items = itertools.product(range(table.stages), kinds, range(table.micro_batches), range(table.rounds))
     expected, found = Counter(items), Counter((stage, *one) for _, stage, one in table.work())
     for wrong, what in ((found - expected, "repeated or unknown"), (expected - found, "missing")):
-        for stage, kind, micro, turn in sorted(wrong)[:1]:
-            raise ValueError(f"stage {stage}: {KINDS[kind]} of micro-batch {micro}, round {turn} is {what}")
+        for stage, kind, micro, round_index in sorted(wrong)[:1]:
+            raise ValueError(f"stage {stage}: {KINDS[kind]} of micro-batch {micro}, round {round_index} is {what}")
     assert table.slots
 
 
@@ -227,7 +228,7 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
     """
     p, m, v = stages, micro_batches, rounds
     order = [_item(number, p, v) for number in range(v * m)]
-    backward = [(micro, v - 1 - turn) for micro, turn in order]
+    backward = [(micro, v - 1 - round_index) for micro, round_index in order]
     # The first tick of B on the last stage, counted in ticks of F: when the last layers have processed the first item.
     begin = v * m + p - 1 if name in ("gpipe", "circular") else order.index((0, v - 1)) + p - 1
     count = max(begin, 0) + v * m + p - 1
@@ -249,7 +250,7 @@ def evaluation(stages: int, micro_batches: int, rounds: int) -> Timetable:
     order = [_item(number, stages, rounds) for number in range(rounds * micro_batches)]
     ticks = rounds * micro_batches + stages - 1
     rows = [[_at(order, tick - s, FORWARD) for s in range(stages)] for tick in range(ticks)]
-    return _table(stages, micro_batches, rounds, rows, trains=False)
+    return _table(stages, micro_batches, rounds, rows, has_backward=False)
 
 
 def _item(number: int, p: int, v: int) -> tuple[int, int]:
@@ -258,8 +259,8 @@ def _item(number: int, p: int, v: int) -> tuple[int, int]:
     if v == 1:
         return number, 0
     group, within = divmod(number, v * p)
-    turn, place = divmod(within, p)
-    return group * p + place, turn
+    round_index, place = divmod(within, p)
+    return group * p + place, round_index
 
 
 def _at(items: list[tuple[int, int]], number: int, kind: int) -> WorkItem | None:
@@ -288,6 +289,6 @@ def _with_weight_gradients(rows: list[list[WorkItem | None]], p: int, most: int)
     return result
 
 
-def _table(p: int, m: int, v: int, rows: list[list[WorkItem | None]], trains: bool = True) -> Timetable:
+def _table(p: int, m: int, v: int, rows: list[list[WorkItem | None]], has_backward: bool = True) -> Timetable:
     values = np.asarray([[one or WorkItem(IDLE, 0, 0) for one in row] for row in rows], np.int32)
-    return Timetable(p, m, v, values[..., 0], values[..., 1], values[..., 2], trains)
+    return Timetable(p, m, v, values[..., 0], values[..., 1], values[..., 2], has_backward)

@@ -96,7 +96,7 @@ def trained_sum(sums: Sums) -> jax.Array:
 
 
 def _tokens(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    return network.features_and_router(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
+    return network.features_and_router_statistics(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
 
 
 def _images(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:

@@ -85,7 +85,7 @@ def execute(
 ) -> Results:
     """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass,
     `Results.layers` is the new `stacked`, and `Results.sums` is the sums of the objective and the new `values`."""
-    model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.trains else None
+    model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.has_backward else None
     pipeline, (*before, name) = model.pipeline, stacks_of(model)
     assert layout is not None
     assert pipeline is not None
@@ -125,7 +125,7 @@ def execute(
         first = jax.lax.axis_index(AXIS) * (pipeline.group * pipeline.rounds)
         visitor, end = visit.visitor(layers, stacked, values, first, jnp.sum(jax.lax.map(count, batch)))
         found = run(table, network, replace(own, visitor=visitor))
-        stacked, values = end(found.layers.visited)
+        stacked, values = end(found.layers.visitor_carry)
         return found._replace(layers=stacked), values
 
     def sum_over(found: Results, values: Any) -> Results:
@@ -139,7 +139,7 @@ def execute(
     on_stage = partial(vocab_parts, AXIS)
     stored = jax.tree.map(on_stage, stored_axes(axes, outside), outside, is_leaf=is_axes)
     trained = [_without(model.select(tree), name) for tree in (model.axes, params)]
-    results = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.trains else ()
+    results = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.has_backward else ()
     arrays = (params[name], stacked), outside, batch, (jnp.float32(scale), values)
     found = map_stages(stage, AXIS, local, stored, results)(*arrays)
     return Results(*found)

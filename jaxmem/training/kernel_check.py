@@ -1,8 +1,8 @@
 """Compares kernels with plain JAX on small random inputs, on the device of a run, before the run uses them.
 
 A kernel that `auto` chose is compiled and run once, in less than a second. If it fails, it is replaced by the next
-choice, and a line reports this; if the config names the kernel, the failure is an error. Results are stored in the
-user's cache directory, by device, version of jax and properties of the call.
+choice, and a line reports this; if the config names the kernel, the failure is an error. Passed checks are stored in
+the user's cache directory, by device, version of jax and properties of the call.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from jaxmem.step.kernel_choice import attention_request
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
 EXPERTS = 4
-STEPS = 8  # largest error, in units of the machine epsilon times the largest value
-FEW = 1e-3  # share of integer codes that may differ by 1, since values may be near the border between two codes
+MAX_ERROR_EPS = 8  # largest error, in units of the machine epsilon times the largest value
+MAX_CHANGED_CODES = 1e-3  # share of integer codes that may differ by 1: values may be near the border of two codes
 
 
 def refuse_gpu_kernels(cfg: Config) -> None:
@@ -111,9 +111,10 @@ def _error(x: np.ndarray, y: np.ndarray) -> str | None:
     if jnp.issubdtype(y.dtype, jnp.integer):
         steps = np.abs(x.astype(np.int32) - y.astype(np.int32))
         share = float((steps > 0).mean())
-        within = steps.max() <= 1 and share <= FEW
-        return None if within else f"up to {steps.max()} codes, {share:.2%} of them (limits 1 and {FEW:.1%})"
-    limit = STEPS * float(jnp.finfo(y.dtype).eps)
+        within = steps.max() <= 1 and share <= MAX_CHANGED_CODES
+        limits = f"limits 1 and {MAX_CHANGED_CODES:.1%}"
+        return None if within else f"up to {steps.max()} quantization levels, in {share:.2%} of the elements ({limits})"
+    limit = MAX_ERROR_EPS * float(jnp.finfo(y.dtype).eps)
     x, y = x.astype(np.float32), y.astype(np.float32)
     error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
     return None if error <= limit else f"{error:.2g} of the largest value (limit {limit:.2g})"  # NaN <= limit is false

@@ -29,7 +29,7 @@ from .flash import block_ranges
 Queries = Float[Array, "batch kv_heads group queries dim"]
 Outputs = Float[Array, "batch queries kv_heads group dim"]
 Keys = Float[Array, "batch kv_heads keys dim"]
-Turned = Float[Array, "batch kv_heads dim keys"]
+KeysTransposed = Float[Array, "batch kv_heads dim keys"]
 Rows = Float[Array, "batch kv_heads group queries"]
 
 # A loop runs over tiles of at most this many queries and keys, so the program does not grow with the sequence. With
@@ -101,9 +101,9 @@ def _block(length: int) -> int:
 def _visit_tiles(
     problem: Problem, blocks: tuple[int, int], visit: Callable[..., Any], state: Any, *, by_keys: bool = False
 ) -> Any:
-    """Calls `visit(first, other, state)` for every tile that is not completely masked: for each block of queries (with
-    `by_keys`, of keys) its first position, and that of a block of keys (of queries). The loop carries the positions,
-    since a table of all tiles would grow with the square of the sequence."""
+    """Calls `visit(first, other, state)` for every tile that is not completely masked. `first` is the start of a block
+    of queries and `other` the start of a block of keys; with `by_keys` it is the reverse. The loop carries the
+    positions, since a table of all tiles would grow with the square of the sequence."""
     own, step = blocks[::-1] if by_keys else blocks
     ranges = block_ranges(problem.options, problem.queries, problem.keys, blocks, by_keys=by_keys)
     lines = np.stack([own * np.arange(len(ranges), dtype=np.int32), step * ranges[:, 0], step * ranges[:, 3]], axis=1)
@@ -159,12 +159,12 @@ def _visit_backward(
     block_q, block_k = _block(problem.queries), _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
     d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
-    k_turned = jnp.swapaxes(k, 2, 3)
+    k_transposed = jnp.swapaxes(k, 2, 3)
 
     def visit(j: Any, i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile = Tile(i, block_q, j, block_k)
         rows = _slice(d_out, i, block_q, 3), _slice(lse, i, block_q, 3), _slice(inner, i, block_q, 3)
-        own = _slice(k, j, block_k, 2), _slice(k_turned, j, block_k, 3), _slice(v, j, block_k, 2)
+        own = _slice(k, j, block_k, 2), _slice(k_transposed, j, block_k, 3), _slice(v, j, block_k, 2)
         parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, rows)
         places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
         return tuple(
@@ -243,11 +243,17 @@ def _finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tupl
 
 
 def _tile_backward(
-    problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, rows: tuple[Queries, Rows, Rows]
+    problem: Problem,
+    tile: Tile,
+    q: Queries,
+    k: Keys,
+    k_transposed: KeysTransposed,
+    v: Keys,
+    rows: tuple[Queries, Rows, Rows],
 ) -> tuple[Any, ...]:
     """A tile's part of dq, [batch, kv_heads, dim, group, queries], of dk and of dv. Every matmul contracts the last
-    dimension of its left side, which is fast on CPUs. `k_turned`: the transposed keys, for the matmul of dq. `rows`:
-    the cotangent, the log-sum-exp and `inner` (`flash.backward_rows`) of each row."""
+    dimension of its left side, which is fast on CPUs. `k_transposed` is for the matmul of dq. `rows`: the
+    cotangent, the log-sum-exp and `inner` (`flash.backward_rows`) of each row."""
     d_out, lse, inner = rows
     batch, heads, groups, queries, dim = q.shape
     shape = (batch, heads, tile.keys, groups * queries)
@@ -259,7 +265,7 @@ def _tile_backward(
     ds = p * (dp - inner[:, :, None]) * slope
     ds = ds.astype(q.dtype).reshape(shape)
     dk = jnp.einsum("bnkq,bnqd->bnkd", ds, _merge_groups(q), preferred_element_type=jnp.float32)
-    dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
+    dq = jnp.einsum("bndk,bnkq->bndq", k_transposed, ds, preferred_element_type=jnp.float32)
     return dq.reshape(batch, heads, dim, groups, queries), dk, dv
 
 

@@ -1,14 +1,14 @@
 """Attention by cuDNN, which is part of every installation of jax for NVIDIA GPUs.
 
-XLA has two custom calls for cuDNN's attention. This module emits them itself, since
-`jax.nn.dot_product_attention(implementation="cudnn")` queries the devices of this machine, so it cannot be compiled for
-other GPUs; it does not support documents; and the internal function of jax that supports documents reads grouped heads
-at wrong offsets before jax 0.12.1 (github.com/jax-ml/jax/pull/39521).
+XLA has two custom calls for cuDNN's attention, which this module emits itself.
+`jax.nn.dot_product_attention(implementation="cudnn")` cannot be compiled for other GPUs, since it queries the devices
+of this machine, and it does not support documents. The internal function of jax that supports documents reads grouped
+heads at wrong offsets before jax 0.12.1 (github.com/jax-ml/jax/pull/39521).
 
-Documents (segments) have cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
-XLA allocates memory for `max_segments` documents per sequence, each as long as the sequence. The workspace of the
-backward pass grows in the same way (`workspace`), so that pass computes only as many heads at once as WORKSPACE allows.
-If all sequences together have more documents, the output is NaN.
+Documents (segments) are passed in cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and
+a length. XLA allocates memory for `max_segments` documents per sequence, each as long as the sequence. The workspace of
+the backward pass grows in the same way (`workspace`), so that pass computes only as many heads at once as WORKSPACE
+allows. If a batch has more than batch x `max_segments` documents, the output is NaN.
 
 A plan for GPUs that are not installed compiles without cuDNN, so each call states its workspace by a formula; on a GPU
 XLA replaces it by the workspace that cuDNN requests.
@@ -69,7 +69,7 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
     if packed is not None:  # with too many documents the loss is NaN instead of a wrong result
         q = jnp.where(packed.count <= call.slots, q, jnp.nan)
     out, stats = _run(_FORWARD, call, (q, k, v), packed)
-    return out, stats if packed is None else packed.rows_of(call, stats)
+    return out, stats if packed is None else packed.per_position(call, stats)
 
 
 def gradients(
@@ -84,17 +84,21 @@ def gradients(
     return _gradients_by_heads(call, packed, (q, out, d_out), (k, v), lse)
 
 
-def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> tuple[CudnnCall, Packed | None]:
+def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> tuple[CudnnCall, PackedDocuments | None]:
     """The properties of a call, and its documents if it has several in a sequence."""
     batch, length, heads, dim = q.shape
     segments = (options.max_segments if extras.segment_ids is not None else 1) or 1
     masked, window = options.causal or options.window is not None, options.window
     call = CudnnCall(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, window, segments)
-    return call, None if segments == 1 or extras.segment_ids is None else Packed.of(call, extras.segment_ids)
+    return call, None if segments == 1 or extras.segment_ids is None else PackedDocuments.of(call, extras.segment_ids)
 
 
 def _gradients_by_heads(
-    call: CudnnCall, packed: Packed, by_query: tuple[jax.Array, ...], by_key: tuple[jax.Array, ...], lse: jax.Array
+    call: CudnnCall,
+    packed: PackedDocuments,
+    by_query: tuple[jax.Array, ...],
+    by_key: tuple[jax.Array, ...],
+    lse: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """dq, dk and dv of packed sequences, for one part of the query heads after the other."""
     part, group = backward_part(call), call.heads // call.kv_heads
@@ -106,7 +110,7 @@ def _gradients_by_heads(
         first = i * size // group
         q, out, d_out = (jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x in by_query)
         k, v = (jnp.repeat(jax.lax.dynamic_slice_in_dim(x, first, keys, 2), size // keys, 2) for x in by_key)
-        stats = packed.stats_of(part, jax.lax.dynamic_slice_in_dim(lse, i * size, size, 1))
+        stats = packed.per_document(part, jax.lax.dynamic_slice_in_dim(lse, i * size, size, 1))
         dq, *others = _run(_BACKWARD, part, (q, k, v, stats, d_out, out), packed)
         dq = jax.lax.dynamic_update_slice_in_dim(found[0], dq, i * size, 2)
         return dq, *(add(x, y, first) for x, y in zip(found[1:], others, strict=True))
@@ -124,7 +128,7 @@ def _gradients_by_heads(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedDocuments:
     """The documents of all sequences in cuDNN's format: one after the other, with empty documents at the end."""
 
     number: Int32[Array, "batch sequence"]  # the number of the document at each position
@@ -132,7 +136,7 @@ class Packed:
     count: Int32[Array, ""]
 
     @classmethod
-    def of(cls, call: CudnnCall, ids: Int32[Array, "batch sequence"]) -> Packed:
+    def of(cls, call: CudnnCall, ids: Int32[Array, "batch sequence"]) -> PackedDocuments:
         """The documents of segment ids: runs of equal ids within a sequence."""
         first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1).reshape(-1)
         number = jnp.cumsum(first, dtype=jnp.int32) - 1
@@ -140,7 +144,7 @@ class Packed:
         starts = jnp.append(starts.astype(jnp.int32), jnp.int32(first.size))
         return cls(number.reshape(ids.shape), starts, number[-1] + 1)
 
-    def rows_of(
+    def per_position(
         self, call: CudnnCall, stats: Float[Array, "slots heads sequence"]
     ) -> Float[Array, "batch heads sequence"]:
         """Values per position of a sequence, from values per position of a document."""
@@ -149,10 +153,10 @@ class Packed:
         found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
         return found.swapaxes(1, 2)
 
-    def stats_of(
+    def per_document(
         self, call: CudnnCall, rows: Float[Array, "batch heads sequence"]
     ) -> Float[Array, "slots heads sequence"]:
-        """The inverse of `rows_of`. Values beyond the end of a document are not read."""
+        """The inverse of `per_position`. Values beyond the end of a document are not read."""
         flat = rows.swapaxes(1, 2).reshape(-1, call.heads)
         place = self.starts[:-1, None] + jnp.arange(call.length, dtype=jnp.int32)
         return flat[jnp.minimum(place, flat.shape[0] - 1)].swapaxes(1, 2)
@@ -186,7 +190,7 @@ def backward_part(call: CudnnCall) -> CudnnCall:
 # ---------------------------------------------------------------- the custom calls
 
 
-def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
+def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: PackedDocuments | None) -> Any:
     """The outputs of a call. Forward: the output and the log-sum-exp, [documents, heads, sequence]; backward: dq, dk
     and dv."""
     q, k, v = arrays[:3]

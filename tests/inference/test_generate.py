@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import Conversation, Generator, ReadTokens
+from jaxmem.inference.generate import Conversation, DecodingState, Generator
 from jaxmem.step import program
 from tests.support.generation import generate
 
@@ -58,7 +58,7 @@ def test_a_mesh_says_the_same(alone):
 
 
 def test_rows_and_heads_of_the_cache_lie_over_the_devices(alone):
-    read, prompts = ReadTokens(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
+    read, prompts = DecodingState(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
     together = list(Generator(*built({"fsdp": 2, "tensor": 2}, 4)).extend(read, prompts, 4))
     assert {x.addressable_shards[0].data.shape for x in read.cache} == {(2, 1, 16, 1, 8)}
     np.testing.assert_array_equal(together, list(Generator(*alone)(prompts, 4)))

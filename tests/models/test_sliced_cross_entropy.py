@@ -129,7 +129,7 @@ def test_auto_keeps_small_logits_whole():
     assert slice_width("auto", tokens=64, entries=264, itemsize=4) is None
     for tokens, held in ((8192, 128256), (2**20, 128256), (1024, 2**20)):
         wide = slice_width("auto", tokens, held, 2)
-        assert wide % cross_entropy.MULTIPLE == 0
+        assert wide % cross_entropy.WIDTH_MULTIPLE == 0
         assert 2 * tokens * wide <= max(cross_entropy.SLICE_BYTES, 2 * tokens * cross_entropy.MIN_WIDTH)
     assert slice_width(300, 64, entries=264, itemsize=4) is None
     assert slice_width(100, tokens=64, entries=264, itemsize=4) == 100

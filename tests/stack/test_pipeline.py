@@ -63,11 +63,11 @@ def test_slots_follow_the_stages():
 
 def test_the_share_of_idle_time():
     for name in ("gpipe", "1f1b"):
-        assert timetable(name, 4, 16).idle() == pytest.approx(3 / 19)
-    assert timetable("interleaved_1f1b", 4, 16, 2).idle() == pytest.approx(3 / 35)
+        assert timetable(name, 4, 16).idle_share() == pytest.approx(3 / 19)
+    assert timetable("interleaved_1f1b", 4, 16, 2).idle_share() == pytest.approx(3 / 35)
     # No stage can begin before the first forward pass has reached it: p - 1 of 3 v m + p - 1 units are the least.
-    assert timetable("zero_bubble", 4, 16).idle() == pytest.approx(3 / 51)
-    assert timetable("zero_bubble", 4, 16, 2).idle() == pytest.approx(3 / 99)
+    assert timetable("zero_bubble", 4, 16).idle_share() == pytest.approx(3 / 51)
+    assert timetable("zero_bubble", 4, 16, 2).idle_share() == pytest.approx(3 / 99)
 
 
 @pytest.mark.parametrize(

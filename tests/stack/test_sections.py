@@ -22,7 +22,7 @@ def weight(value):
     """As a network has it: computed with what rests, its gradient goes to `at`."""
     if not isinstance(value, StoredWeight):
         return value
-    return value.stored if value.at is None else value.stored + (value.at - jax.lax.stop_gradient(value.at))
+    return value.stored if value.proxy is None else value.stored + (value.proxy - jax.lax.stop_gradient(value.proxy))
 
 
 def layer(block, x, one, beside):

@@ -87,7 +87,7 @@ def volume(built: Program) -> Volume:
     if (pipeline := built.model.pipeline) is not None:
         layers *= pipeline.stored / pipeline.layers / p
         executed, slots = a * pipeline.group * pipeline.rounds, pipeline.timetable.slots
-        sends = sum(int(np.any(ring >= 0, axis=1).sum()) for ring in (slots.received, slots.returned))
+        sends = sum(int(np.any(ring >= 0, axis=1).sum()) for ring in (slots.received, slots.received_gradients))
     every = layers + embedding + head
     most = max_update_entries(cfg.memory.update, model.embed)
     sliced = slice_width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // (t * p)), w, most)
