@@ -4,7 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Sequence
 
-MOST = 800  # largest number of characters of a line that is shown completely
+MAX_LINE_LENGTH = 800  # largest number of characters of a line that is shown completely
 
 
 class UserError(Exception):
@@ -18,7 +18,11 @@ class UserError(Exception):
 
 
 def _readable(line: str) -> str:
-    return line if len(line) <= MOST else f"{line[: MOST * 2 // 3]} ... {line[-MOST // 3 :]}"
+    return (
+        line
+        if len(line) <= MAX_LINE_LENGTH
+        else f"{line[: MAX_LINE_LENGTH * 2 // 3]} ... {line[-MAX_LINE_LENGTH // 3 :]}"
+    )
 
 
 class TemporaryError(UserError):

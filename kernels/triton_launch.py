@@ -18,7 +18,7 @@ from .choice import capability
 from .launch import on_each_platform
 
 # Largest shared memory of a block in bytes, by compute capability (CUDA programming guide).
-SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
+SHARED_MEMORY_BYTES = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
 PTX = 87  # the first PTX version with compute capability 12.0; later versions need a newer ptxas
 
 INTERPRETER: Callable[..., Any] | None = None  # (kernel, how, shapes of results, *arrays) -> results
@@ -98,10 +98,10 @@ def _triton_call() -> Any:
         made = compiled(module, backend, options, target, *rest)
         number = getattr(target, "arch", target)  # jax-triton 0.3 passes the compute capability itself: 90 for 9.0
         name = f"{number // 10}.{number % 10}"
-        if (needed := made.shared_mem_bytes) > SHARED.get(name, needed):
+        if (needed := made.shared_mem_bytes) > SHARED_MEMORY_BYTES.get(name, needed):
             raise ValueError(
                 f"{made.name}: a block needs {needed:,} bytes of shared memory; compute capability {name} has"
-                f" {SHARED[name]:,}; use smaller blocks or another implementation"
+                f" {SHARED_MEMORY_BYTES[name]:,}; use smaller blocks or another implementation"
             )
         return made
 

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmem.checkpoint.orbax_errors import FAILURES, Manager, first_failure_only, raise_lost_process, root_cause
+from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, Manager, first_failure_only, raise_lost_process, root_cause
 from jaxmem.checkpoint.paths import absolute, free_name, move_aside
 from jaxmem.checkpoint.record import (
     DamagedError,
@@ -27,9 +27,9 @@ from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError, abridge, one_of
 
-CHUNK = 64 << 20  # bytes decoded at once to restore a part of an array
-STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
-ROTATED = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
+CHUNK_BYTES = 64 << 20  # bytes decoded at once to restore a part of an array
+STEP_PATTERN = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
+ROTATED_DIRECTORY = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
@@ -60,7 +60,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._sweeper: threading.Thread | None = None
         try:
             self._manager = self._open()
-        except FAILURES as error:
+        except ORBAX_EXCEPTIONS as error:
             raise_lost_process(error)
             cause = f"{root_cause(error)}; set checkpoint.path to another directory"
             raise UserError(f"cannot open checkpoints in {self.directory}: {cause}") from error
@@ -100,11 +100,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return False
         leaves = named_leaves(state)
         record = make_record(leaves, step=step, position=position, config=config, metrics=metrics or {})
-        arrays = ocp.args.PyTreeSave(leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves})
+        arrays = ocp.args.PyTreeSave(
+            leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in leaves}
+        )
         self._retention.losses[step] = record["metrics"].get("loss")
         try:
             self._manager.save(step, args=ocp.args.Composite(state=arrays, run=ocp.args.JsonSave(record)), force=True)
-        except FAILURES as error:
+        except ORBAX_EXCEPTIONS as error:
             failed = self._save_error(step, error)
             if force:  # no later save will follow
                 raise failed from error
@@ -178,7 +180,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._sweeper = None
         try:
             self._manager.wait_until_finished()
-        except FAILURES as error:
+        except ORBAX_EXCEPTIONS as error:
             raise self._save_error(None, error) from error
 
     def close(self) -> None:
@@ -193,7 +195,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _open(self) -> Any:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
-            todelete_subdir=ROTATED if self._has_rename else None,
+            todelete_subdir=ROTATED_DIRECTORY if self._has_rename else None,
             cleanup_tmp_directories=not self.read_only,  # directories that a killed run left incomplete
             create=not self.read_only,
             lightweight_initialize=True,  # reads names only, so that a damaged checkpoint does not prevent opening
@@ -211,7 +213,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Renames directories that Orbax would read as steps, but whose names no step has (007,
         99999999999999999999)."""
         found = self.directory.iterdir() if jax.process_index() == 0 and self.directory.is_dir() else ()
-        for path in [path for path in found if path.name.isdigit() and not STEP.fullmatch(path.name)]:
+        for path in [path for path in found if path.name.isdigit() and not STEP_PATTERN.fullmatch(path.name)]:
             aside = free_name(path)
             path.rename(aside)
             (self._warn or print)(f"{path}: its name is not a step number; renamed to {aside}")
@@ -285,12 +287,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _sweep_when_saved(self) -> None:
         try:
             self._manager.wait_until_finished()
-        except FAILURES:
+        except ORBAX_EXCEPTIONS:
             return  # nothing was replaced; Orbax raises the error again in `wait`, which reports it
         self._sweep()
 
     def _sweep(self) -> None:
-        rotated = self.directory / ROTATED
+        rotated = self.directory / ROTATED_DIRECTORY
         if self._has_rename and jax.process_index() == 0 and rotated.exists():
             for old in rotated.iterdir():
                 old.rmtree()

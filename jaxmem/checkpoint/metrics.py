@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-LARGEST = 1e300
+MAX_METRIC = 1e300
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
@@ -15,5 +15,5 @@ def parse_row(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    is_row = all(value is None or (type(value) in (int, float) and abs(value) < LARGEST) for value in row.values())
+    is_row = all(value is None or (type(value) in (int, float) and abs(value) < MAX_METRIC) for value in row.values())
     return row if is_row else None

@@ -22,19 +22,21 @@ import orbax.checkpoint as ocp
 from jaxmem.distributed.watch import lost_process_error
 
 # Errors that Orbax and TensorStore raise for damaged files and full disks.
-FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+ORBAX_EXCEPTIONS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
-ORBAX = "/orbax/checkpoint/"
+ORBAX_PATH = "/orbax/checkpoint/"
 _unraisable = sys.unraisablehook
 
 
 def _is_follow_up(record: logging.LogRecord) -> bool:
     """Whether a log record belongs to a task of Orbax that failed after the task whose failure is reported."""
     frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
-    return "never retrieved" in record.getMessage() and any(ORBAX in frame.f_code.co_filename for frame, _ in frames)
+    return "never retrieved" in record.getMessage() and any(
+        ORBAX_PATH in frame.f_code.co_filename for frame, _ in frames
+    )
 
 
-logging.getLogger("absl").addFilter(lambda record: ORBAX not in record.pathname)
+logging.getLogger("absl").addFilter(lambda record: ORBAX_PATH not in record.pathname)
 logging.getLogger("asyncio").addFilter(lambda record: not _is_follow_up(record))
 
 

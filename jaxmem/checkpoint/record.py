@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from etils import epath
 from jaxtyping import Array, Shaped, UInt32
 
-from jaxmem.checkpoint.orbax_errors import FAILURES, root_cause
+from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, root_cause
 from jaxmem.errors import UserError, abridge
 
 
@@ -37,7 +37,7 @@ def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> dict[str, A
 def read_record(checkpoint: epath.Path) -> dict[str, Any]:
     try:
         record = json.loads((checkpoint / "run" / "metadata").read_text())  # where Orbax's JsonSave stores `run`
-    except FAILURES as error:
+    except ORBAX_EXCEPTIONS as error:
         raise damaged(checkpoint, root_cause(error)) from error
     if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
         raise damaged(checkpoint, "its data position and config do not match their checksum")

@@ -11,7 +11,7 @@ from jaxmem.errors import UserError, as_yaml
 # All other fields may change: settings of the machine (mesh, zero, memory, batch.accumulate, precision.compute; the
 # state is resharded, and losses agree to rounding), of the training (train, learning rate, betas, dropout, smoothing),
 # and of what is saved and logged (checkpoint, trackers).
-BOUND = (
+FIXED_KEYS = (
     "seed",  # the order of the data: the saved position would belong to other batches
     "objective.name",  # the optimizer's moments belong to the old loss, and the best loss is not comparable
     "model",  # shapes of the weights, or the function that they compute
@@ -25,7 +25,7 @@ BOUND = (
     "adapter",  # the set of weights, and the function that they compute
     "optimizer.rank",  # shapes of the optimizer state
 )
-FREE = (
+CHANGEABLE_KEYS = (
     "model.preset",  # a name for other fields, which are compared one by one
     "model.hf",  # source of the initial weights, which are in the checkpoint
     "adapter.dropout",
@@ -43,9 +43,12 @@ FREE = (
 
 
 def changed(
-    old: Mapping[str, Any], new: Mapping[str, Any], fields: Sequence[str] = BOUND, without: Sequence[str] = FREE
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    fields: Sequence[str] = FIXED_KEYS,
+    without: Sequence[str] = CHANGEABLE_KEYS,
 ) -> list[str]:
-    """The fields that differ, by default BOUND ones, each as `field was X, is Y`.
+    """The fields that differ, by default of FIXED_KEYS, each as `field was X, is Y`.
 
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']

@@ -22,7 +22,7 @@ OF_SOURCES = {  # as `requirements`, for keys that `data` and each source of `da
     "data.on_invalid": ("data.source", (*CHATS, *HAS_FIELDS)),
 }
 _TABLES = read_table("combinations")
-BOTH = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
+EXCLUSIVE_KEYS = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
 
 
 def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -48,7 +48,7 @@ def check_combinations(cfg: Config) -> Iterator[str]:
     for setting, key, use in _TABLES["needs"]:
         if (given := _matching(cfg, setting)) and value_of(cfg, key) is None:
             yield f"{given} requires {key}; {use}"
-    for key, other in BOTH:
+    for key, other in EXCLUSIVE_KEYS:
         if None not in (value := value_of(cfg, key), another := value_of(cfg, other)):
             yield f"{key}={value} and {other}={another} are both set; remove one of them"
     for setting, excluded, use in _TABLES["conflicts"]:

@@ -14,7 +14,7 @@ from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
 ON_REQUEST = ("expert", "context", "stage")  # axes that errors name only if the config uses them
 
-SEQUENCE = ("context", "tensor")  # axes over which the sequence of the residual stream is sharded
+SEQUENCE_AXES = ("context", "tensor")  # axes over which the sequence of the residual stream is sharded
 
 
 def for_devices(cfg: Config, n: int) -> Config:
@@ -97,7 +97,9 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     parts, more = time_parts(mesh), cfg.prompt_length
     for length in cfg.data.lengths if isinstance(cfg.model, Decoder) else ():
         if (length + more) % parts:
-            over = " and ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in SEQUENCE if getattr(mesh, axis) > 1)
+            over = " and ".join(
+                f"mesh.{axis}={getattr(mesh, axis)}" for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1
+            )
             near = nearest_numbers(length, range(parts - more % parts, length + parts + 1, parts))
             key = "data.sequence_length" if length == cfg.data.sequence_length else "data.buckets"
             prompt = f" plus adapter.virtual_tokens={more}" if more else ""

@@ -19,35 +19,35 @@ from tempfile import TemporaryDirectory
 
 from jaxmem.errors import UserError, abridge, one_line
 
-SETTINGS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
-WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
+SETTINGS_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
 FILES = (".json", ".yaml", ".yml")
-ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 DATASETS = "hf://datasets/"
-DATASET = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?(?:/(.*))?")
-SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev|eval)(?=[/_.-])")
+DATASET_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?(?:/(.*))?")
+SPLIT_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev|eval)(?=[/_.-])")
 
 
 def is_id(name: str) -> bool:
     """Whether a name can only be an id of the hub: it has the form of an id, and no directory `org` exists here."""
     path = Path(name)
-    return bool(ID.fullmatch(name)) and path.suffix not in FILES and not path.parent.exists()
+    return bool(HUB_ID.fullmatch(name)) and path.suffix not in FILES and not path.parent.exists()
 
 
 def local_directory(name: str, key: str) -> str:
     """The directory of a model with its settings and tokenizer: `name`, or for an id its directory in the cache."""
     if not is_id(name):
         return name
-    found = ID.fullmatch(name)
+    found = HUB_ID.fullmatch(name)
     assert found is not None
-    return _fetch(found[1], found[2], SETTINGS, f"{key}={name}")
+    return _fetch(found[1], found[2], SETTINGS_FILES, f"{key}={name}")
 
 
 def fetch_weights(directory: Path) -> None:
     """Fetches the weights of a directory in the cache: .../models--org--name/snapshots/COMMIT."""
     if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):
         repository = directory.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
-        _fetch(repository, directory.name, WEIGHTS, repository)
+        _fetch(repository, directory.name, WEIGHT_FILES, repository)
 
 
 def is_dataset(path: str) -> bool:
@@ -110,7 +110,7 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
 
 def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, str, list[str]]:
     """The id, the revision, the part and the patterns of files of a dataset."""
-    found = DATASET.fullmatch(path.removeprefix(DATASETS))
+    found = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
     if found is None:
         raise UserError(
             f"data.path={path} is not a dataset of the hub; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl"
@@ -129,7 +129,7 @@ def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequen
         raise UserError(
             f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}; it has {abridge(every)}"
         )
-    splits = {split[1]: name for name in files if (split := SPLIT.search(name))}
+    splits = {split[1]: name for name in files if (split := SPLIT_PATTERN.search(name))}
     if len(splits) > 1:
         first, example = max(splits.items())
         use = (Path(example).parent / f"*{first}*{Path(example).suffix}").as_posix()

@@ -26,7 +26,7 @@ from jaxmem.errors import UserError, as_yaml, nearest
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
-BREAKS = "\n\r\x85\u2028\u2029"
+LINE_BREAKS = "\n\r\x85\u2028\u2029"
 
 SCALARS = {
     "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -79,7 +79,7 @@ class YamlDumper(yaml.SafeDumper):
     def choose_scalar_style(self) -> str:
         """Text with line breaks is written with escapes in double quotes, since other styles change it."""
         event: Any = self.event
-        return '"' if set(event.value) & set(BREAKS) else super().choose_scalar_style()
+        return '"' if set(event.value) & set(LINE_BREAKS) else super().choose_scalar_style()
 
 
 for _tag, (_pattern, _first) in SCALARS.items():

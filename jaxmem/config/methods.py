@@ -21,9 +21,9 @@ from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
 
-STEPS = 1000  # steps of a run without `train`, in addition to its warmup
-LENGTH = 2048  # tokens of a sequence, if only a model is given
-CHATS = "chats.jsonl"  # the conversations on which a Hugging Face model is fine-tuned
+DEFAULT_STEPS = 1000  # steps of a run without `train`, in addition to its warmup
+DEFAULT_SEQUENCE_LENGTH = 2048  # tokens of a sequence, if only a model is given
+DEFAULT_CHATS = "chats.jsonl"  # the conversations on which a Hugging Face model is fine-tuned
 LEARNING_RATES = {"full": 1e-5, "adapter": 2e-4}  # for fine-tuning a Hugging Face model
 
 
@@ -141,7 +141,7 @@ def run_config(
     train = raw.setdefault("train", {})
     if isinstance(train, dict) and train.get("steps") is None and train.get("tokens") is None:
         warmup = raw.get("optimizer", {}).get("warmup", 0) if isinstance(raw.get("optimizer", {}), dict) else 0
-        train["steps"] = STEPS + (warmup if isinstance(warmup, int) else 0)
+        train["steps"] = DEFAULT_STEPS + (warmup if isinstance(warmup, int) else 0)
     return config_of(raw, own_of(parts) if parts else own)
 
 
@@ -173,15 +173,15 @@ def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
     run: dict[str, Any] = {
         "name": re.sub(r"[^\w.-]", "-", Path(model).resolve().name).lstrip(".-") or "model",
         "model": {"preset" if is_preset else "hf": model},
-        "data": {"sequence_length": LENGTH},
+        "data": {"sequence_length": DEFAULT_SEQUENCE_LENGTH},
         "batch": {"global_size": devices},
         "mesh": {"fsdp": -1},
         "memory": {"remat": "full"},
     }
     if not is_preset:
         longest = read_json(Path(local_directory(model, "model.hf"), "config.json")).get("max_position_embeddings")
-        length = min(LENGTH, longest) if isinstance(longest, int) else LENGTH
-        run["data"] = {"source": "chat", "path": CHATS, "sequence_length": length}
+        length = min(DEFAULT_SEQUENCE_LENGTH, longest) if isinstance(longest, int) else DEFAULT_SEQUENCE_LENGTH
+        run["data"] = {"source": "chat", "path": DEFAULT_CHATS, "sequence_length": length}
         run["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
     return run
 

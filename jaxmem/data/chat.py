@@ -27,7 +27,7 @@ from jaxmem.data.records import EMPTY, Document, InvalidRecordError
 from jaxmem.data.tokenizer import Tokenizer
 
 PLACEHOLDER = "\ue000"  # a character that no language uses
-CALLS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
+TOOL_CALL_FIELDS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
 FIELDS_WITHOUT_WARNING = ("role", "content", "tool_call_id")  # that the template need not read
 PROMPT_SUFFIX_LENGTH = 8  # characters before an answer that identify the end of the generation prompt
 MAX_FIELD_WARNINGS = 8  # largest number of fields with a warning
@@ -155,7 +155,7 @@ class ChatEncoder:
         if any(name in source for name in REASONING):
             fields.discard(REASONING[0])
         for field in sorted(field for field in fields if field not in source):
-            if field in CALLS:
+            if field in TOOL_CALL_FIELDS:
                 raise InvalidRecordError(f"the chat template does not support {field}; use another data.chat_template")
             self._warn(field, f"the key {field} has no effect: the chat template does not read it")
 

@@ -21,8 +21,8 @@ from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
 
 Message = Mapping[str, Any]  # "role", "content", and further keys that a template reads: "tool_calls", ...
-SECONDS = 5  # limit of processor time per conversation; a usual template needs a thousandth
-MEMORY = 1 << 30  # limit of memory in bytes; a usual template needs a thousandth
+MAX_SECONDS = 5  # limit of processor time per conversation; a usual template needs a thousandth
+MAX_MEMORY = 1 << 30  # limit of memory in bytes; a usual template needs a thousandth
 FILE = "chat_template.jinja"
 TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
@@ -66,8 +66,8 @@ class ChatTemplate:
         reply = _reply_to({"source": self.source, **request})
         if reply is None:
             raise UserError(
-                f"{self._origin}: the chat template needs more than {SECONDS} s of processor time or "
-                f"{MEMORY >> 30} GiB for a conversation; set another data.chat_template"
+                f"{self._origin}: the chat template needs more than {MAX_SECONDS} s of processor time or "
+                f"{MAX_MEMORY >> 30} GiB for a conversation; set another data.chat_template"
             )
         if "invalid" in reply:
             raise UserError(f"{self._origin}: not a valid chat template: {reply['invalid']}")
@@ -101,7 +101,7 @@ def _reply_to(request: Mapping[str, Any]) -> dict[str, Any] | None:
 def _process() -> subprocess.Popen[str]:
     program = Path(__file__).with_name("template_process.py")
     process = subprocess.Popen(  # noqa: S603, a module of this package
-        [sys.executable, "-P", str(program), str(SECONDS), str(MEMORY)],
+        [sys.executable, "-P", str(program), str(MAX_SECONDS), str(MAX_MEMORY)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

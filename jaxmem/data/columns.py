@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem.data.records import EmptyDataError
 from jaxmem.errors import UserError, nearest
 
-DECODED = 4  # row groups that stay decoded
+MAX_DECODED_ROW_GROUPS = 4  # row groups that stay decoded
 SPLITS = "dataset_dict.json"  # a file of `datasets` next to one directory per split
 
 
@@ -30,14 +30,14 @@ class ColumnRows:
         if len(splits) > 1:
             names = ", ".join(split.name for split in splits)
             raise UserError(f"{splits[0].parent}: contains the splits {names}; set data.path to one, e.g. {splits[0]}")
-        self._opened = lru_cache(DECODED)(self._open)
+        self._opened = lru_cache(MAX_DECODED_ROW_GROUPS)(self._open)
         opened = [(file, group, rows) for file in range(len(paths)) for group, rows in enumerate(self._lengths(file))]
         self._groups = [(file, group) for file, group, rows in opened if rows]
         self.blocks = np.array([rows for _, _, rows in opened if rows], np.int64)
         if not self._groups:
             raise EmptyDataError(paths)
         self._ends = np.cumsum(self.blocks)
-        self.decoded = lru_cache(DECODED)(self._decode)
+        self.decoded = lru_cache(MAX_DECODED_ROW_GROUPS)(self._decode)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

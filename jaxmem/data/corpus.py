@@ -21,7 +21,7 @@ from jaxmem.data.records import Document, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 
-CHECKED = 32  # records of a source that `check` reads
+CHECKED_RECORDS = 32  # records of a source that `check` reads
 MAX_HASHED = 256 << 20  # largest size in bytes of data that a fingerprint reads completely
 
 # "all": all records in their own order, for data that is only evaluated.
@@ -67,7 +67,7 @@ class Corpus:
         lengths = []
         for source in self.sources if self._cfg.reads_text else ():
             counts = replace(source.counts)
-            for record in source.head(CHECKED):
+            for record in source.head(CHECKED_RECORDS):
                 lengths += [len(document.tokens) for document in source.documents(record)]
             source.counts = counts
         return float(np.mean(lengths or [0]))

@@ -20,8 +20,8 @@ from jaxmem.data.record_order import mix64
 from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
 
-SIZE = 8  # height and width in pixels
-BRIGHTEST = 16
+IMAGE_SIZE = 8  # height and width in pixels
+MAX_BRIGHTNESS = 16
 
 
 class Digits(ImageSource):
@@ -35,7 +35,7 @@ class Digits(ImageSource):
                 table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"{path}: cannot be read: {error}") from error
-        self.images, self.labels = table[:, :-1].reshape(-1, SIZE, SIZE), table[:, -1]
+        self.images, self.labels = table[:, :-1].reshape(-1, IMAGE_SIZE, IMAGE_SIZE), table[:, -1]
 
     @staticmethod
     def default_files() -> list[Path]:
@@ -58,18 +58,18 @@ class Digits(ImageSource):
 
 def _as_form(images: np.ndarray, form: ImageForm) -> np.ndarray:
     values = images[..., None].astype(form.dtype)
-    return values if form.dtype is np.int32 else values / np.float32(BRIGHTEST)
+    return values if form.dtype is np.int32 else values / np.float32(MAX_BRIGHTNESS)
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
     """The images shifted by at most one pixel, with noise of at most 2 of 16. Shift and noise depend on `places`."""
-    shape, images, places = images.shape, images.reshape(-1, SIZE, SIZE), places.reshape(-1)
+    shape, images, places = images.shape, images.reshape(-1, IMAGE_SIZE, IMAGE_SIZE), places.reshape(-1)
     bits = mix64(mix64(places) ^ np.uint64(seed))
     down, right = (bits % np.uint64(3)).astype(int), (bits // np.uint64(3) % np.uint64(3)).astype(int)
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1))).astype(np.int64)
-    side = np.arange(SIZE)
+    side = np.arange(IMAGE_SIZE)
     rows, columns = (down[:, None] + side)[:, :, None], (right[:, None] + side)[:, None, :]
     moved = padded[np.arange(len(images))[:, None, None], rows, columns]
-    noise = mix64(bits[:, None] + np.arange(SIZE * SIZE, dtype=np.uint64)) % np.uint64(5)
+    noise = mix64(bits[:, None] + np.arange(IMAGE_SIZE * IMAGE_SIZE, dtype=np.uint64)) % np.uint64(5)
     noisy = moved + noise.astype(np.int64).reshape(moved.shape) - 2
-    return noisy.clip(0, BRIGHTEST).astype(np.uint8).reshape(shape)
+    return noisy.clip(0, MAX_BRIGHTNESS).astype(np.uint8).reshape(shape)

@@ -23,9 +23,9 @@ from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordErro
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, as_yaml
 
-BLOCK = 16 * 1024
-CHUNK = 1 << 20
-LONGEST = 16 << 20  # largest size of a line in bytes; a parsed line may need twenty times this memory
+BLOCK_BYTES = 16 * 1024
+CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 16 << 20  # largest size of a line in bytes; a parsed line may need twenty times this memory
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -105,7 +105,7 @@ def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[st
     is_empty, number = True, 0
     try:
         with Path(file).open("rb") as opened:
-            while line := opened.readline(LONGEST):
+            while line := opened.readline(MAX_LINE_BYTES):
                 number += 1
                 if line.strip():
                     is_empty = False
@@ -163,8 +163,8 @@ class _LineIndex:
         marks, empty = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
         lines = line_start = 0
         block, last_byte = -1, 0
-        for base in range(0, self._size, CHUNK):
-            chunk = np.frombuffer(self._files.read(self.path, base, min(base + CHUNK, self._size)), np.uint8)
+        for base in range(0, self._size, CHUNK_BYTES):
+            chunk = np.frombuffer(self._files.read(self.path, base, min(base + CHUNK_BYTES, self._size)), np.uint8)
             ends = np.flatnonzero(chunk == ord("\n"))
             before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte before the line's end
             last_byte = int(chunk[-1])
@@ -176,7 +176,7 @@ class _LineIndex:
             starts = np.concatenate(([line_start], ends[:-1] + 1))
             lengths = ends - starts
             numbers = np.arange(lines, lines + len(ends))
-            blocks = starts // BLOCK
+            blocks = starts // BLOCK_BYTES
             new = np.diff(blocks, prepend=block) > 0
             marks.append(np.stack((numbers[new], starts[new])))
             empty.append(numbers[(lengths == 0) | ((lengths == 1) & (before == ord("\r")))])
@@ -191,11 +191,11 @@ class _LineIndex:
         number = self.line_number(record)
         mark = int(np.searchsorted(self._mark_lines, number, side="right")) - 1
         start, later = int(self._mark_offsets[mark]), number - int(self._mark_lines[mark])
-        # The line starts within BLOCK of the mark.
-        end = min(start + BLOCK + LONGEST + 1, self._size)
+        # The line starts within BLOCK_BYTES of the mark.
+        end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._size)
         if mark + 1 < len(self._mark_offsets):
             end = min(end, int(self._mark_offsets[mark + 1]))
         line = self._files.read(self.path, start, end).split(b"\n", later + 1)[later]
-        if len(line) > LONGEST:
-            raise InvalidRecordError(f"the line is longer than the limit of {LONGEST >> 20} MiB; split it")
+        if len(line) > MAX_LINE_BYTES:
+            raise InvalidRecordError(f"the line is longer than the limit of {MAX_LINE_BYTES >> 20} MiB; split it")
         return line

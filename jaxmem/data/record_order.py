@@ -18,7 +18,7 @@ from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
 
-TABLE = 2**16  # largest number of records that a table shuffles; grain's cipher, used above it, is slow for few
+MAX_TABLE_RECORDS = 2**16  # that a table shuffles; grain's cipher, used for more records, is slow for few
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -192,7 +192,7 @@ def training_order(
     for source, (count, runs) in enumerate(zip(counts, blocks, strict=True)):
         training = _TrainingRecords(source, count, held_out_records(count, held_out))
         part = grain.MapDataset.source(training)
-        if runs is None and len(training) <= TABLE:
+        if runs is None and len(training) <= MAX_TABLE_RECORDS:
             runs = np.array([count])
         if shuffle and runs is not None:
             order = _BlockShuffle(training.block_lengths(runs), mix_seed(seed, source))

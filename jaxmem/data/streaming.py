@@ -28,7 +28,7 @@ from jaxmem.data.tokenizer import Tokenizer
 
 FileRecord = tuple[int, int]  # file, record of it
 Files = DatasetFiles | list[Path]
-UNKNOWN = 1 << 48  # more records than a source has
+UNKNOWN_COUNT = 1 << 48  # more records than a source has
 
 
 class StreamedFiles(RecordSource):
@@ -191,7 +191,7 @@ class StreamOrder:
             FileOrder(files, shard, mix_seed(cfg.seed, source), cfg.data.epochs) for source, files in enumerate(sources)
         ]
         weights = [files.source.weight for files in sources]
-        self._selection = WeightedSelection([UNKNOWN] * len(weights), weights) if len(weights) > 1 else None
+        self._selection = WeightedSelection([UNKNOWN_COUNT] * len(weights), weights) if len(weights) > 1 else None
 
     def find(self, place: int) -> tuple[int, FileRecord] | None:
         source, own = (0, place) if self._selection is None else self._selection[place]

@@ -22,7 +22,7 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import simulation_environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-GRACE = 3.0  # seconds in which the other processes may end by themselves after one has failed
+GRACE_SECONDS = 3.0  # seconds in which the other processes may end by themselves after one has failed
 TERM_TIMEOUT = 15.0  # seconds from SIGTERM to SIGKILL
 MAX_LINE = 1 << 26  # longest line of output in bytes
 _LIBC = ctypes.CDLL(None)
@@ -121,7 +121,7 @@ async def _start(command: Sequence[str], environment: Mapping[str, str]) -> Proc
 async def _wait(children: Sequence[Process]) -> tuple[int, int]:
     """Waits for all processes; returns 0, or the exit code of the first process that failed, and how many were killed
     before the others were stopped."""
-    code, killed, stops = 0, 0, [(GRACE, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
+    code, killed, stops = 0, 0, [(GRACE_SECONDS, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
     ends = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     running = set(ends)
     while running:

@@ -19,8 +19,8 @@ from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
 REPEATS = 5
-SECONDS = 0.3  # shortest measurement of one process, since other programs may run at the same time
-SLOW = 0.5  # a process below this share of the median rate is slow
+MIN_SECONDS = 0.3  # shortest measurement of one process, since other programs may run at the same time
+SLOW_SHARE = 0.5  # a process below this share of the median rate is slow
 SIZES = {"cpu": (256, 1 << 20)}  # (rows of the matrix, bytes that are copied and reduced)
 ACCELERATOR = (4096, 64 << 20)
 
@@ -32,8 +32,8 @@ def preflight() -> list[str]:
     a, block = jax.device_put(np.ones((size, size), np.float32), device), np.ones(count, np.uint8)
     multiply, comm = jax.jit(lambda a: a @ a), Communicator()
     mine = {
-        "matmul": 2 * size**3 / _best(lambda: multiply(a), SECONDS),
-        "copy": count / _best(lambda: jax.device_put(block, device), SECONDS),
+        "matmul": 2 * size**3 / _best(lambda: multiply(a), MIN_SECONDS),
+        "copy": count / _best(lambda: jax.device_put(block, device), MIN_SECONDS),
     }
     everyone = gather(mine)
     values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
@@ -50,7 +50,7 @@ def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequen
     for what, each in rates.items():
         median = statistics.median(each)
         for process, rate in enumerate(each):
-            if rate < SLOW * median:
+            if rate < SLOW_SHARE * median:
                 host = f" ({hosts[process]})" if hosts else ""
                 share = f"{rate / median:.0%} of the median"
                 lines.append(f"process {process} of {count}{host} is slow: {what} at {share}")

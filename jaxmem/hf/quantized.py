@@ -9,13 +9,14 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxmem.config.hf_quantized import HfScheme
 from jaxmem.errors import UserError
-from jaxmem.hf.quantized_layouts import LAYOUTS, STATE, Parts, quantized_weight
+from jaxmem.hf.quantized_layouts import LAYOUTS, QUANT_STATE, Parts, quantized_weight
 from jaxmem.hf.tensors import DTYPES, TensorEntry, Tensors
 from jaxmem.quant import QTensor
 
 # Tensors that repeat what the config and the other tensors say.
 REDUNDANT = (
-    "weight_format", "weight_shape", "weight.quant_map", "weight.nested_quant_map", f"{STATE}nf4", f"{STATE}fp4",
+    "weight_format", "weight_shape", "weight.quant_map", "weight.nested_quant_map",
+    f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4",
 )  # fmt: skip
 REMEDY = "use the weights and config.json of the same model"
 

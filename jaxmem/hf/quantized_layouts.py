@@ -24,7 +24,7 @@ Parts = dict[str, Any]  # the arrays of a matrix, by the end of their names
 Expected = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shapes and dtypes, by the end of the names
 FLOATS = tuple(DTYPES)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in an int32 of each of 8 consecutive codes
-STATE = "weight.quant_state.bitsandbytes__"
+QUANT_STATE = "weight.quant_state.bitsandbytes__"
 
 
 def quantized_weight(codes: Any, scale: Any, offset: Any, form: str, block: int) -> QTensor:
@@ -59,7 +59,7 @@ class Bitsandbytes4:
 
     def prepare(self, parts: Parts, more: Parts) -> None:
         """Checks the tables of values, and adds the mean of the scales, which a file has in JSON."""
-        name, scheme = f"{STATE}{self.scheme.listed}", self.scheme
+        name, scheme = f"{QUANT_STATE}{self.scheme.listed}", self.scheme
         try:
             state = json.loads(bytes(more[name]))
             sizes, mean = (state["blocksize"], state.get("nested_blocksize")), state.get("nested_offset", 0.0)

@@ -39,7 +39,7 @@ from jaxmem.hf.quantized import Encoded, mxfp4_weight, take_quantized
 from jaxmem.hf.tensors import MXFP4, Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
-from jaxmem.sharding.host import HOST, send_like, to_host, zeros_on_host
+from jaxmem.sharding.host import HOST_MEMORY, send_like, to_host, zeros_on_host
 
 # Shape, dtype and sharding of a weight, or of each array of a quantized weight.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
@@ -191,7 +191,7 @@ def _are_finite(tree: Any) -> jax.Array:
 def _converted(is_transposed: bool, spec: Spec) -> Any:
     def convert(x: jax.Array | QTensor | Encoded) -> Any:
         new = _as_spec(x, is_transposed, spec)
-        return jax.tree.map(lambda x, own: to_host(x) if own.sharding.memory_kind == HOST else x, new, spec)
+        return jax.tree.map(lambda x, own: to_host(x) if own.sharding.memory_kind == HOST_MEMORY else x, new, spec)
 
     return jax.jit(convert, out_shardings=_shardings(spec))
 
@@ -228,7 +228,7 @@ def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) 
 @cache
 def _zeros(spec: Spec) -> Any:
     def zeros(x: Any) -> jax.Array:
-        if x.sharding.memory_kind != HOST:
+        if x.sharding.memory_kind != HOST_MEMORY:
             return jnp.zeros(x.shape, x.dtype)
         # Each device writes its shard: XLA cannot compile the loop in `zeros_on_host` over a dimension with shards.
         shard = partial(zeros_on_host, x.sharding.shard_shape(x.shape), x.dtype)

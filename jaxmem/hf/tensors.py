@@ -25,7 +25,7 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import fetch_weights
 from jaxmem.errors import UserError, abridge
 
-SHARD = 5 << 30  # bytes of values in a written file
+MAX_FILE_BYTES = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MXFP4 = ("_blocks", "_scales")  # ends of the names of the two tensors of a matrix in MXFP4
@@ -245,7 +245,7 @@ def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 def write_tensors(
     directory: Path,
     tensors: Sequence[OutputTensor],
-    shard: int = SHARD,
+    shard: int = MAX_FILE_BYTES,
     single: str = SINGLE,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:

@@ -25,7 +25,7 @@ from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
-from jaxmem.hf.tensors import MXFP4, SHARD, OutputTensor, fuse_tensors, write_tensors
+from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, write_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
@@ -45,7 +45,7 @@ def save(
     dtype: str | None = None,
     length: int = 2048,
     indices: Sequence[int] | None = None,
-    shard: int = SHARD,
+    shard: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes a model, adapters merged. If the base has experts in MXFP4, `dtype` is None and no expert has an adapter,
     the experts of the model are written as they are stored.

@@ -22,7 +22,7 @@ from jaxmem.errors import UserError
 from jaxmem.models.kv_cache import KVCache, capacity_of, grow
 from jaxmem.step import Program
 
-SHORTEST = 16  # the shortest length that is compiled
+MIN_LENGTH = 16  # the shortest length that is compiled
 ENDED = -1  # in place of a token: the text has ended before
 
 
@@ -179,7 +179,7 @@ def length_for(size: int) -> int:
     >>> [length_for(size) for size in (1, 16, 17, 100)]
     [16, 16, 32, 128]
     """
-    return max(SHORTEST, 1 << (size - 1).bit_length())
+    return max(MIN_LENGTH, 1 << (size - 1).bit_length())
 
 
 def cache_size_for(size: int) -> int:
@@ -188,5 +188,5 @@ def cache_size_for(size: int) -> int:
     >>> [cache_size_for(size) for size in (1, 100, 130, 161)]
     [16, 112, 160, 192]
     """
-    step = max(SHORTEST, 1 << max(0, (size - 1).bit_length() - 3))
+    step = max(MIN_LENGTH, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step

@@ -21,7 +21,14 @@ ATTAINED_ATTENTION = {8: 0.66, 9: 0.53, 10: 0.55}
 ATTAINED_BANDWIDTH = 0.85
 ATTAINED_LINK = 0.8
 # Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, and 8-bit formats at twice the rate.
-RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
+RELATIVE_RATES = {
+    "float64": 1 / 32,
+    "float32": 0.5,
+    "int8": 2.0,
+    "uint8": 2.0,
+    "float8_e4m3fn": 2.0,
+    "float8_e5m2": 2.0,
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,12 @@ class Gpu:
 
     def matmul_rate(self, dtype: str) -> float:
         """Attained FLOP/s."""
-        return self.flops * ATTAINED_FLOPS * RATES.get(dtype, 1.0)
+        return self.flops * ATTAINED_FLOPS * RELATIVE_RATES.get(dtype, 1.0)
 
     def kernel_rate(self, dtype: str) -> float:
         """Attained FLOP/s of attention and other fused kernels."""
         share = ATTAINED_ATTENTION.get(int(float(self.compute_capability)), 0.66)
-        return self.flops * share * RATES.get(dtype, 1.0)
+        return self.flops * share * RELATIVE_RATES.get(dtype, 1.0)
 
     @property
     def memory_rate(self) -> float:

@@ -32,7 +32,7 @@ TokenwiseFunction = Callable[[Any, Tree, Tree], Tree]
 
 MIN_SAVING = 2**30  # bytes that chunks or groups must save for `auto` to use them
 CHUNK_BYTES = 2**28  # bytes of the widest intermediate of a chunk or group that `auto` chooses
-MULTIPLE = 128  # the tokens of a chunk are a multiple of this number
+TOKEN_MULTIPLE = 128  # the tokens of a chunk are a multiple of this number
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Chunking:
             width //= shard_count("activations", "mlp")
             token = rows * width * x.dtype.itemsize
             saved = 3 * time * token - 3 * 4 * x.shape[-1] * width
-            chunk = max(CHUNK_BYTES // token // MULTIPLE, 1) * MULTIPLE if saved > MIN_SAVING else None
+            chunk = max(CHUNK_BYTES // token // TOKEN_MULTIPLE, 1) * TOKEN_MULTIPLE if saved > MIN_SAVING else None
         return chunk if chunk is not None and chunk < time else None
 
     def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int, context: int = 1) -> int:

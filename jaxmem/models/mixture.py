@@ -35,7 +35,7 @@ from jaxmem.sharding import Axes, Layout, map_devices
 Tree = Any
 Activate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> hidden units
 # Along `expert`, a device computes its choices in chunks of this multiple of the mean number of choices per device.
-BALANCED = 1.25
+MAX_LOAD_RATIO = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Mixture:
         elif parts == 1:
             y = sum_of_groups(self._fused(True, *inputs), groups, rows.shape[0])
         else:
-            chunk = math.ceil(BALANCED * choices.size / parts)
+            chunk = math.ceil(MAX_LOAD_RATIO * choices.size / parts)
             y = map_chunks(partial(self._fused, False), chunk, *inputs)
         return y.reshape(x.shape)
 

@@ -22,9 +22,9 @@ from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 
-LARGE, NOTABLE = 0.2, 0.01  # shares of the total bytes
+LARGE_SHARE, NOTABLE_SHARE = 0.2, 0.01  # shares of the total bytes
 SPILLED, TOO_LONG = "spilled", "sequence length"  # training prints these warnings too
-MOST = 0.5  # if a larger share of the offloaded bytes is on the device at the peak, offloading saves little
+MAX_COPIED_SHARE = 0.5  # if a larger share of the offloaded bytes is on the device at the peak, offloading saves little
 
 
 def warnings_of(plan: Plan) -> list[PlanWarning]:
@@ -78,7 +78,7 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
         dims = sorted_dims(one.shape.dims)
         is_weight = one.kind == GATHERED and dims in known.full_weights
         is_gradient = one.part == "gradients" and one.kind != UPDATES and dims in known.full_gradients
-        if (is_weight or is_gradient) and one.size > NOTABLE * plan.bytes_per_device["total"]:
+        if (is_weight or is_gradient) and one.size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
             text = f"all layers of a sharded {what} are on each device at once: {one.what}, {format_bytes(one.size)}"
             cure = _remedies(plan.program.cfg, "memory.remat=full", "reporting it as a bug")
@@ -87,9 +87,9 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
 
 def _logits(plan: Plan) -> Iterator[PlanWarning]:
     cfg, size, total = plan.program.cfg, plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
-    if size > LARGE * total:
+    if size > LARGE_SHARE * total:
         text = f"logits and loss need {format_bytes(size)}, {size / total:.0%} of the total"
-        chunk, small = loss_chunk(cfg, plan.target.platform), LARGE / (1 - LARGE) * (total - size)
+        chunk, small = loss_chunk(cfg, plan.target.platform), LARGE_SHARE / (1 - LARGE_SHARE) * (total - size)
         slices = max(8, 2 ** math.ceil(math.log2(size / small)))  # for logits that are a small part of the new total
         smaller = None if chunk is None or chunk < slices else f"memory.loss_chunk={chunk // slices}"
         yield PlanWarning("logits", text, _remedies(cfg, smaller, _smaller_micro_batch(cfg), "a larger mesh.tensor"))
@@ -108,7 +108,7 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
         ("frozen weights", ("parameters", "quantization"), COPIES),
     ):
         on_host, copied = plan.breakdown.on_host(*parts), plan.breakdown.of_kind(kind)
-        if copied > MOST * on_host > 0:
+        if copied > MAX_COPIED_SHARE * on_host > 0:
             yield PlanWarning(
                 "offloaded without gain",
                 f"{format_bytes(on_host)} of {what} is in host memory, but at the peak {format_bytes(copied)} of it is"
@@ -204,7 +204,7 @@ def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
 
 def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.pipeline
-    if pipeline is not None and pipeline.bubble > LARGE:
+    if pipeline is not None and pipeline.bubble > LARGE_SHARE:
         text = f"each pipeline stage is idle for {pipeline.bubble:.0%} of the time of a step"
         more = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
         options = (more, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
@@ -217,7 +217,7 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
         return
     size = bytes_on_device(model.select(plan.program.spec.state.params))
     gradients = 0 if cfg.memory.update == "during" else size
-    if size + gradients > 2 * NOTABLE * plan.bytes_per_device["total"]:
+    if size + gradients > 2 * NOTABLE_SHARE * plan.bytes_per_device["total"]:
         text = f"float32 adapters need {format_bytes(size)}" + (
             ", and their gradients as much again" if gradients else ""
         )

@@ -33,14 +33,14 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.stack.schedule import schedule
 from jaxmem.step import program
 
-TRIES = 4  # largest number of compiled steps, if one of them fits
-ROOM = 1000  # steps are compiled for this many times the memory, since at the limit XLA would recompute by itself
+MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits
+UNLIMITED_FACTOR = 1000  # times the memory is allowed when compiling, since at the limit XLA would recompute
 # The share of the memory not used by the state that XLA fills with temporaries (xla_gpu_memory_limit_slop_factor). If a
 # step needs more, XLA recomputes and overlaps less communication: llama3-70b on 16 H100s takes 1.95 instead of 1.33 s.
-FILLED = 0.95
-WORTH = 0.01  # no step is compiled for a smaller gain than this share of the time of the layers
-SLACK = 0.1  # share of the memory that an estimate leaves free
-ACCESS = 2  # bytes of memory traffic per recomputed element: fused operations write few of their results
+FILLED_SHARE = 0.95
+MIN_GAIN = 0.01  # no step is compiled for a smaller gain than this share of the time of the layers
+FREE_SHARE = 0.1  # share of the memory that an estimate leaves free
+BYTES_PER_ELEMENT = 2  # bytes of memory traffic per recomputed element: fused operations write few of their results
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def resolve_remat(
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     if not layers:
         return cfg.replace(memory={"remat": "none"}), "auto: the model has no stack of layers"
-    devices = target_devices(target, ROOM * limit)
+    devices = target_devices(target, UNLIMITED_FACTOR * limit)
 
     def needed(candidate: PolicyCandidate) -> int:
         return compiled_size(
@@ -73,11 +73,11 @@ def resolve_remat(
     rest = full.total - full.kinds[SAVED]
     if compiles and not target.is_cpu:
         state = sum(full.parts[part] for part in STATE)
-        most = state + round(FILLED * (limit - state))
-        chosen = largest_that_fits(ladder, most, needed, rest, WORTH * layers)
+        most = state + round(FILLED_SHARE * (limit - state))
+        chosen = largest_that_fits(ladder, most, needed, rest, MIN_GAIN * layers)
         why = f"auto: the fastest that fits {format_bytes(limit)}"
     else:
-        fitting = [one for one in ladder if rest + one.saved <= (1 - SLACK) * limit]
+        fitting = [one for one in ladder if rest + one.saved <= (1 - FREE_SHARE) * limit]
         chosen = (fitting or ladder[:1])[-1]
         why = f"auto: the fastest that is estimated to fit {format_bytes(limit)}"
     cfg = cfg.replace(memory={"remat": chosen.remat})
@@ -91,12 +91,12 @@ def largest_that_fits(
     rest: float,
     worth: float = 0.0,
 ) -> PolicyCandidate:
-    """The last candidate that TRIES compilations show to fit the limit; if none fits, the first. `rest`: the estimated
-    bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for which a step is
-    compiled."""
+    """The last candidate that MAX_COMPILES compilations show to fit the limit; if none fits, the first. `rest`: the
+    estimated bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for which a
+    step is compiled."""
     known: dict[int, int] = {}  # bytes of compiled candidates, by number
     low, high = -1, len(ladder)  # candidates up to `low` fit; from `high` on they do not
-    while high - low > 1 and (len(known) < TRIES or low < 0):
+    while high - low > 1 and (len(known) < MAX_COMPILES or low < 0):
         if low >= 0 and ladder[low].recomputed - ladder[high - 1].recomputed < worth:
             break
         slope, last = 1.0, list(known)[-2:]
@@ -121,7 +121,9 @@ def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandida
     without = cfg.replace(memory={"remat": "none"})
     found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
     for remat, saved, flops, elements in _by_name(cfg, layers):
-        found.append(PolicyCandidate(remat, round(copies * saved), flops / rate + ACCESS * elements / gpu.memory_rate))
+        found.append(
+            PolicyCandidate(remat, round(copies * saved), flops / rate + BYTES_PER_ELEMENT * elements / gpu.memory_rate)
+        )
     if cfg.mesh.stage == 1 and (cfg.memory.update == "after" or cfg.batch.accumulate == 1):
         full = next(one.recomputed for one in found if one.remat == "full")
         for remat, saved, flops in _by_schedule(layers):

@@ -37,7 +37,7 @@ MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "con
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
 # two and a half times the bytes of the matmuls, and there are about three kernels per matmul or write in place.
-AROUND, _KERNELS_PER_MATMUL = 2.5, 3
+TRAFFIC_PER_MATMUL, _KERNELS_PER_MATMUL = 2.5, 3
 
 
 @dataclass(frozen=True)

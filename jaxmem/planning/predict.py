@@ -17,7 +17,7 @@ from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
-from jaxmem.models.mixture import BALANCED
+from jaxmem.models.mixture import MAX_LOAD_RATIO
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
@@ -196,7 +196,7 @@ class _Activations:
                 # gradients of both for all tokens.
                 self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
                 if cfg.memory.experts == "triton":
-                    chosen = tokens * model.experts.top_k * (BALANCED if mesh.expert > 1 else 1)
+                    chosen = tokens * model.experts.top_k * (MAX_LOAD_RATIO if mesh.expert > 1 else 1)
                     self.hidden = chosen * (3 * model.mlp / mlp + 2 * model.embed) * width / 4
                     self.hidden += tokens * mesh.expert * model.embed * width if mesh.expert > 1 else 0
                 units *= 1 if cfg.trainable_patterns else model.experts.count / mesh.expert

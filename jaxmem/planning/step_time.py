@@ -11,14 +11,14 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
-from jaxmem.planning.passes import AROUND, TracedPasses
+from jaxmem.planning.passes import TRAFFIC_PER_MATMUL, TracedPasses
 from jaxmem.planning.share import layers_per_pass, passes_per_update, rows_of, shards
-from jaxmem.planning.timeline import LAUNCH
+from jaxmem.planning.timeline import LAUNCH_SECONDS
 from jaxmem.step.kernel_choice import context_traffic
 from jaxmem.step.model import repeats_forward
 
-_EXPOSED = 0.3  # least share of the communication that is exposed
-_WAITED = 0.8  # exposed share of the copies between a device and its host, from compiled decoders with remat=dots
+_MIN_EXPOSED_SHARE = 0.3  # least share of the communication that is exposed
+_EXPOSED_COPY_SHARE = 0.8  # of copies between a device and its host, from compiled decoders with remat=dots
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class StepTime:
         gpu, parts, micro = self.gpu, self.parts, self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
         communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
-        exposed = max(_EXPOSED * communication, communication - compute)
+        exposed = max(_MIN_EXPOSED_SHARE * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
-        exposed += max(_EXPOSED * copies, copies - compute)
+        exposed += max(_MIN_EXPOSED_SHARE * copies, copies - compute)
         # Values for weight gradients are written and read once.
         waiting = 2 * self.passes.waiting * self.cfg.pipeline.rounds * rows_of(self.cfg)
         memory = (waiting + 3 * parts["gradients"]) / gpu.memory_rate
@@ -72,12 +72,12 @@ class StepTime:
 
     def _compute(self) -> float:
         rows = rows_of(self.cfg)
-        seconds = self.passes.kernels * LAUNCH
+        seconds = self.passes.kernels * LAUNCH_SECONDS
         for one in self.passes.matmuls:
             rate = (self.gpu.kernel_rate if one.is_kernel else self.gpu.matmul_rate)(one.dtype)
             arithmetic = rows * one.flops / rate
             moved = one.weights + rows * one.others
-            seconds += one.times * AROUND * moved / self.gpu.memory_rate
+            seconds += one.times * TRAFFIC_PER_MATMUL * moved / self.gpu.memory_rate
             if arithmetic > moved / self.gpu.memory_rate:
                 seconds += one.times * arithmetic
         return seconds
@@ -152,7 +152,7 @@ class StepTime:
         schedules most other copies right before their use."""
         each_way = rows_of(self.cfg) * self.passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
-        return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
+        return max(0.0, each_way - compute / 2) if ahead else _EXPOSED_COPY_SHARE * 2 * each_way
 
     def _ring(self, size: float, group: int, stride: int) -> float:
         """Seconds in which a ring of `group` devices with ids `stride` apart gathers `size` bytes."""

@@ -14,9 +14,12 @@ from jaxmem.planning.layers import NamedValue
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
-NARROW = 66  # characters per line; below, tables have fewer columns
-SAVINGS, ROOMY = ("logits", "float32 adapters"), 0.2  # advice that saves memory; not shown if more of it is free
-NOTABLE, ALMOST_ALL = 0.02, 0.99  # a kind has its own row between these shares of the total and of its part
+NARROW_WIDTH = 66  # characters per line; below, tables have fewer columns
+SAVINGS, MAX_FREE_SHARE = (
+    ("logits", "float32 adapters"),
+    0.2,
+)  # advice that saves memory; not shown if more of it is free
+MIN_ROW_SHARE, MAX_ROW_SHARE = 0.02, 0.99  # a kind has its own row between these shares of the total and of its part
 
 
 class TargetList:
@@ -24,7 +27,7 @@ class TargetList:
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         columns = {"memory\nGiB": "memory_gib", "rate\nGB/s": "bandwidth_gb_s"}
-        if options.max_width >= NARROW:
+        if options.max_width >= NARROW_WIDTH:
             columns |= {
                 "bf16\nTFLOP/s": "bf16_tflops", "link\nGB/s": "link_gb_s",
                 "network\nGB/s": "network_gb_s", "host\nGiB": "host_memory_gib",
@@ -49,7 +52,7 @@ class PlanTable:
     plan: Plan
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW
+        plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW_WIDTH
         count = plan.program.model
         trainable = "" if count.trainable_count == count.parameter_count else f", {count.trainable_count:,} trainable,"
         active = "" if count.active_count == count.parameter_count else f" ({count.active_count:,} active)"
@@ -67,7 +70,7 @@ class PlanTable:
             yield from self._communication(wide=wide)
         if plan.timeline.host_copies.executed:
             yield self._host_copies()
-        is_roomy = plan.fits and plan.room > ROOMY * plan.limit
+        is_roomy = plan.fits and plan.room > MAX_FREE_SHARE * plan.limit
         for warning in plan.warnings:
             if is_roomy and warning.kind in SAVINGS:
                 continue
@@ -91,7 +94,7 @@ class PlanTable:
                 row(LABELS.get(part, part), size, plan.predicted.get(part))
             kinds = plan.breakdown.kinds.get(part, {})
             for kind, bytes_of_kind in kinds.items():
-                if NOTABLE * total < bytes_of_kind < ALMOST_ALL * size:
+                if MIN_ROW_SHARE * total < bytes_of_kind < MAX_ROW_SHARE * size:
                     row(f"  {kind}", bytes_of_kind)
         table.add_section()
         row("total", total, plan.predicted["total"])

@@ -17,8 +17,8 @@ from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, is_kernel, runs_of_called, total_flops
 
-LAUNCH = 2e-6  # seconds from one kernel to the next
-_FREE = {
+LAUNCH_SECONDS = 2e-6  # seconds from one kernel to the next
+_FREE_OPERATIONS = {
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
     "replica-id", "tuple",
 }  # fmt: skip
@@ -189,7 +189,7 @@ class _Simulation:
         return clock.now
 
     def _kernel(self, one: Instruction, gpu: Gpu, times: int | Fraction) -> float:
-        if one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
+        if one.opcode in _FREE_OPERATIONS or one.opcode.endswith(("-start", "-done")):
             return 0.0
         matmuls = [part for part in (one, *(one.inner() if one.is_fusion else ())) if dot_flops(part)]
         arithmetic = sum(
@@ -198,7 +198,7 @@ class _Simulation:
         )
         memory = moved_bytes(one) / gpu.memory_rate
         self.timeline.kernel_bytes += round(times * moved_bytes(one))
-        seconds = LAUNCH + max(arithmetic, memory)
+        seconds = LAUNCH_SECONDS + max(arithmetic, memory)
         if arithmetic > memory:
             self.timeline.arithmetic += times * seconds
         else:

@@ -23,7 +23,7 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.quant.formats import FORMATS, Microscaled, power_of_two
 from jaxmem.quant.packing import pack, unpack, values_per_group
 
-GROUP = 256  # the most block scales that share a scale of the second level
+MAX_SCALE_GROUP = 256  # the most block scales that share a scale of the second level
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +139,9 @@ def quantize(
     scale: Any = jnp.squeeze(stored, dim)
     return QTensor(
         pack(codes, form.bits, along),
-        _quantize_scales(scale, along, GROUP if double_quant is True else double_quant) if double_quant else scale,
+        _quantize_scales(scale, along, MAX_SCALE_GROUP if double_quant is True else double_quant)
+        if double_quant
+        else scale,
         None if low is None else jnp.squeeze(low, dim),
         format,
         along,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from jaxmem.planning.history import BANDS, PASSES
 
 WIDTH = HEIGHT = 10_000  # SVG units of a chart
-POINTS = 600  # largest number of points of a line
-DASH = 0.03  # length of a line of a single point, as a share of the width
+MAX_POINTS = 600  # largest number of points of a line
+DASH_LENGTH = 0.03  # length of a line of a single point, as a share of the width
 # The colours of memory bands, distinct also with colour blindness (Okabe and Ito, "Color Universal Design", 2008).
 _OKABE_ITO = ("#0072b2", "#56b4e9", "#9aa0a6", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#e8d84a")
 COLOURS = dict(zip(BANDS, _OKABE_ITO, strict=True))
@@ -76,7 +76,7 @@ def polyline(points: Sequence[tuple[float, float]]) -> str:
     """A line through points, which are shares of the chart. A single point is a short dash."""
     if len(points) == 1:
         [(x, y)] = points
-        points = [(max(x - DASH, 0.0), y), (x, y)]
+        points = [(max(x - DASH_LENGTH, 0.0), y), (x, y)]
     return _joined(points)
 
 
@@ -98,7 +98,7 @@ def round_step(least: float) -> float:
     return int(step) if step >= 1 else step
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
+def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Fewer points with the same appearance: the first, the lowest, the highest and the last of each interval."""
     if len(points) <= most:
         return list(points)

@@ -15,7 +15,7 @@ from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
 
-FAR = 1.6  # a limit above this multiple of the peak is not drawn
+MAX_LIMIT_RATIO = 1.6  # a limit above this multiple of the peak is not drawn
 CURVES = {
     "loss": "loss", "held_out_loss": "held-out loss", "learning_rate": "learning rate",
     "tokens_per_second": "tokens per second",
@@ -105,7 +105,7 @@ def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str
 def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, Any]:
     """A chart of memory over a step by band, stacked, with its peak, and the limit if it is near."""
     columns, (at_peak, *peak), limit = memory["columns"], memory["peak"], plan["target"]["limit_bytes"]
-    drawn = limit if limit <= FAR * sum(peak) else None
+    drawn = limit if limit <= MAX_LIMIT_RATIO * sum(peak) else None
     top = 1.04 * max(sum(peak), drawn or 0)
     bands = {band: n for n, band in enumerate(memory["bands"], 1) if any(column[n] for column in columns)}
 

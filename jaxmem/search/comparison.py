@@ -22,10 +22,10 @@ from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.units import format_command, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
-from jaxmem.search.fastest import SLACK, Progress, Search, Trials, save_best, target_json
+from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
 
-COMPILES = 3  # largest number of compiled configs per method
+MAX_COMPILES = 3  # largest number of compiled configs per method
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MethodResult:
         known = [one for one in trials.all if one.refusal is None]
         if not known:
             return cls(name, None, reason=trials.all[0].refusal or "")
-        may_fit = trials.front((one for one in known if one.is_pending), SLACK)
+        may_fit = trials.front((one for one in known if one.is_pending), ESTIMATE_ERROR)
         if not (compiled := [one for one in known if one.cost]):
             shown = may_fit[0] if may_fit else min(known, key=lambda one: one.total)
             return cls(name, shown, reason=trials.shortage(shown))
@@ -124,9 +124,9 @@ class Comparison:
         from rich.table import Table
         from rich.text import Text
 
-        from jaxmem.planning.table import NARROW
+        from jaxmem.planning.table import NARROW_WIDTH
 
-        cfg, is_wide = self.given, options.max_width >= NARROW
+        cfg, is_wide = self.given, options.max_width >= NARROW_WIDTH
         size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"
         head = f"{cfg.name} on {self.target.name}: {format_bytes(self.limit)} per device, {size}"
         yield Text(head, style="bold")
@@ -196,8 +196,8 @@ def compare(
             progress(f"{name}: {searched[name]}")
     searches = [one for one in searched.values() if isinstance(one, Search)]
     with ThreadPoolExecutor(compilers.processes) as pool:
-        promising = [one for one in searches if any(one.trials.fits(each, SLACK) for each in one.trials.all)]
-        list(pool.map(lambda one: one.compile_until_one_fits(COMPILES), promising))
+        promising = [one for one in searches if any(one.trials.fits(each, ESTIMATE_ERROR) for each in one.trials.all)]
+        list(pool.map(lambda one: one.compile_until_one_fits(MAX_COMPILES), promising))
     results = [
         MethodResult(name, None, reason=found) if isinstance(found, str) else MethodResult.of(name, found.trials)
         for name, found in searched.items()

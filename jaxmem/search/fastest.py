@@ -20,8 +20,8 @@ from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
 from jaxmem.search.surrogate import encode, expected_improvement, posterior, probability_below
 
-SLOWEST = 3.0  # a config on the front takes at most this multiple of the time of the fastest
-SLACK = 0.05  # relative error that an estimate may have
+MAX_SLOWDOWN = 3.0  # a config on the front takes at most this multiple of the time of the fastest
+ESTIMATE_ERROR = 0.05  # relative error that an estimate may have
 PER_CHANGE = 0.99  # factor of the expected gain for each setting that changes
 MEMORY_WEIGHT = 0.3  # weight of a relative saving of memory; the weight of a saving of time is 1
 
@@ -85,7 +85,7 @@ class Trials:
     def _expected_gain(self, one: Candidate, front: Sequence[Candidate]) -> float:
         best = front[0].seconds
         faster = self.fit_probability(one) * expected_improvement(math.log(best / one.seconds), one.seconds_std)
-        if one.seconds > SLOWEST * best:
+        if one.seconds > MAX_SLOWDOWN * best:
             return faster
         as_fast = [other.total for other in front if other.seconds <= one.seconds]
         smaller = expected_improvement(math.log(min(as_fast, default=self.limit) / one.total), one.total_std)
@@ -94,7 +94,7 @@ class Trials:
     def front(self, among: Iterable[Candidate] | None = None, slack: float = 0.0) -> list[Candidate]:
         """The Pareto front of time and memory among candidates that fit (by default compiled ones), fastest first."""
         front = pareto_front(one for one in (self.compiled if among is None else among) if self.fits(one, slack))
-        return [one for one in front if one.seconds <= SLOWEST * front[0].seconds]
+        return [one for one in front if one.seconds <= MAX_SLOWDOWN * front[0].seconds]
 
     @property
     def estimate_error(self) -> dict[str, float] | None:
@@ -116,9 +116,9 @@ def target_json(target: Target, limit: int) -> dict[str, Any]:
     return {"name": target.name, "devices": target.count, "limit_bytes": limit}
 
 
-UNLIKELY = 0.01  # a config with a smaller probability of fitting is unlikely to fit
+MIN_PROBABILITY = 0.01  # a config with a smaller probability of fitting is unlikely to fit
 NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
-WORTHWHILE = 0.01  # least expected gain for which a step is compiled
+MIN_GAIN = 0.01  # least expected gain for which a step is compiled
 Progress = Callable[[str], None]
 
 
@@ -131,7 +131,7 @@ class Search:
         self.trials = Trials(compilers.target, limit, self._space.start())
         if self._space.is_sampled:
             self._look_around()
-        best = self.trials.front(self.trials.all, slack=SLACK)[:NEIGHBOURHOODS]
+        best = self.trials.front(self.trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS]
         for one in best or [min(self.trials.all, key=lambda one: one.total)]:
             self.trials.all += self._space.with_other_rules(one)
 
@@ -161,7 +161,9 @@ class Search:
         """Add all configs that differ in a single setting from the best of a sample, until no added config is
         better."""
         seen, trials = set[Config](), self.trials
-        while new := [one for one in trials.front(trials.all, slack=SLACK)[:NEIGHBOURHOODS] if one.cfg not in seen]:
+        while new := [
+            one for one in trials.front(trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS] if one.cfg not in seen
+        ]:
             for one in new:
                 seen.add(one.cfg)
                 trials.all += self._space.neighbors(one)
@@ -172,12 +174,12 @@ class Search:
         trials = self.trials
         open_ = [one for one in trials.all if one.is_pending]
         any_fits = any(trials.fits(one) for one in trials.compiled)
-        if not any_fits and not any(trials.fit_probability(one) > UNLIKELY for one in open_):
+        if not any_fits and not any(trials.fit_probability(one) > MIN_PROBABILITY for one in open_):
             smallest = min((one.total for one in trials.compiled), default=float("inf"))
             return [one for one in sorted(open_, key=lambda one: one.total)[:count] if one.total < smallest]
         values = zip(trials.compile_value(open_), open_, strict=True) if open_ else ()
         best = sorted(values, key=lambda pair: -pair[0])[:count]
-        return [one for value, one in best if value > WORTHWHILE or not any_fits]
+        return [one for value, one in best if value > MIN_GAIN or not any_fits]
 
     def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
         for one, cost in self._compile(chosen, self._compilers.step):

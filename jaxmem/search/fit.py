@@ -19,12 +19,12 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
-from jaxmem.search.fastest import SLOWEST, Progress, Search, Trials, save_best, target_json
+from jaxmem.search.fastest import MAX_SLOWDOWN, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 
 ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
-KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
-OTHERS = 8  # number of rows for configs that are not on the front
+SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
+OTHER_ROWS = 8  # number of rows for configs that are not on the front
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Fit:
             return one.refusal
         about = "" if one.cost else "about "
         if not self.trials.fits(one):
-            kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:KINDS]
+            kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:SHOWN_KINDS]
             largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
             needs = self.trials.shortage(one) + (f": {largest}" if one.total > self.trials.limit else "")
             change = self._fitting_change(one) if one.cost else None
@@ -146,7 +146,7 @@ class Fit:
             parts += [Text("nothing fits", style="red"), Text(smallest)]
         if self.other_methods:
             return Group(*parts, self.other_methods.table())
-        if others := [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]:
+        if others := [one for one in self.ranked if one.cost and one not in self.front][:OTHER_ROWS]:
             parts.append(Text("Other compiled configs:"))
             parts += [Text(f"  {one.description}: {self.reason(one)}", style="dim") for one in others]
         if error := trials.estimate_error:
@@ -174,7 +174,7 @@ class Fit:
             axes.axhline(trials.limit / GIB, c="tab:red", ls="--", label="device memory")
             title = [f"{self.given.name} on {self.target.name}"]
             if self.best:
-                axes.set_xlim(0, 1.1 * SLOWEST * self.best.seconds)
+                axes.set_xlim(0, 1.1 * MAX_SLOWDOWN * self.best.seconds)
                 title += textwrap.wrap(f"fastest: {self.best.description}", 100)
             axes.set_xlabel("seconds per step (estimated)")
             axes.set_ylabel("GiB per device")
@@ -182,7 +182,7 @@ class Fit:
             axes.legend(loc="upper right")
 
 
-COMPILES = 12  # steps to compile at most, by default
+DEFAULT_COMPILES = 12  # steps to compile at most, by default
 KERNEL_SHARE = 4  # one in this number of compiled steps is reserved for other kernels
 
 
@@ -192,7 +192,7 @@ def fit(
     *,
     allow: Sequence[str] = DEFAULT_ALLOW,
     reserve_gib: float | None = None,
-    compiles: int = COMPILES,
+    compiles: int = DEFAULT_COMPILES,
     progress: Progress = lambda _: None,
     **options: Unpack[RunOptions],
 ) -> Fit | Comparison:
@@ -228,7 +228,7 @@ def search(
     allow: Sequence[str],
     compilers: CompilerPool,
     *,
-    compiles: int = COMPILES,
+    compiles: int = DEFAULT_COMPILES,
     progress: Progress = lambda _: None,
 ) -> Fit:
     start = time.perf_counter()

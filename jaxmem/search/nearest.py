@@ -19,10 +19,10 @@ from jaxmem.search.candidates import Candidate, candidates, difference, override
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
 
-COUNT = 3  # configs to suggest
-COMPILES = 6  # configs to compile at most
-SECONDS = 60.0  # no config is compiled after this time
-SLOW = 1.5  # a setting is reported if a step takes more than this multiple of its time with another value
+MAX_SUGGESTIONS = 3  # configs to suggest
+MAX_COMPILES = 6  # configs to compile at most
+MAX_SECONDS = 60.0  # no config is compiled after this time
+SLOW_RATIO = 1.5  # a setting is reported if a step takes more than this multiple of its time with another value
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ def suggestions(plan: Plan, text: Callable[[Nearest], str] = "  {}".format) -> s
 
 
 def nearest_fitting(plan: Plan) -> list[Nearest]:
-    """Up to COUNT configs: configs with the fewest changes first, other methods of training last."""
+    """Up to MAX_SUGGESTIONS configs: configs with the fewest changes first, other methods of training last."""
     start, found = time.perf_counter(), list[Nearest]()
-    promising = itertools.islice(_fitting_by_estimate(plan), COMPILES)
+    promising = itertools.islice(_fitting_by_estimate(plan), MAX_COMPILES)
     with CompilerPool(plan.target, plan.reserve_gib) as compilers:
 
         def compiled(cfg: Config) -> tuple[int, int]:
@@ -67,7 +67,7 @@ def nearest_fitting(plan: Plan) -> list[Nearest]:
             cost = compilers.step(cfg)
             return max(cost.total, *compilers.phases(cfg).values()), cost.host
 
-        while len(found) < COUNT and time.perf_counter() - start < SECONDS:
+        while len(found) < MAX_SUGGESTIONS and time.perf_counter() - start < MAX_SECONDS:
             chosen = list(itertools.islice(promising, compilers.processes))
             answers = dict(compilers.each(compiled, [one.cfg for one, _ in chosen]))
             for one, method in chosen:
@@ -77,11 +77,11 @@ def nearest_fitting(plan: Plan) -> list[Nearest]:
                     found.append(Nearest(changes, method, one.overrides, answer[0]))
             if not chosen:
                 break
-    return found[:COUNT]
+    return found[:MAX_SUGGESTIONS]
 
 
 def slower_settings(plan: Plan) -> list[str]:
-    """A line for each setting for which another value fits and makes a step faster by more than the factor SLOW."""
+    """A line for each setting for which another value fits and makes a step more than SLOW_RATIO times as fast."""
     if not plan.fits or plan.target.gpu is None:
         return []
     found = []
@@ -90,7 +90,7 @@ def slower_settings(plan: Plan) -> list[str]:
         ratio = plan.compiled_step.total / given.estimate.total
         fitting = [one for one in others if _fits(plan, ratio * one.estimate.total, one.estimate.host)]
         fastest = min(fitting, key=_seconds, default=given)
-        if (slower := _seconds(given) / _seconds(fastest)) > SLOW:
+        if (slower := _seconds(given) / _seconds(fastest)) > SLOW_RATIO:
             own = " ".join(overrides(difference(fastest.cfg, given.cfg)))
             found.append(f"{own} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)")
     return found

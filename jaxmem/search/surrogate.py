@@ -15,10 +15,10 @@ import numpy as np
 
 # Variances of the terms: of the error of all configs; in proportion to the share of equal settings; of nearly identical
 # configs.
-COMMON, SHARED, ALIKE = 0.02, 0.06, 0.005
-DECAY = 0.6  # factor of ALIKE for each setting that differs
-NOISE = 1e-4  # variance that settings do not explain
-PRIOR_STD = math.sqrt(COMMON + SHARED + ALIKE)
+COMMON_VARIANCE, SHARED_VARIANCE, NEAR_VARIANCE = 0.02, 0.06, 0.005
+DECAY = 0.6  # factor of NEAR_VARIANCE for each setting that differs
+NOISE_VARIANCE = 1e-4  # variance that settings do not explain
+PRIOR_STD = math.sqrt(COMMON_VARIANCE + SHARED_VARIANCE + NEAR_VARIANCE)
 
 
 def encode(settings: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -33,11 +33,13 @@ def posterior(encoded: np.ndarray, log_errors: Mapping[int, float]) -> tuple[lis
     observed = list(log_errors)
     same = encoded[:, None, :] == encoded[None, observed, :]
     differ = same.shape[2] - same.sum(axis=2)
-    to_all = COMMON + SHARED * same.mean(axis=2) + ALIKE * DECAY**differ  # covariance [configs, observed]
-    own = to_all[observed] + NOISE * np.eye(len(observed))
+    to_all = (
+        COMMON_VARIANCE + SHARED_VARIANCE * same.mean(axis=2) + NEAR_VARIANCE * DECAY**differ
+    )  # covariance [configs, observed]
+    own = to_all[observed] + NOISE_VARIANCE * np.eye(len(observed))
     solved = np.linalg.solve(own, np.column_stack([list(log_errors.values()), to_all.T]))
     variance = PRIOR_STD**2 - np.einsum("ak,ka->a", to_all, solved[:, 1:])
-    return (to_all @ solved[:, 0]).tolist(), np.sqrt(np.maximum(variance, NOISE)).tolist()
+    return (to_all @ solved[:, 0]).tolist(), np.sqrt(np.maximum(variance, NOISE_VARIANCE)).tolist()
 
 
 def probability_below(margin: float, std: float) -> float:

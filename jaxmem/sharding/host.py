@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-HOST = "pinned_host"  # jax's name of the memory
-CHUNK = 2**24  # elements that are written at a time
+HOST_MEMORY = "pinned_host"  # jax's name of the memory
+CHUNK_ELEMENTS = 2**24  # elements that are written at a time
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ def send_like(tree: Any, like: Any) -> Any:
 def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Zeros in host memory, written in chunks, so that the device never stores all of them."""
     counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0]
-    parts = next((n for n in counts if math.prod(shape) // n <= CHUNK), shape[0])
+    parts = next((n for n in counts if math.prod(shape) // n <= CHUNK_ELEMENTS), shape[0])
     chunk = (shape[0] // parts, *shape[1:])
     _, chunks = jax.lax.scan(lambda _, __: (None, to_host(jnp.zeros(chunk, dtype))), None, length=parts)
     return chunks.reshape(shape)

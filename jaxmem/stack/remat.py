@@ -20,7 +20,7 @@ import jax
 from jaxmem.config.names import BOUNDARY
 from jaxmem.config.recompute import POLICIES, policy_of
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.host import HOST
+from jaxmem.sharding.host import HOST_MEMORY
 
 Policy = Callable[..., bool]
 Remat = str | tuple[str, ...]
@@ -60,7 +60,7 @@ def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
             names_which_can_be_saved=[name for name in saved if name not in offloaded],
             names_which_can_be_offloaded=list(dict.fromkeys(offloaded)),
             offload_src="device",
-            offload_dst=HOST,
+            offload_dst=HOST_MEMORY,
         )
     return jax.checkpoint_policies.save_only_these_names(*saved)
 

@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 
 from jaxmem.errors import UserError
 from jaxmem.sharding import Axes, axis_name, is_axes
-from jaxmem.sharding.host import HOST, to_host
+from jaxmem.sharding.host import HOST_MEMORY, to_host
 from jaxmem.sharding.weights import is_matrix
 
 Tree = Any
@@ -49,16 +49,16 @@ def place(shapes: Tree, is_on_host: Tree, devices: np.ndarray) -> Tree:
     known = memory_kinds(devices.flat[0])
     if known is None:  # the lowered program is annotated instead
         return shapes
-    if HOST not in known:
+    if HOST_MEMORY not in known:
         raise UserError(
-            f"memory.offload: {devices.flat[0].platform} devices have no {HOST} memory, only"
+            f"memory.offload: {devices.flat[0].platform} devices have no {HOST_MEMORY} memory, only"
             f" {', '.join(sorted(known))}; use memory.offload=none"
         )
 
     def one(on_host: bool, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not on_host:
             return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST_MEMORY))
 
     return jax.tree.map(one, is_on_host, shapes)
 
@@ -83,10 +83,10 @@ def _is_sent(operation: Any) -> bool:
     operation = getattr(operation, "operation", operation)
     if getattr(operation, "name", "") != "stablehlo.custom_call":
         return False
-    return "annotate_device_placement" in str(operation) and HOST in str(operation)
+    return "annotate_device_placement" in str(operation) and HOST_MEMORY in str(operation)
 
 
 def _with_kind(attributes: Any) -> Any:
     existing: Any = ir.DictAttr(attributes)
     known = {one.name: one.attr for one in existing}
-    return ir.DictAttr.get({**known, "mhlo.memory_kind": ir.StringAttr.get(HOST)})
+    return ir.DictAttr.get({**known, "mhlo.memory_kind": ir.StringAttr.get(HOST_MEMORY)})

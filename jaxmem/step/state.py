@@ -22,7 +22,7 @@ from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.model import ModelSpec
 
-INITIAL, MINIMUM = 2.0**15, 1.0
+INITIAL_SCALE, MIN_SCALE = 2.0**15, 1.0
 GROWTH_INTERVAL = 2000  # finite updates before the scale is doubled
 
 
@@ -199,7 +199,7 @@ def initial_loss_scale(setting: Literal["none", "dynamic"] | float) -> LossScale
     if setting == "none":
         return None
     zero = jnp.zeros((), jnp.int32)
-    return LossScale(jnp.asarray(INITIAL if setting == "dynamic" else setting, jnp.float32), zero, zero)
+    return LossScale(jnp.asarray(INITIAL_SCALE if setting == "dynamic" else setting, jnp.float32), zero, zero)
 
 
 def next_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> LossScale:
@@ -208,6 +208,6 @@ def next_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> Lo
     scale = state.scale
     if dynamic:
         grows = sound == GROWTH_INTERVAL
-        scale = jnp.where(finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, MINIMUM))
+        scale = jnp.where(finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, MIN_SCALE))
         sound = jnp.where(grows, 0, sound)
     return LossScale(scale, sound, state.skipped + jnp.where(finite, 0, 1))

@@ -30,7 +30,7 @@ from jaxmem.errors import UserError
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
 
-PATIENCE = 60  # seconds until a directory that one host created must be visible to the other hosts
+MAX_WAIT_SECONDS = 60  # seconds until a directory that one host created must be visible to the other hosts
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
 
 
@@ -92,7 +92,7 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
         if jax.process_index() == 0:
             path.mkdir(parents=True, exist_ok=True)
         gather(None)  # process 0 has created it
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + MAX_WAIT_SECONDS
         while blind := [process for process, sees in enumerate(gather(path.is_dir())) if not sees]:
             if any_process(time.monotonic() > end):
                 raise UserError(

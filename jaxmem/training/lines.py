@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxmem.data.corpus import Corpus
     from jaxmem.planning import Plan
 
-FILLED = 0.9  # share of the tokens of a sequence, below which a warning is printed
+MIN_FILLED_SHARE = 0.9  # share of the tokens of a sequence, below which a warning is printed
 MANY_PASSES, FEW_PASSES = 20, 5  # passes over the data: for a warning, and for its remedy
 
 
@@ -101,7 +101,7 @@ def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
 def _padding_line(data: Data, tokens: float, most: int) -> list[str]:
     """A warning if the largest number of documents per sequence leaves sequences padded."""
     filled = most * tokens
-    if not data.packing or filled > FILLED * data.sequence_length:
+    if not data.packing or filled > MIN_FILLED_SHARE * data.sequence_length:
         return []
     documents = round(data.sequence_length / tokens)
     use = f"data.sequence_length={max(round(filled), 1)}, or data.documents_per_row={documents}"

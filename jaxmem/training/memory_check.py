@@ -22,7 +22,7 @@ from jaxmem.training.progress import device_memory
 MEASURED_AFTER = 3  # number of steps after which every program of the loop has run
 # If the device does not report the missing bytes, another config must be smaller than the plan by this share of it.
 MARGIN = 0.1
-REQUESTED = re.compile(r"allocate (?:([\d.]+) ?([KMGT])iB|(\d+) bytes)")
+REQUESTED_BYTES = re.compile(r"allocate (?:([\d.]+) ?([KMGT])iB|(\d+) bytes)")
 
 
 class DoesNotFitError(UserError):
@@ -131,7 +131,7 @@ def _requested(message: str) -> int | None:
     >>> _requested("allocate 12 bytes")
     12
     """
-    if not (found := REQUESTED.search(message)):
+    if not (found := REQUESTED_BYTES.search(message)):
         return None
     number, unit, whole = found.groups()
     return int(whole) if whole else int(float(number) * 1024 ** (1 + "KMGT".index(unit)))

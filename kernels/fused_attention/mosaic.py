@@ -25,7 +25,7 @@ from .flash import AttentionCall, MaskArrays
 from .mosaic_parts import (
     BATCH,
     BLOCK,
-    COMPUTING,
+    COMPUTE_WARPGROUPS,
     HEAD,
     ROWS,
     BackwardMemory,
@@ -44,7 +44,7 @@ ONE_PASS = (64, 128)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    call = flash.call_for(("mosaic", "forward"), options, q, k, COMPUTING * ROWS)
+    call = flash.call_for(("mosaic", "forward"), options, q, k, COMPUTE_WARPGROUPS * ROWS)
     batch, queries, heads, _ = q.shape
     arrays = q, k, v = _pad_width(q, k, v)
     ids, size = extras.segment_ids is not None, call.blocks.queries
@@ -53,8 +53,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: E
         own=_own(q, of=1, ids=ids),
         keys=_stream(call, call.blocks.keys, q, of=1, ids=ids),
         values=_stream(call, call.blocks.keys, q, of=1),
-        rows=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        turns=plgpu.Barrier(num_barriers=COMPUTING),
+        rows=plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
+        turns=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
     )
     out, lse = _run(forward, call, arrays, extras, (q, rows), memory, 4 * call.pairs / queries)
     return out[..., : call.dim], lse[..., :queries]
@@ -65,17 +65,17 @@ def gradients(
 ) -> tuple[jax.Array, ...]:
     if options.deterministic or _width(d_out.shape[3]) not in ONE_PASS:
         return triton.gradients(saved, d_out, d_lse, options, extras)
-    call = flash.call_for(("mosaic", "gradients"), options, saved.q, saved.k, COMPUTING * ROWS)
+    call = flash.call_for(("mosaic", "gradients"), options, saved.q, saved.k, COMPUTE_WARPGROUPS * ROWS)
     q, k, *others = _pad_width(*saved[:3], d_out)
-    ids, size, half = extras.segment_ids is not None, call.blocks.queries, q.shape[3] // COMPUTING
+    ids, size, half = extras.segment_ids is not None, call.blocks.queries, q.shape[3] // COMPUTE_WARPGROUPS
     rows = (_pad_rows(x, size) for x in flash.backward_rows(saved, d_out, d_lse, options))
     line = min(128, 2 * half)
-    ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
-    dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
+    ds = plgpu.SMEM((2, COMPUTE_WARPGROUPS, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
+    dq = plgpu.SMEM((COMPUTE_WARPGROUPS, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
     memory = BackwardMemory(
         own=_own(q, of=2, ids=ids, line=line),
         queries=_stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
-        together=SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq),
+        together=SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS), dq),
     )
     flops = 10 * call.pairs / call.queries
     found = _run(gradients_program, call, (q, k, *others, *rows), extras, (k, k), memory, flops)
@@ -107,7 +107,7 @@ def _run(
         "attention_gradients" if by_keys else "attention_forward",
         body,
         grid={HEAD: kv_heads if by_keys else heads, BLOCK: masks.ranges.shape[1], BATCH: batch},
-        warpgroups=COMPUTING + 1,
+        warpgroups=COMPUTE_WARPGROUPS + 1,
         memory=memory,
         flops=flops * call.dim / wide,
     )
@@ -117,8 +117,8 @@ def _run(
 
 
 def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> OwnBlocks:
-    blocks = _shared_rows(COMPUTING, ROWS, like, of, numbers, ids, line)
-    return OwnBlocks(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTING))
+    blocks = _shared_rows(COMPUTE_WARPGROUPS, ROWS, like, of, numbers, ids, line)
+    return OwnBlocks(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTE_WARPGROUPS))
 
 
 def _stream(
@@ -127,7 +127,7 @@ def _stream(
     stages = call.blocks.stages
     held = _shared_rows(stages, size, like, of, numbers, ids, line)
     here = plgpu.Barrier(num_arrivals=len(held), num_barriers=stages)
-    return Stream(held, here, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages))
+    return Stream(held, here, plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages))
 
 
 def _shared_rows(

@@ -21,9 +21,9 @@ from .flash import LOG2E, AttentionCall, MaskArrays
 # Names of the dimensions of the grid, which must differ from those of mesh axes.
 HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
 ROWS = 64
-COMPUTING = 2  # number of warpgroups that compute
+COMPUTE_WARPGROUPS = 2  # number of warpgroups that compute
 # Registers of a thread that computes, and of a thread that copies; a multiprocessor has 65,536.
-REGISTERS, FEW_REGISTERS = 240, 24
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
@@ -38,7 +38,7 @@ class BlockRange(NamedTuple):
 
 
 class OwnBlocks(NamedTuple):
-    """Blocks in shared memory that a warpgroup reads once, [COMPUTING, ...], and the barrier of their copies."""
+    """Blocks in shared memory that a warpgroup reads once, [COMPUTE_WARPGROUPS, ...], and the barrier of the copies."""
 
     blocks: tuple[Any, ...]
     arrived: Any
@@ -56,9 +56,9 @@ class Stream(NamedTuple):
 class SharedGradients(NamedTuple):
     """Shared memory for the gradients that the warpgroups of a program share."""
 
-    ds: Any  # [2, COMPUTING, keys, queries]: one half is written while the other may still be read
+    ds: Any  # [2, COMPUTE_WARPGROUPS, keys, queries]: one half is written while the other may still be read
     arrived: Any
-    dq: Any  # [COMPUTING, queries, columns], copied to global memory
+    dq: Any  # [COMPUTE_WARPGROUPS, queries, columns], copied to global memory
 
 
 class ForwardMemory(NamedTuple):

@@ -21,7 +21,7 @@ from .mosaic_parts import (
     BLOCK,
     BY_COLUMN,
     BY_ROW,
-    COMPUTING,
+    COMPUTE_WARPGROUPS,
     HEAD,
     ROWS,
     WGMMA,
@@ -49,9 +49,9 @@ def forward(
     shape = (ROWS, call.blocks.keys)
     base = call.unit * LOG2E
 
-    @pl.when(number < COMPUTING)
+    @pl.when(number < COMPUTE_WARPGROUPS)
     def _() -> None:
-        plgpu.set_max_registers(parts.REGISTERS, action="increase")
+        plgpu.set_max_registers(parts.COMPUTE_REGISTERS, action="increase")
         first = block * call.blocks.queries + number * ROWS
         here = (batch, pl.ds(first, ROWS), head)
         q, *ids = parts.copy_own(own, number, q_ref.at[here], parts.slice_ids(masks.ids, first, ROWS))
@@ -116,9 +116,9 @@ def forward(
         rows[...] = jnp.where(seen, top * (1.0 / LOG2E) + jnp.log(total), -jnp.inf)
         parts.write_back((q, out_ref.at[here]), (rows, lse_ref.at[batch, head, pl.ds(first, ROWS)]))
 
-    @pl.when(number == COMPUTING)
+    @pl.when(number == COMPUTE_WARPGROUPS)
     def _() -> None:
-        plgpu.set_max_registers(parts.FEW_REGISTERS, action="decrease")
+        plgpu.set_max_registers(parts.COPY_REGISTERS, action="decrease")
         kv_head, size = lax.div(head, jnp.int32(groups)), call.blocks.keys
 
         @pl.loop(begin, end)
@@ -146,9 +146,9 @@ def gradients(
     # If there are enough registers, the matmul of the gradient runs while the scores become probabilities.
     running = 1 if call.options.soft_cap is None else 0
 
-    @pl.when(number < COMPUTING)
+    @pl.when(number < COMPUTE_WARPGROUPS)
     def _() -> None:
-        plgpu.set_max_registers(parts.REGISTERS, action="increase")
+        plgpu.set_max_registers(parts.COMPUTE_REGISTERS, action="increase")
         first = block * call.blocks.keys + number * ROWS
         here = (batch, pl.ds(first, ROWS), kv_head)
         _, _, *ids = parts.copy_own(
@@ -180,7 +180,9 @@ def gradients(
                     ds = p * plgpu.wgmma_accumulator_load(change, wait_n=1)
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
-                    _add_to_dq(together, n, number, ds, (dk, q), own.blocks[0].at[pl.ds(zero, COMPUTING)], there)
+                    _add_to_dq(
+                        together, n, number, ds, (dk, q), own.blocks[0].at[pl.ds(zero, COMPUTE_WARPGROUPS)], there
+                    )
 
                 zeros = parts.zeros_in(shape, WGMMA)
                 # The matmul adds to the negative of `inner`, which saves registers.
@@ -199,9 +201,9 @@ def gradients(
         v[...] = dv.astype(v.dtype)
         parts.write_back((k, dk_ref.at[here]), (v, dv_ref.at[here]))
 
-    @pl.when(number == COMPUTING)
+    @pl.when(number == COMPUTE_WARPGROUPS)
     def _() -> None:
-        plgpu.set_max_registers(parts.FEW_REGISTERS, action="decrease")
+        plgpu.set_max_registers(parts.COPY_REGISTERS, action="decrease")
 
         def copy_block(g: Any, i: Any) -> None:
             at, head = pl.ds(i * size, size), kv_head * groups + g
@@ -225,7 +227,7 @@ def _add_to_dq(
     half = pl.ds(number * columns, columns)
 
     def multiply(dq: Any) -> None:
-        for part in range(COMPUTING):
+        for part in range(COMPUTE_WARPGROUPS):
             plgpu.wgmma(dq, both.at[part].transpose((1, 0)), keys.at[part, :, half])
         plgpu.wgmma(dk[0], ds, dk[1])
         gradient, out = plgpu.wgmma_accumulator_load(dq, wait_n=1), together.dq.at[number]

@@ -23,7 +23,7 @@ ORDER = {  # the reason to choose each implementation
     "triton": "the kernel for compute capability 8.0 and newer",
 }
 PLAIN = "blockwise"  # runs wherever XLA does
-SIXTEEN = ("bfloat16", "float16")
+SIXTEEN_BIT = ("bfloat16", "float16")
 MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed sequences; kernels without workspace are as fast
 
 
@@ -108,12 +108,12 @@ def _triton(call: Request, capability: int | None) -> Limits:
 
 def _mosaic(call: Request, capability: int | None) -> Limits:
     yield capability not in (None, 90), _has(capability), "needs 9.0"
-    yield from _common(call, capability, 256, SIXTEEN)
+    yield from _common(call, capability, 256, SIXTEEN_BIT)
 
 
 def _cudnn(call: Request, capability: int | None) -> Limits:
     """cuDNN 9 as XLA calls it (docs.nvidia.com/deeplearning/cudnn, "Scaled Dot Product Attention")."""
-    yield from _common(call, capability, 256 if capability in (None, 90) else 128, SIXTEEN)
+    yield from _common(call, capability, 256 if capability in (None, 90) else 128, SIXTEEN_BIT)
     yield call.dim % 8 > 0, f"q has dim {call.dim}", "supports multiples of 8"
     yield call.soft_cap, "soft_cap is set", "does not support it"
     # cuDNN's deterministic backward pass stores the gradients of all scores.

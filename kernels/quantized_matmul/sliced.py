@@ -15,13 +15,13 @@ from jaxtyping import Array, Float
 from . import MatmulCall, QuantizedScales
 from .reference import block_scales, decoded
 
-SLICE = 1 << 23  # elements of a slice
+SLICE_ELEMENTS = 1 << 23  # elements of a slice
 
 
 def multiply(
     call: MatmulCall, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens outputs"]:
-    width = min(call.outputs, max(1, SLICE // call.inputs))
+    width = min(call.outputs, max(1, SLICE_ELEMENTS // call.inputs))
 
     def part(first: jax.Array) -> jax.Array:
         def cut(a: jax.Array) -> jax.Array:
@@ -44,7 +44,7 @@ def multiply(
 def of_activations(
     call: MatmulCall, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens inputs"]:
-    blocks = max(1, SLICE // call.outputs // call.block)
+    blocks = max(1, SLICE_ELEMENTS // call.outputs // call.block)
     blocks += blocks * call.block % call.form.together  # slices begin at complete bytes
     height = blocks * call.block
     if height >= call.inputs:

@@ -36,7 +36,7 @@ class TileSizes(NamedTuple):
     stages: int
 
 
-LEAST = 16
+MIN_TILE = 16
 USUAL = {"forward": TileSizes(128, 32, 128, 8, 3), "backward": TileSizes(128, 32, 64, 8, 3)}
 
 
@@ -131,7 +131,7 @@ def fitting(call: MatmulCall, tokens: int, most: TileSizes) -> TileSizes:
     rows = block_size(most.rows, -(-call.inputs // together))
     if call.unit >= rows or call.unit & (call.unit - 1):
         even = math.gcd(rows, call.unit)
-        rows = even if even >= LEAST else rows
+        rows = even if even >= MIN_TILE else rows
     if call.block % together:
         raise ValueError(f"dequant_matmul: block_size is {call.block}; the triton implementation needs an even number")
     if call.inputs % together:

@@ -19,7 +19,7 @@ PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
 # A program updates 32 elements per thread: at least two programs share a multiprocessor, so that one computes while the
 # other waits. A program with more elements has proportionally more warps.
 NUMBERS, WARPS, MAX_WARPS = 4096, 4, 32
-COLUMNS = 32  # the least number of columns if blocks are along rows: memory is read in lines of 32 bytes
+MIN_COLUMNS = 32  # the least number of columns if blocks are along rows: memory is read in lines of 32 bytes
 MAX_BLOCK = 16384  # largest number of elements of a block
 
 
@@ -86,7 +86,7 @@ def _run(
         each = max(1, NUMBERS // padded)
         grid = -(-total // each)
     else:
-        each = min(max(COLUMNS, NUMBERS // padded), next_power_of_2(columns))
+        each = min(max(MIN_COLUMNS, NUMBERS // padded), next_power_of_2(columns))
         grid = -(-columns // each) * (total // columns)
     betas = {} if adam is None else {"beta1": adam.beta1, "beta2": adam.beta2}
     return launch(

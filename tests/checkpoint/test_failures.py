@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.checkpoint import Checkpoints, DamagedError, orbax_errors
-from jaxmem.checkpoint.manager import ROTATED
+from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
@@ -186,7 +186,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_remains(tmp_path: Path) -> None
 def test_the_half_written_is_cleared_by_who_writes_and_left_by_who_reads(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"x": jnp.ones(3)}, {}, {})
-    half, old = tmp_path / "2.orbax-checkpoint-tmp", tmp_path / ROTATED / "0"
+    half, old = tmp_path / "2.orbax-checkpoint-tmp", tmp_path / ROTATED_DIRECTORY / "0"
     for directory in (half, old):
         directory.mkdir(parents=True)
         (directory / "data").write_text("half")
@@ -196,7 +196,7 @@ def test_the_half_written_is_cleared_by_who_writes_and_left_by_who_reads(tmp_pat
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [1]
         assert checkpoints.save(2, {"x": jnp.ones(3)}, {}, {}, force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [ROTATED, "1", "2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [ROTATED_DIRECTORY, "1", "2"]
     assert not old.exists()
 
 

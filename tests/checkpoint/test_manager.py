@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.checkpoint import Checkpoints, move_aside
-from jaxmem.checkpoint.manager import ROTATED
+from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
 
@@ -115,7 +115,7 @@ def test_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
             for step, loss in losses.items():
                 checkpoints.save(step, {"x": jnp.ones(3)}, {}, {}, metrics=None if loss is None else {"loss": loss})
             assert checkpoints.steps() == kept
-        assert list((directory / ROTATED).iterdir()) == []
+        assert list((directory / ROTATED_DIRECTORY).iterdir()) == []
         with Checkpoints(directory, read_only=True) as checkpoints:
             assert checkpoints.latest() == 6
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxmem.checkpoint.resume import BOUND, FREE, changed, refuse_changes
+from jaxmem.checkpoint.resume import CHANGEABLE_KEYS, FIXED_KEYS, changed, refuse_changes
 from jaxmem.config import Config
 from jaxmem.errors import UserError, as_yaml
 
@@ -101,8 +101,8 @@ def test_fields_of_the_table_exist() -> None:
                 walk(item, f"{prefix}.{key}" if prefix else key)
 
     walk(OLD, "")
-    assert set(BOUND) <= fields
-    assert set(FREE) - {"data.mixture.*.path", "model.hf"} <= fields  # the second is a decoder's
+    assert set(FIXED_KEYS) <= fields
+    assert set(CHANGEABLE_KEYS) - {"data.mixture.*.path", "model.hf"} <= fields  # the second is a decoder's
 
 
 def test_refusal_says_what_to_do() -> None:

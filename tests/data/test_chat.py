@@ -179,7 +179,7 @@ def test_a_template_does_nothing_but_write(source: str) -> None:
 
 
 def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
     monkeypatch.setattr(chat_template, "_process", cache(chat_template._process.__wrapped__))
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     with pytest.raises(UserError, match=r"here: the chat template needs more than 0.3 s of processor time"):

@@ -35,8 +35,8 @@ def test_lines_come_back_whatever_their_length(
     ]
     path.write_bytes("".join(written).rstrip("" if end else "\r\n").encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "BLOCK", block)
-        patch.setattr(jsonl, "CHUNK", chunk)
+        patch.setattr(jsonl, "BLOCK_BYTES", block)
+        patch.setattr(jsonl, "CHUNK_BYTES", chunk)
         records = open_records(JsonTexts, [path])
         assert [records.piece(i).text for i in range(len(records))] == [line for line, _, _ in lines]
         content = path.read_bytes().split(b"\n")
@@ -46,7 +46,7 @@ def test_lines_come_back_whatever_their_length(
 
 
 def test_a_line_longer_than_the_most_is_named_when_it_is_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(jsonl, "LONGEST", 1 << 20)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "x.jsonl"
     long = "y" * (1 << 21)
     path.write_text(f'\ufeff{{"text": "a"}}\n{{"text": "{long}"}}\n{{"text": "b"}}\n', encoding="utf-8")

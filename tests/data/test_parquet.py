@@ -12,7 +12,7 @@ import pytest
 
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
-from jaxmem.data.columns import DECODED
+from jaxmem.data.columns import MAX_DECODED_ROW_GROUPS
 from jaxmem.data.jsonl import JsonRecords, JsonTexts
 from jaxmem.data.records import DocumentPiece
 from jaxmem.errors import UserError
@@ -37,7 +37,7 @@ def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
     assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
     for i in np.random.default_rng(0).permutation(50).tolist():
         assert records.piece(i) == DocumentPiece(texts[i], True, True)
-    assert records.rows.decoded.cache_info().currsize == DECODED
+    assert records.rows.decoded.cache_info().currsize == MAX_DECODED_ROW_GROUPS
     assert records.where(31).endswith("b.parquet, row group 0, row 1")
 
 

@@ -52,7 +52,7 @@ def both(way, options, **more):
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_backward_equal_float64(case, monkeypatch):
-    monkeypatch.setattr(sliced, "SLICE", 3000)
+    monkeypatch.setattr(sliced, "SLICE_ELEMENTS", 3000)
     x, g, q = drawn(case)
     arrays, options = arguments(q)
     run = jax.jit(lambda *a: {way: both(way, options)(*a) for way in IMPLEMENTATIONS})
@@ -92,7 +92,7 @@ def test_each_device_its_own_tokens():
 @pytest.mark.parametrize(("form", "block", "inputs"), [("nf4", 16, 100), ("nf4", 5, 90), ("int8", 7, 66)])
 def test_slices_take_blocks_of_any_size(form, block, inputs, monkeypatch):
     """Odd ones, whose bytes hold values of two, and some that inputs do not fill."""
-    monkeypatch.setattr(sliced, "SLICE", 400)
+    monkeypatch.setattr(sliced, "SLICE_ELEMENTS", 400)
     rng = np.random.default_rng(0)
     x, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, inputs), (3, 20)))
     low, high = (0, 256) if form == "nf4" else (-127, 128)

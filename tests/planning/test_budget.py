@@ -7,7 +7,7 @@ from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import budget
-from jaxmem.planning.budget import ACCESS, PolicyCandidate, candidates, largest_that_fits, resolve_remat
+from jaxmem.planning.budget import BYTES_PER_ELEMENT, PolicyCandidate, candidates, largest_that_fits, resolve_remat
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
@@ -47,9 +47,9 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
         assert kept == rung.saved
         (layer,) = layers_of(cfg.replace(memory={"remat": rung.remat}), "gpu")
         again = 0 if rung.remat == "none" else layer.count * layer.saving(rung.remat.save)[2]
-        seconds = (flops - least) / gpu.matmul_rate("bfloat16") + ACCESS * again / gpu.memory_rate
+        seconds = (flops - least) / gpu.matmul_rate("bfloat16") + BYTES_PER_ELEMENT * again / gpu.memory_rate
         assert rung.recomputed == pytest.approx(seconds)
-    others = ACCESS * layer.count * layer.saving(())[2] / gpu.memory_rate  # results besides matmuls, all recomputed
+    others = BYTES_PER_ELEMENT * layer.count * layer.saving(())[2] / gpu.memory_rate  # all but matmuls
     for remat in NAMED:
         kept, flops = traced(cfg.replace(memory={"remat": remat}))
         seconds = (flops - least) / gpu.matmul_rate("bfloat16") + others

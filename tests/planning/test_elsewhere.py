@@ -76,7 +76,7 @@ def test_what_xla_refuses_is_said(lowered: Lowered, monkeypatch: pytest.MonkeyPa
 def test_frozen_matrices_that_stages_share_are_drawn_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA fails to compile the loop over slices of a matrix if the matrix has shards in host memory."""
     monkeypatch.setattr(vocab_slices, "SLICE_SIZE", 1024)
-    monkeypatch.setattr(host, "CHUNK", 1024)
+    monkeypatch.setattr(host, "CHUNK_ELEMENTS", 1024)
     cfg = config(
         model={**SMALL, "vocab": 512},
         batch={"global_size": 8, "accumulate": 2},

@@ -10,7 +10,7 @@ from jaxmem.planning.communication import LATENCY
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, read_module
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.planning.timeline import LAUNCH, moved_bytes, timeline
+from jaxmem.planning.timeline import LAUNCH_SECONDS, moved_bytes, timeline
 from tests.planning.conftest import module_of
 
 H100 = GPUS["h100-80gb"]
@@ -32,7 +32,7 @@ def program_of(*order: tuple[str, str, list[str]]) -> Module:
     return Module([main], main, {one.id: one for one in made.values()})
 
 
-KERNEL = LAUNCH + 2 * F32.bytes / (H100.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
+KERNEL = LAUNCH_SECONDS + 2 * F32.bytes / (H100.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
 
 
 @pytest.mark.parametrize(("kernels", "hidden"), [(0, 0), (1, 1), (3, 3)])
@@ -96,7 +96,7 @@ def test_large_products_take_their_arithmetic() -> None:
     found = timeline(module_of(lambda a, b: a @ b, x, x), H100, 1, 1)
     assert found.flops == 2 * 4096**3
     assert found.bound == "arithmetic"
-    assert found.arithmetic == pytest.approx(found.flops / (989e12 * ATTAINED_FLOPS) + LAUNCH, rel=1.1)
+    assert found.arithmetic == pytest.approx(found.flops / (989e12 * ATTAINED_FLOPS) + LAUNCH_SECONDS, rel=1.1)
 
 
 def test_attention_attains_less_of_the_peak_than_matmuls() -> None:
@@ -106,7 +106,7 @@ def test_attention_attains_less_of_the_peak_than_matmuls() -> None:
     run = jax.jit(lambda q: attention(q, q, q, causal=True, implementation="cudnn"), in_shardings=place)
     with without_cache():
         found = timeline(read_module(compile_elsewhere(run.lower(q))[0]), H100, 1, 1)
-    assert found.arithmetic == pytest.approx(LAUNCH + found.flops / (989e12 * ATTAINED_ATTENTION[9]), rel=1e-3)
+    assert found.arithmetic == pytest.approx(LAUNCH_SECONDS + found.flops / (989e12 * ATTAINED_ATTENTION[9]), rel=1e-3)
 
 
 def test_a_slice_moves_only_the_slice() -> None:

@@ -156,13 +156,13 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    monkeypatch.setattr(nearest, "SECONDS", float("inf"))
+    monkeypatch.setattr(nearest, "MAX_SECONDS", float("inf"))
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", WORDS)
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
     near = nearest.nearest_fitting(planned(cfg, int(0.8 * total)))
-    assert len(near) == nearest.COUNT
+    assert len(near) == nearest.MAX_SUGGESTIONS
     assert all(one.method is None and one.total <= 0.8 * total for one in near)
     wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
     full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})

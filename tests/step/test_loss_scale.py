@@ -19,7 +19,7 @@ def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_enough_sound_up
     state, seen = states.initial_loss_scale("dynamic"), []
     for finite in (True, True, True, False, True, False, True, True, True):
         state = states.next_loss_scale(state, jnp.asarray(finite), dynamic=True)
-        seen.append(float(state.scale) / states.INITIAL)
+        seen.append(float(state.scale) / states.INITIAL_SCALE)
     assert seen == [1, 1, 2, 1, 1, 0.5, 0.5, 0.5, 1]
     assert int(state.skipped) == 2
 
@@ -28,7 +28,7 @@ def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves():
     state = states.initial_loss_scale(2.0)
     for _ in range(3):
         state = states.next_loss_scale(state, jnp.asarray(False), dynamic=True)
-    assert float(state.scale) == states.MINIMUM
+    assert float(state.scale) == states.MIN_SCALE
     fixed = states.next_loss_scale(states.initial_loss_scale(1024.0), jnp.asarray(False), dynamic=False)
     assert (float(fixed.scale), int(fixed.skipped)) == (1024.0, 1)
 

@@ -62,8 +62,8 @@ def test_what_fits_is_left_alone(plan: Plan) -> None:
 def test_the_nearest_that_fit_are_named_and_do(
     plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearest, "COUNT", 2)
-    monkeypatch.setattr(nearest, "SECONDS", float("inf"))
+    monkeypatch.setattr(nearest, "MAX_SUGGESTIONS", 2)
+    monkeypatch.setattr(nearest, "MAX_SECONDS", float("inf"))
     tight = cramped(plan, 0.75)
     with pytest.raises(
         DoesNotFitError, match=r"small does not fit: phase step needs .* of a step is activations"

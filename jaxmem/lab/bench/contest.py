@@ -16,9 +16,9 @@ import jax.numpy as jnp
 Call = Callable[[], Any]  # starts work on the device; returns its future result
 Say = Callable[[str], None]  # tells the parent process which contestant's turn begins
 Row = dict[str, Any]
-BURST = 0.02  # seconds of a burst
-FEWEST = 5  # least number of bursts of each contestant
-RIGHT = 8.0  # largest error of a correct result, in steps (`BenchPass.step`)
+BURST_SECONDS = 0.02  # seconds of a burst
+MIN_BURSTS = 5  # least number of bursts of each contestant
+MAX_ERROR = 8.0  # largest error of a correct result, in steps (`BenchPass.step`)
 
 
 @dataclass
@@ -69,14 +69,14 @@ class Contestant:
 
 
 def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> None:
-    """Runs alternating bursts of `BURST` seconds for `seconds`, but at least `FEWEST` bursts of each contestant."""
+    """Runs alternating bursts of `BURST_SECONDS` for `seconds`, but at least `MIN_BURSTS` bursts of each contestant."""
     bursts: dict[int, int] = {}
     for one in contestants:
         with _record_failure(one, say):
             one.burst(1)  # warms up
-            bursts[id(one)] = max(1, round(BURST / one.burst(3)[0]))
+            bursts[id(one)] = max(1, round(BURST_SECONDS / one.burst(3)[0]))
     end, turn = time.perf_counter() + seconds, 0
-    while turn < FEWEST or time.perf_counter() < end:
+    while turn < MIN_BURSTS or time.perf_counter() < end:
         left = [one for one in contestants if one.failed is None]
         if not left:
             return
@@ -117,7 +117,7 @@ def ceilings(size: int) -> Iterator[Contestant]:
     yield Contestant(CEILING, "copy", lambda: copy(wide), amount=2 * wide.nbytes / 1e9, unit="GB/s")
 
 
-LIMIT = 100.0  # limit of a turn in seconds, most of which are for compilation
+MAX_TURN_SECONDS = 100.0  # limit of a turn in seconds, most of which are for compilation
 
 # ---------------------------------------------------------------- in separate processes
 # A call that hangs, or makes the device unusable for its process, is skipped: the other calls continue in a new
@@ -141,7 +141,7 @@ def isolated_rows(work: RowSource, job: Any, *, without: list[str], limit: float
         turn, why = None, None
         with _started(work, job, done, without) as (child, messages):
             while True:
-                seconds = LIMIT if turn is None else limit  # the start of the process is nobody's turn
+                seconds = MAX_TURN_SECONDS if turn is None else limit  # the start of the process is nobody's turn
                 if not messages.poll(seconds):
                     why = f"no end within {seconds:.0f} s"
                     break

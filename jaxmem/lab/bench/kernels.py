@@ -19,7 +19,7 @@ import jax
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.lab.bench import contest
-from jaxmem.lab.bench.contest import CEILING, RIGHT, Contestant, Row, Say, ceilings, error_line, take_turns
+from jaxmem.lab.bench.contest import CEILING, MAX_ERROR, Contestant, Row, Say, ceilings, error_line, take_turns
 from jaxmem.lab.bench.operations import OPERATIONS, choice_for
 from jaxmem.lab.bench.work import BenchOperation
 from jaxmem.machine import devices
@@ -99,7 +99,7 @@ def explain(selection: BenchSelection) -> list[Row]:
 
 def device_row() -> Row:
     """The device. A GPU is queried in a short process, because jax would keep most of its memory allocated."""
-    limit = contest.LIMIT if devices.has_nvidia_gpu() else None
+    limit = contest.MAX_TURN_SECONDS if devices.has_nvidia_gpu() else None
     here = next(contest.isolated_rows(device_facts, None, without=[], limit=limit))
     if "why_not" in here:
         raise UserError(f"bench: {here['why_not']}")
@@ -109,7 +109,7 @@ def device_row() -> Row:
 def run_jobs(work: contest.RowSource, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
     """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
     previous job has ended."""
-    limit = None if here["dry_run"] else contest.LIMIT
+    limit = None if here["dry_run"] else contest.MAX_TURN_SECONDS
     for job in jobs:
         for row in contest.isolated_rows(work, job, without=without, limit=limit):
             yield {"operation": job.operation, "shape": job.shape} | row
@@ -202,7 +202,7 @@ def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> 
                 except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
                     yield row | {"why_not": error_line(refusal)}
                 else:
-                    yield row | {"right": error <= RIGHT, "error": error if error < float("inf") else None}
+                    yield row | {"right": error <= MAX_ERROR, "error": error if error < float("inf") else None}
 
 
 def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:

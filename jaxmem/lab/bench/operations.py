@@ -25,7 +25,7 @@ from jaxmem.quant import QTensor, quantize
 
 EXACT_POSITIONS = 1024  # largest number of positions that are compared with float64
 # Largest size in bytes of float32 scores for these implementations, which store all scores several times.
-SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
+MAX_SCORE_BYTES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
 JAX_ATTENTIONS = ("jax.nn xla", "jax.nn cudnn")
 
 
@@ -77,7 +77,7 @@ def _run_attention(
     shape: AttentionShape, options: dict[str, Any], implementation: str | None, q: Any, k: Any, v: Any
 ) -> jax.Array:
     size = 4 * shape.batch * shape.heads * shape.queries * shape.keys
-    if implementation is not None and size > SCORES.get(implementation, size):
+    if implementation is not None and size > MAX_SCORE_BYTES.get(implementation, size):
         raise ValueError(f"{implementation} stores all scores several times, {size / 2**30:.0f} GiB each")
     if implementation in JAX_ATTENTIONS:
         window = None if shape.window is None else (shape.window - 1, 0)

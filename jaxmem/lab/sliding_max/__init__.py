@@ -27,7 +27,7 @@ from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 from jaxmem.kernels.validation import Validator
 
 OUTPUTS = 512  # results of a program of `shared`
-STRIP = 16  # numbers that a program compares with all of its results at once
+STRIP_WIDTH = 16  # numbers that a program compares with all of its results at once
 
 
 class SlidingMaxShape(NamedTuple):
@@ -94,7 +94,7 @@ class WindowStatic:
     numbers: int
     window: int
     outputs: int = OUTPUTS
-    strip: int = STRIP
+    strip: int = STRIP_WIDTH
 
 
 def by_triton(x: Float[Array, "numbers"], window: int, *, kind: str) -> Float[Array, "windows"]:

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models, optim
 from jaxmem.config import Mlp
-from jaxmem.data.digits import BRIGHTEST, Digits
+from jaxmem.data.digits import MAX_BRIGHTNESS, Digits
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.lab.tour import Findings
 from jaxmem.lab.tour.common import CONFIGS, rows_of, train_all
@@ -73,7 +73,7 @@ def _fine_tune() -> tuple[float, list[Row]]:
 # ---------------------------------------------------------------- a random subset
 
 SUBSET_STEPS, ROWS, RANK, WIDTH = 300, 64, 4, 256
-RATE = 1e-2  # learning rate
+LEARNING_RATE = 1e-2  # learning rate
 HELD_OUT = 300
 Params = dict[Any, jax.Array]
 Apply = Callable[[Params], Any]  # trainable parameters -> a network
@@ -86,7 +86,7 @@ def compare_subsets() -> Iterator[Row]:
     gradients of complete matrices are computed to select those of a few entries, and the forward pass needs a copy of
     each matrix."""
     digits = Digits()
-    images = jnp.asarray(digits.images[..., None] / np.float32(BRIGHTEST))
+    images = jnp.asarray(digits.images[..., None] / np.float32(MAX_BRIGHTNESS))
     order = np.random.default_rng(1).permutation(64)
     permuted = images.reshape(-1, 64)[:, order].reshape(images.shape)
     labels = jnp.asarray(digits.labels, jnp.int32)
@@ -120,7 +120,7 @@ def compare_subsets() -> Iterator[Row]:
     }
     for name, (apply, own) in methods.items():
         count = sum(x.size for x in own.values())
-        own, step = _train(apply, own, (permuted[seen], labels[seen]), RATE)
+        own, step = _train(apply, own, (permuted[seen], labels[seen]), LEARNING_RATE)
         predicted = jnp.argmax(jax.jit(apply(own))(permuted[unseen]), -1)
         yield {
             "trainable": name,

@@ -17,12 +17,12 @@ FUSED = "triton"  # the fused kernel among the implementations
 IMPLEMENTATIONS = ("reference", "blockwise", FUSED)
 HEADS, KV_HEADS, DIM = 32, 8, 128  # sizes of llama3-8b
 LENGTHS = (1024, 4096, 16384)
-HERE = (256, 512, 1024)  # tokens, with 4 heads of 32
+MEASURED_LENGTHS = (256, 512, 1024)  # tokens, with 4 heads of 32
 TEXTBOOK = "textbook: exp(x) / sum"
 CASES = ("usual scores", "scores up to 1e4", "half the rows without keys")
 
 
-def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = HERE) -> Findings:
+def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = MEASURED_LENGTHS) -> Findings:
     compiled = Table(
         f"Temporary buffers of attention and its gradients on {target}, MiB",
         [{"tokens": length, **_temporaries(target, length)} for length in lengths],

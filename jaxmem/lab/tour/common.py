@@ -154,7 +154,7 @@ def clock_name() -> str:
 # The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
 
 STEPS = 3
-LONGEST = 86_400.0  # seconds of a process
+MAX_SECONDS = 86_400.0  # seconds of a process
 
 
 def measure_peak(cfg: Config) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def measure_peak(cfg: Config) -> dict[str, Any]:
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
     """`measure_peak` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
-    found = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or LONGEST))
+    found = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or MAX_SECONDS))
     return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
 
 

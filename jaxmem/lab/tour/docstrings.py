@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxmem.data.text import stdlib_files
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-SAMPLE = 2 << 20  # bytes of source text that the tokenizer is trained on
-SHORTEST, LONGEST = 16, 90  # characters of an answer
+SAMPLE_BYTES = 2 << 20  # bytes of source text that the tokenizer is trained on
+MIN_ANSWER, MAX_ANSWER = 16, 90  # characters of an answer
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -35,7 +35,7 @@ def questions(files: Sequence[Path], root: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for module, name, node in _definitions(files, root):
         summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
-        if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary):
+        if MIN_ANSWER <= len(summary) <= MAX_ANSWER and re.match(r"[A-Z][a-z]+ ", summary):
             found.setdefault(f"What does {module}.{name} do?", summary)
     return found
 
@@ -96,7 +96,7 @@ def train_tokenizer(files: Sequence[Path], vocab: int, special: Sequence[str], e
 def write_tokenizer(files: Sequence[Path], place: Path, vocab: int = 512) -> None:
     """Writes tokenizer.json, and the chat template next to it."""
     place.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(files, vocab, SPECIAL, SAMPLE // len(files)).save(str(place / "tokenizer.json"))
+    train_tokenizer(files, vocab, SPECIAL, SAMPLE_BYTES // len(files)).save(str(place / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     (place / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     (place / "chat_template.jinja").write_text(TEMPLATE)

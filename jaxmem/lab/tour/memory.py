@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 
-SEVERAL = 8  # number of GPUs in the rows with ZeRO
+ZERO_GPUS = 8  # number of GPUs in the rows with ZeRO
 BASE = common.CONFIGS["memory"]["base"]
 PREDICTED, COMPILED, GIB = "predicted, bytes per parameter", "compiled, bytes per parameter", "per GPU, GiB"
 LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # GiB
@@ -27,7 +27,7 @@ ROWS = tuple(Technique(**row) for row in common.CONFIGS["memory"]["rows"])
 
 
 def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
-    kind = common.require_gpus("memory", target, SEVERAL)
+    kind = common.require_gpus("memory", target, ZERO_GPUS)
     overrides = dict(_overrides(rows))
     plans: dict[str, dict[str, Any]] = {}
     for gpus, alike in itertools.groupby(rows, lambda row: row.gpus):
@@ -41,7 +41,7 @@ def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] 
     steps = table(f"{model}, on one {kind}", [row for row in rows if row.gpus == 1 and not row.is_alternative])
     others = {
         "Alternatives to rows of the first table": [row for row in rows if row.is_alternative],
-        f"{model} per GPU, on {SEVERAL} x {kind}": [row for row in rows if row.gpus > 1],
+        f"{model} per GPU, on {ZERO_GPUS} x {kind}": [row for row in rows if row.gpus > 1],
     }
     first, last = (steps.rows[end][GIB] for end in (0, -1))
     return Findings(

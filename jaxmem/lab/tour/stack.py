@@ -18,7 +18,7 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
-from jaxmem.data.digits import BRIGHTEST, Digits
+from jaxmem.data.digits import MAX_BRIGHTNESS, Digits
 from jaxmem.lab.tour import SIMULATED, Findings
 from jaxmem.lab.tour.common import CONFIGS
 from jaxmem.lab.tour.table import LinePlot, Table
@@ -32,7 +32,7 @@ BASE = CONFIGS["stack"]["base"]
 def bare_loop(cfg: Config) -> list[float]:
     """jax, flax and optax."""
     digits, draws = Digits(), np.random.default_rng(0)
-    images = digits.images[..., None] / np.float32(BRIGHTEST)
+    images = digits.images[..., None] / np.float32(MAX_BRIGHTNESS)
     graphdef, params = nnx.split(models.build(cfg.model, nnx.Rngs(0)))
     tx = optax.adamw(cfg.optimizer.learning_rate, weight_decay=cfg.optimizer.weight_decay)
     state, losses = tx.init(params), []

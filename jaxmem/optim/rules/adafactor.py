@@ -15,9 +15,9 @@ from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext,
 from jaxmem.sharding.weights import is_quantized
 
 DECAY = 0.8  # at update t the moving average keeps the share 1 - t^-decay
-SQUARE = 1e-30  # added to each squared gradient
+EPSILON = 1e-30  # added to each squared gradient
 LEAST_SIZE = 1e-3  # lower limit of the root mean square of weights, for weights that are initialized to zero
-LARGEST = 1.0  # upper limit of the root mean square of an update before it is scaled
+MAX_RMS = 1.0  # upper limit of the root mean square of an update before it is scaled
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Factored(MatrixRule):
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
-        squares = g * g + SQUARE
+        squares = g * g + EPSILON
         beta = 1 - context.count.astype(jnp.float32) ** -DECAY
         averaged = lambda old, now: beta * old + (1 - beta) * now  # noqa: E731
         w = context.weight
@@ -50,7 +50,7 @@ class Factored(MatrixRule):
             (weight,) = context.sums(weights)
         size = jnp.maximum(jnp.sqrt(weight / context.spec.size), LEAST_SIZE)
         (update,) = context.sums((u * u, None))
-        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / LARGEST)), new
+        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / MAX_RMS)), new
 
 
 @transformation(AdafactorSettings)

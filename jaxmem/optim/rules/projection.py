@@ -16,8 +16,8 @@ from jaxmem.sharding import constrain, if_even
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST
-ROUNDING = 1e-6  # relative error of float32 sums; added to a Gram matrix so that its Cholesky factor exists
-FRESH = 0.1  # share of random directions at the start of a refresh
+ROUNDING_ERROR = 1e-6  # relative error of float32 sums; added to a Gram matrix so that its Cholesky factor exists
+RANDOM_SHARE = 0.1  # share of random directions at the start of a refresh
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def range_finder(g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
     """
     g = g / jnp.maximum(jnp.linalg.norm(g), 1e-30)  # the fourth power of small gradients would underflow
     random = jax.random.normal(key, start.shape, jnp.float32) * g.shape[0] ** -0.5
-    basis = orthonormal(g @ (g.T @ (start.astype(jnp.float32) + FRESH * random)))
+    basis = orthonormal(g @ (g.T @ (start.astype(jnp.float32) + RANDOM_SHARE * random)))
     for _ in range(2):
         basis = orthonormal(g @ orthonormal(g.T @ basis))
     return basis
@@ -111,7 +111,7 @@ def orthonormal(x: jax.Array) -> jax.Array:
         gram = jnp.matmul(x.T, x, precision=EXACT)
         size = jnp.trace(gram)
         unit = jnp.eye(len(gram), dtype=gram.dtype)
-        factor = jnp.linalg.cholesky(gram + (ROUNDING * size + 1e-30) * unit)
+        factor = jnp.linalg.cholesky(gram + (ROUNDING_ERROR * size + 1e-30) * unit)
         inverse = jax.lax.linalg.triangular_solve(factor, unit, left_side=True, lower=True)
         x = jnp.matmul(x, inverse.T, precision=EXACT)
     return x

@@ -27,7 +27,7 @@ from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
 
 MIN_SIZE = 4096  # elements below which quantized state saves too little
-SHARDS = 8  # if possible, a dimension has a multiple of this number of blocks, so that shards have complete blocks
+MAX_SHARDS = 8  # if possible, a dimension has a multiple of this number of blocks, so that shards have complete blocks
 SPLIT_FINELY = ("embed", "projected", "vocab")  # dimensions without blocks if possible: sharded finely, or of any size
 
 Formats = tuple[tuple[str, str], ...]  # (name of a state array, its format)
@@ -134,7 +134,7 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
     >>> blocks(ParameterSpec((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
     """
-    found = [even_block_size(size, most, SHARDS) or 0 for size in spec.shape]
+    found = [even_block_size(size, most, MAX_SHARDS) or 0 for size in spec.shape]
     dim = max(
         range(len(found)),
         key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d),

@@ -76,7 +76,7 @@ def test_a_device_is_only_asked_in_a_process_that_ends(monkeypatch):
         lambda work, *args, **given: asked.append(given["limit"]) or rows(work, *args, **given),
     )
     here = kernels.device_row()
-    assert asked == [contest.LIMIT]
+    assert asked == [contest.MAX_TURN_SECONDS]
     assert here["dry_run"]
     assert {"jax", "jaxlib", "triton"} <= set(here["versions"])
     assert {"driver", "time", "device"} <= set(here)

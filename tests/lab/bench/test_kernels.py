@@ -58,7 +58,7 @@ def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, t
     def never(*_):
         raise OwnError
 
-    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, never=never, wrong=wrong)
     file, kept = tmp_path / "rows.jsonl", []
     for row in bench(["long"], seconds=0.0, write=file):
@@ -83,7 +83,7 @@ def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, t
 
 
 def test_names_choose_contestants_and_their_passes(monkeypatch):
-    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
     chosen = bench(["long"], seconds=0.0, only=["reference", "jax.nn"])
     found = by_pass(chosen)
@@ -98,7 +98,7 @@ def test_names_choose_contestants_and_their_passes(monkeypatch):
 
 def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
     """Out of memory beside the others, where there was enough for it alone."""
-    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     only(monkeypatch, IMPLEMENTATIONS)
     compiled, calls = work.BenchPass.compiled, []
 
@@ -122,7 +122,7 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
 
 def test_what_is_known_is_not_checked_again(monkeypatch):
     """As after another process has died."""
-    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
     job = Job("attention", "long", BenchSelection(seconds=0.0), dry=True)
     rows = measured(job, **ROWS)
@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
 @pytest.mark.parametrize("operation", ["dequant_matmul", "adam8_update", "int8_add", "sliding_max"])
 def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     """All passes against float64, on one shape; of the reference alone, which is quick to compile."""
-    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     own = OPERATIONS[operation]
     only(monkeypatch, own.implementations)
     _, *found = bench([next(iter(own.shapes))], operation=operation, seconds=0.0)

@@ -19,8 +19,8 @@ def tuned(path, shapes=(), *, again=False, **options):
 
 
 def test_tuning_runs_dry_and_a_second_time_nothing_is_left_to_measure(tmp_path, monkeypatch):
-    monkeypatch.setattr(contest, "BURST", 0.0)
-    monkeypatch.setattr(contest, "FEWEST", 1)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
+    monkeypatch.setattr(contest, "MIN_BURSTS", 1)
     for name in set(IMPLEMENTATIONS) - {"reference", "blockwise"}:
         monkeypatch.delitem(IMPLEMENTATIONS, name)
     path = tmp_path / "tuned.json"
@@ -39,8 +39,8 @@ def test_tuning_runs_dry_and_a_second_time_nothing_is_left_to_measure(tmp_path, 
 
 
 def test_what_was_measured_before_tuning_stopped_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(contest, "BURST", 0.0)
-    monkeypatch.setattr(contest, "FEWEST", 1)
+    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
+    monkeypatch.setattr(contest, "MIN_BURSTS", 1)
     path, here = tmp_path / "tuned.json", jax.devices()[0].device_kind
     shapes = ["llama3-8b up", "llama2-7b down"]
     options = {"operation": "int8_add", "seconds": 0.0, "only": ["reference"]}

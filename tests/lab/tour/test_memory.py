@@ -11,7 +11,7 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import common
-from jaxmem.lab.tour.memory import BASE, ROWS, SEVERAL, Technique, _overrides, measure
+from jaxmem.lab.tour.memory import BASE, ROWS, ZERO_GPUS, Technique, _overrides, measure
 from jaxmem.planning import parse_target
 from jaxmem.search.worker import step_plan
 from tests.planning.conftest import SMALL
@@ -22,7 +22,7 @@ TINY = {**BASE, "name": "tiny", "model": SMALL, "data": {"sequence_length": 16}}
 
 def test_rows_compose_in_order_and_every_config_is_possible() -> None:
     for row, overrides in _overrides(ROWS):
-        assert row.gpus in (1, SEVERAL)
+        assert row.gpus in (1, ZERO_GPUS)
         assert for_devices(load_config(BASE, overrides), row.gpus).mesh.fsdp == row.gpus
         assert re.fullmatch(r"[\d+/ ()]+", row.formula)
 
