@@ -34,7 +34,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(cache.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] = cache.name
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a directory asks no server
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.04"  # writing a smaller program takes longer
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 # Arguments and results of these functions are checked against their annotations. Functions inside functions are not:
@@ -98,6 +98,11 @@ def garbage_of_one_file() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+def pytest_sessionfinish() -> None:
+    """pytest's last collections do not search the objects of all tests: 8 s per process."""
+    gc.freeze()
 
 
 # Files in which the suite spends half of its time. They come first: with the longest last, one process of two would

@@ -73,7 +73,7 @@ def refuse_changes(
         differences = [f"the data files have changed (fingerprint was {fingerprints[0]}, is {fingerprints[1]})"]
     if differences:
         raise UserError(
-            f"cannot resume from {directory}: {', '.join(differences)}; undo the change, set another name,"
+            f"cannot resume from {directory}: {', '.join(differences)}; undo the change, start a new run with name=...,"
             " or start from step 0 with checkpoint.resume=never (the old run is renamed, not deleted)"
         )
 

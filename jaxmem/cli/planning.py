@@ -176,7 +176,7 @@ def _config(
     if source is None:
         raise UserError(
             "CONFIG_OR_MODEL is missing; use a YAML file such as configs/demo.yaml, a preset such as llama3-8b, or a"
-            " Hugging Face model; --target list prints the devices"
+            " Hugging Face model; `jaxmem plan --target list` prints the devices"
         )
     if target is None:
         count = simulate or len(devices.nvidia_gpus()) or 1

@@ -58,8 +58,8 @@ class Rope(Section):
     )
     mscale: Positive | None = setting(
         None,
-        "yarn, with mscale_all_dim: the factor on cosine and sine is m(mscale) / m(mscale_all_dim), where m(x) is"
-        " 0.1 x ln(factor) + 1",
+        "yarn, with mscale_all_dim: the factor on cosine and sine is m(mscale) / m(mscale_all_dim), where m(s) is"
+        " 0.1 * s * ln(factor) + 1",
     )
     mscale_all_dim: Positive | None = setting(
         None, "yarn: attention scores of model.latent are multiplied by the square of m(mscale_all_dim)"

@@ -27,8 +27,8 @@ def import_model(source: str | Path, target: str | Path) -> None:
         raise UserError(f"{source}: is already a run (it has config.yaml); import a Hugging Face directory")
     if is_adapter(source):
         raise UserError(f"{source}: contains only adapters; import their base model, or train with adapter.hf={source}")
-    if Path(source).is_dir() and not Path(source, "config.json").is_file():
-        raise UserError(f"{source}: contains no config.json; use a directory with config.json and *.safetensors")
+    if Path(source).exists() and not Path(source, "config.json").is_file():
+        raise UserError(f"{source} contains no config.json; use a directory with config.json and *.safetensors")
     target = Path(target)
     with atomic_directory(target) as folder:
         program, params = open_model(source)

@@ -41,7 +41,7 @@ def simulate(count: int) -> None:
     >>> simulate(3)
     Traceback (most recent call last):
     ...
-    jaxmem.errors.UserError: cannot simulate 3 devices: jax already runs with 8 cpu devices; simulate before jax is used
+    jaxmem.errors.UserError: cannot simulate 3 devices: jax already runs with 8 cpu devices; ...
     """
     keep_freed_memory()
     os.environ.update(simulation_environment(count))

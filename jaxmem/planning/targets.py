@@ -79,7 +79,7 @@ def parse_target(text: str) -> Target:
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
-        raise UserError(f"target {text}: unknown GPU {name}{nearest(name, [*GPUS, 'cpu'])}")
+        raise UserError(f"target {text}: unknown device {name}{nearest(name, [*GPUS, 'cpu'])}")
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
@@ -245,7 +245,7 @@ def _from_file(path: Path) -> Gpu:
         if fields[key] in ("int", "float", int, float) and not (isinstance(value, int | float) and value > 0):
             raise UserError(f"target {path}: {key} must be a number above 0, not {as_yaml(value)}")
     if missing := [key for key in fields if key not in spec]:
-        raise UserError(f"target {path}: missing {', '.join(missing)}; set them as in `jaxmem plan --target list`")
+        raise UserError(f"target {path}: missing {', '.join(missing)}; docs/plan.md has an example")
     capability = spec["compute_capability"] = str(spec["compute_capability"])
     if capability not in _CORES:
         raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")

@@ -51,7 +51,7 @@ def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
     html, style, script = (files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     parts, phases = _parts(plan), {phase: size for phase, size in plan["phases"].items() if size is not None}
     return environment.from_string(html).render(
-        # Plans of earlier versions do not state the first three.
+        # Plans of earlier versions lack these three keys.
         plan={"kernels": {}, "remat_why": None, "schedule": None} | dict(plan),
         memory=memory,
         record=record,

@@ -164,8 +164,8 @@ class Space:
     def with_other_rules(self, one: Candidate) -> list[Candidate]:
         """Candidates with other sharding rules, by dynamic programming over the kinds of weights in the order in which
         a layer uses them (Jia et al., arXiv:1807.05358). Between two kinds the residual stream is always sharded in
-        the same way, so the cost of a kind does not depend on the choices for earlier kinds. Only those that are on
-        the Pareto front of bytes and seconds are extended."""
+        the same way, so the cost of a kind does not depend on the choices for earlier kinds. Only candidates on
+        the Pareto front of bytes and seconds are extended by choices for the next kind."""
         found, front = [], [one]
         for choices in self._rules:
             new = [other for kept in front for other in self._new(kept.cfg, choices)]

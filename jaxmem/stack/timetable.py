@@ -37,7 +37,7 @@ import numpy as np
 Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"]
 IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
 KINDS = ("idle", "forward", "backward", "weight gradient")
-# The time of each operation in forward passes, by whether W is separate. B has two matmuls per matmul of F, or one.
+# The time of each operation in units of F. The key: whether W is separate; B then has half as many matmuls.
 COSTS = {False: (0.0, 1.0, 2.0, 0.0), True: (0.0, 1.0, 1.0, 1.0)}
 
 

@@ -130,7 +130,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
         keep_directory = stack.enter_context(run_directory(cfg, directory, checkpoint_path))
         checkpoints = stack.enter_context(_checkpoints(cfg, checkpoint_path))
-        stack.enter_context(failing_together())  # closing the contexts above involves all processes
+        stack.enter_context(failing_together())  # closing the contexts above needs all processes
         stack.enter_context(explained_out_of_memory(plan))
         step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
         if position:
