@@ -143,17 +143,16 @@ def closure(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "files", "lines"),
+    ("module", "files"),
     [
-        ("jaxmem.models.decoder", 45, 6_000),
-        ("jaxmem.step.programs", 60, 8_000),
-        ("jaxmem.training.run", 120, 16_000),
+        ("jaxmem.models.decoder", 45),
+        ("jaxmem.step.programs", 60),
+        ("jaxmem.training.run", 120),
     ],
 )
-def test_a_module_is_read_without_reading_the_whole(module: str, files: int, lines: int) -> None:
+def test_a_module_is_read_without_reading_the_whole(module: str, files: int) -> None:
     found = closure(module)
     assert len(found) <= files
-    assert sum(len(MODULES[one].read_text().splitlines()) for one in found) <= lines
     code = f"import sys, {module}; print(*(name for name in sys.modules if name.split('.')[0] == 'jaxmem'))"
     assert set(run(code, cwd=ROOT).split()) <= found, "what runs is what is counted"
 
