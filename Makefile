@@ -1,7 +1,8 @@
-# make demo    set up, train a small decoder, explain the memory
-# make test    set up, pass the tests
-# make lint    ruff, mypy, words, generated pages, planned figures
-# make clean   remove what these made
+# make demo      set up, train a small decoder, explain the memory
+# make test      set up, test each behavior once
+# make test-all  the tests of make test and all others
+# make lint      ruff, mypy, words, generated pages, planned figures
+# make clean     remove what these made
 # Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
 
 ifndef PYTHON
@@ -10,16 +11,20 @@ PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 endif
 VENV ?= .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: $(VENV)/installed
 	@$(BIN)/jaxmem train configs/demo.yaml --simulate 2
 	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/installed-dev
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) -m 'not exhaustive'
+
+test-all: $(VENV)/installed-dev
+	@$(PYTEST)
 
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
