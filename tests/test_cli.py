@@ -127,6 +127,7 @@ def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert planned == json.loads((run / "plan.json").read_text()) | {"seconds": planned["seconds"]}
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,16 +56,19 @@ def falls(losses: list[float]) -> bool:
     return losses[-1] < losses[0]
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_trains_and_its_state_is_predicted(results: dict[str, Any]) -> None:
     assert falls(results["optimizer"]["losses"])
     assert results["optimizer"]["bytes per parameter"] == pytest.approx(8, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_recompute_policy_gives_the_same_losses_in_less_memory(results: dict[str, Any]) -> None:
     assert results["policy"]["off"] < 2e-5
     assert results["policy"]["bytes"]["thirds"] < results["policy"]["bytes"]["full"]
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_axis_gives_the_same_losses_and_must_divide_the_batch(results: dict[str, Any]) -> None:
     assert results["mesh axis"]["off"] < 2e-5
     others = {"stage": 1, "replica": 1, "expert": 1, "context": 1}
@@ -73,6 +76,7 @@ def test_a_mesh_axis_gives_the_same_losses_and_must_divide_the_batch(results: di
     assert "mesh.pod=3 x mesh.replica=1" in results["mesh axis"]["refused"]
 
 
+@pytest.mark.exhaustive
 def test_a_model_family_trains_on_one_device_and_sharded(results: dict[str, Any]) -> None:
     assert falls(results["family"]["losses"])
     assert results["family"]["off"] < 2e-5

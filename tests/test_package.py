@@ -8,6 +8,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 IN_ONE_PROCESS = """
 import jaxmem
@@ -36,6 +38,7 @@ def built(kind: str, source: Path, target: Path) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 def test_the_sdist_builds_a_wheel_that_works(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     for name in ("jaxmem", "kernels", "configs"):

@@ -9,6 +9,7 @@ from flax.traverse_util import flatten_dict
 from jaxmem import adapters
 from jaxmem.errors import UserError
 from tests.step.conftest import Trained, config
+from tests.support.tiers import exhaustive
 
 IDS = [101, 7, 32]
 SECTIONS = {
@@ -33,7 +34,7 @@ def test_the_rows_are_trained_on_any_mesh_and_the_embedding_is_not(alone):
     Trained(config(**SECTIONS, mesh=mesh, memory={"remat": "full"}), devices=4, updates=2).agrees_with(alone)
 
 
-@pytest.mark.parametrize("base", [None, "nf4"])
+@pytest.mark.parametrize("base", [None, exhaustive("nf4")])
 def test_merging_replaces_only_these_rows(alone, base):
     """Also in a quantized embedding, which stays quantized."""
     sections = {**SECTIONS, "adapter": {**SECTIONS["adapter"], "kind": "qlora" if base else "lora", "base": base}}

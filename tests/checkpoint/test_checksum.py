@@ -10,9 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.checkpoint.record import checksum, sum_bits
 from tests.checkpoint.conftest import mesh
+from tests.support.tiers import cases
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint4", "bool", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", cases(["float32", "bfloat16", "int8", "uint4", "bool", "float8_e4m3fn"], "bfloat16", "uint4")
+)
 def test_checksum(dtype: str) -> None:
     x = jax.random.randint(jax.random.key(0), (8, 16), 0, 2).astype(dtype)
     sums = {checksum(jax.device_put(x, NamedSharding(on, PartitionSpec("fsdp", "tensor")))) for on in MESHES}

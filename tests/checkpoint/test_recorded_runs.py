@@ -31,6 +31,7 @@ def losses(name: str) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_resumes(name: str) -> None:
     """Steps 5 and 6 are trained again, on two devices: with the recorded losses, to rounding."""

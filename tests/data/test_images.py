@@ -55,6 +55,7 @@ def test_one_channel_is_brightness(folder):
     np.testing.assert_allclose(batch["inputs"][0, :, 0, 0, 0], levels[batch["targets"][0]], atol=1 / 255)
 
 
+@pytest.mark.exhaustive
 def test_a_classifier_learns_the_colors(folder, tmp_path):
     found = run(config(folder, f"output={tmp_path}", "mesh.fsdp=8"))
     assert found.held_out["accuracy"] > 0.9

@@ -11,6 +11,7 @@ from jax._src.lib import _jax
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.distributed import watch
 from jaxmem.distributed.cluster import Cluster
+from tests.support.tiers import exhaustive
 
 # What each process runs, beside the others: what is in place of END.
 PROGRAM = """
@@ -61,6 +62,7 @@ def both_ready(processes: Any) -> bool:
     return all(f"process {number} is ready" in processes.said(number) for number in range(2))
 
 
+@pytest.mark.exhaustive
 def test_they_agree_and_leave_together(started: Any, program: Any) -> None:
     processes = started(program(PROGRAM.replace("    END", AGREE)), 2, 2)
     assert processes.codes() == [0, 0], processes.said(0) + processes.said(1)
@@ -149,7 +151,11 @@ KILLED = """
 
 @pytest.mark.parametrize(
     "alone",
-    ["gather('alone')", "checkpoints.save(2, state, {}, {}, force=True)", "checkpoints.restore_latest(state)"],
+    [
+        "gather('alone')",
+        exhaustive("checkpoints.save(2, state, {}, {}, force=True)"),
+        exhaustive("checkpoints.restore_latest(state)"),
+    ],
 )
 def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any, program: Any, tmp_path: Path) -> None:
     """And it is no fault of a checkpoint's."""

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.tiers import cases
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TYPED_AT_ONCE = ("docs/report.md", "docs/hugging-face.md", "docs/how-to/fine-tune.md")
 PROGRAMS = ("jaxmem", "python", "make")
 
 
@@ -48,6 +51,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("words", [words for _, words in every], ids=[name for name, _ in every])
     elif "page" in wanted:
         pages = [page for page in PAGES if "commands" not in wanted or typed(page)]
+        if "commands" in wanted:
+            pages = cases(pages, *(ROOT / page for page in TYPED_AT_ONCE))
         metafunc.parametrize("page", pages, ids=named)
 
 

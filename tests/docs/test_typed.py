@@ -254,6 +254,7 @@ def expanded(words: list[str]) -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("file", ["README.md", "docs/how-to/own-loop.md"])
 def test_the_same_from_python(file: str, place: Path) -> None:
     (code,) = written(ROOT / file, "python")

@@ -22,6 +22,7 @@ from jaxmem.inference.load import open_model
 from jaxmem.quant import QTensor, quantize
 from jaxmem.step import program
 from jaxmem.training.run import run
+from tests.support.tiers import cases
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
 STORED = {
@@ -37,7 +38,7 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", cases(STORED, "mistral", "gpt-oss"))
 def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, compare) -> None:
     compare.write_directory(name, tmp_path / "given", STORED[name])
     import_model(tmp_path / "given", tmp_path / "run")

@@ -109,6 +109,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_dataset_of_the_hub_then_of_the_cache(tmp_path: Path) -> None:
     for split in ("train-0", "train-1", "test-0"):
         file = tmp_path / f"hub/org/texts/data/{split}.jsonl"
@@ -153,6 +154,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_dataset_is_streamed_file_by_file(tmp_path: Path) -> None:
     place = tmp_path / "hub/org/texts/data"
     place.mkdir(parents=True)

@@ -14,6 +14,7 @@ from jaxmem import hf
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_model
 from tests.support.generation import generate
+from tests.support.tiers import cases, exhaustive
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "transformers.npz")
@@ -24,7 +25,13 @@ def test_every_case_is_recorded(compare):
     assert sorted(compare.CASES) == CASES
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = (
+    "deepseek-v2", "gemma2", "gemma3", "gpt-oss", "llama-biases", "llama3.1", "mistral", "mixtral", "olmo2",
+    "phi4-mini", "qwen2-moe", "qwen2.5-yarn", "qwen3", "qwen3-moe-every",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(CASES, *FAST))
 def test_logits_are_those_of_transformers(name, directories, compare):
     """A row as it is, one with padding in front, and one of two documents."""
     model = hf.load(directories / name)
@@ -43,12 +50,13 @@ GENERATING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", cases(GENERATING, "llama3.2", "gemma3"))
 def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
     assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()
 
 
+@pytest.mark.exhaustive
 def test_experts_in_mxfp4_are_read_as_they_are(tmp_path, directories):
     place = directories / "gpt-oss-mxfp4"
     file, stem = load_file(place / "model.safetensors"), "model.layers.1.mlp.experts."
@@ -71,7 +79,7 @@ def test_experts_in_mxfp4_are_read_as_they_are(tmp_path, directories):
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("targets", ["blocks.attention.*", "blocks.*"])
+@pytest.mark.parametrize("targets", [exhaustive("blocks.attention.*"), "blocks.*"])
 def test_frozen_experts_in_mxfp4_are_written_as_they_are(tmp_path, directories, targets):
     place = directories / "gpt-oss-mxfp4"
     settings = ["adapter.kind=qlora", "adapter.experts=mxfp4", f"adapter.targets={{{targets}: 2}}"]

@@ -21,6 +21,7 @@ from jaxmem.errors import UserError
 from jaxmem.hf.peft import check_adapter
 from jaxmem.inference.load import initial_state, open_model
 from jaxmem.step import program
+from tests.support.tiers import cases
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "peft.npz")
@@ -56,7 +57,7 @@ def logits_of(graphdef, params, rows):
     return nnx.merge(graphdef, params)(jnp.asarray(rows, jnp.int32))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, "dora", "patterns", "tokens", "saved", "biases"))
 def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
     """Also where frozen weights were read to host memory."""
     base, offload = place / peft.base_of(case), "frozen" if case == "dora" else "none"
@@ -83,7 +84,9 @@ def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
     np.testing.assert_allclose(logits_of(graphdef, nnx.to_pure_dict(state), peft.ROWS), expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", [name.removesuffix(".losses") for name in PEERS.files if name.endswith(".losses")])
+@pytest.mark.parametrize(
+    "case", cases((name.removesuffix(".losses") for name in PEERS.files if name.endswith(".losses")), "tokens")
+)
 def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(case, place, peft):
     """The same rows, the same AdamW, from the same adapters."""
     rates = {"learning_rate": peft.LEARNING["lr"], "schedule": "constant", "clip": None, "beta2": 0.999}
@@ -115,6 +118,7 @@ def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(case, place, peft
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit(place, tmp_path, peft):
     def changed(**settings) -> Path:
         peft.write_adapter("lora", tmp_path)

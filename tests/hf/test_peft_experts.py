@@ -15,6 +15,7 @@ from jaxmem.config import Decoder, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_model
 from jaxmem.step import program
+from tests.support.tiers import exhaustive
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 32, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 16}
 ROWS = np.arange(24).reshape(2, 12)
@@ -23,7 +24,10 @@ ROWS = np.arange(24).reshape(2, 12)
 FIRST_DENSE = {"dense_layers": [0], "dense_mlp": 24}
 
 
-@pytest.fixture(params=[(True, {}), (False, {}), (True, FIRST_DENSE)], ids=["qwen3_moe", "mixtral", "first dense"])
+@pytest.fixture(
+    params=[exhaustive((True, {})), (False, {}), exhaustive((True, FIRST_DENSE))],
+    ids=["qwen3_moe", "mixtral", "first dense"],
+)
 def base(request, tmp_path):
     qk_norm, others = request.param
     cfg = Decoder(**SMALL, qk_norm=qk_norm, experts={"count": 3, "top_k": 2, **others})
@@ -49,7 +53,7 @@ def logits_of(built, params):
     return nnx.merge(built.model.graphdef, params)(jnp.asarray(ROWS, jnp.int32))
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [exhaustive(False), True])
 def test_adapters_of_experts_are_read_back(base, shared, tmp_path):
     built, params = opened(base, tmp_path, f"adapter.shared_a={str(shared).lower()}")
     again, found = open_model(tmp_path / "out")

@@ -21,6 +21,7 @@ from jaxmem.hf.peft import read_base
 from jaxmem.quant import QTensor
 from jaxmem.step import program
 from tests.hf import quantized_reference as reference
+from tests.support.tiers import cases
 
 RECORDED = dict(np.load(Path(__file__).parent / "data" / "quantized.npz"))
 # Format, block size, and the bits of a weight of q (64 inputs, 32 outputs); None: decoded when it is read.
@@ -57,7 +58,9 @@ def recorded(name: str, path: tuple[str, ...], layer: int) -> np.ndarray:
     return RECORDED[f"{name}/values/{MODULES['.'.join(path[:-1])].format(layer)}.weight"]
 
 
-@pytest.mark.parametrize("name", reference.CASES)
+@pytest.mark.parametrize(
+    "name", cases(reference.CASES, "nf4 double", "gptq asymmetric", "awq", "llm.int8", "packed", "int-quantized")
+)
 def test_values_and_logits_are_those_of_the_tool(name, places):
     model = hf.load(places[name])
     for path, x in flatten_dict(nnx.to_pure_dict(nnx.state(model))).items():
@@ -69,7 +72,7 @@ def test_values_and_logits_are_those_of_the_tool(name, places):
     np.testing.assert_allclose(logits, RECORDED[f"{name}/logits"], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", cases(STORED, "nf4 double", "gptq act-order"))
 def test_qlora_stores_the_codes_of_the_file(name, places):
     params = flatten_dict(read_base(built(places[name])))
     embedding, q = params["embedding", "weight"], params["blocks", "attention", "q", "weight"]
@@ -85,6 +88,7 @@ def test_qlora_stores_the_codes_of_the_file(name, places):
                 np.testing.assert_allclose(reference.sample(w.T), recorded(name, path, layer), rtol=0, atol=2e-7)
 
 
+@pytest.mark.exhaustive
 def test_qlora_trains_from_the_logits_of_the_decoded_weights(places, tmp_path):
     raw = {"name": "x", "model": {"hf": str(places["packed"])}, "adapter": {"kind": "qlora", "rank": 2}}
     raw |= {"data": {"sequence_length": 8}, "batch": {"global_size": 2}, "train": {"steps": 1}, "output": str(tmp_path)}

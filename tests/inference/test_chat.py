@@ -102,6 +102,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return ended.value.code, out, err
 
 
+@pytest.mark.exhaustive
 def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     """A prompt, a file of them, a conversation, an evaluation: of a Hugging Face directory."""
     some = ("--tokens", "4", "--temperature", "0")

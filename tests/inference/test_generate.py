@@ -11,6 +11,7 @@ from jaxmem.errors import UserError
 from jaxmem.inference.generate import Conversation, DecodingState, Generator
 from jaxmem.step import program
 from tests.support.generation import generate
+from tests.support.tiers import cases
 
 PROMPT = np.arange(40, 49)
 
@@ -57,6 +58,7 @@ def test_a_mesh_says_the_same(alone):
     assert list(generate(split, params, PROMPT, 8)) == list(generate(*alone, PROMPT, 8))
 
 
+@pytest.mark.exhaustive
 def test_rows_and_heads_of_the_cache_lie_over_the_devices(alone):
     read, prompts = DecodingState(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
     together = list(Generator(*built({"fsdp": 2, "tensor": 2}, 4)).extend(read, prompts, 4))
@@ -74,7 +76,7 @@ def test_it_stops_after_the_end_token(alone):
     assert list(generate(*alone, PROMPT, 4, end=first)) == [first]
 
 
-@pytest.mark.parametrize("kept", ["full", "int8"])
+@pytest.mark.parametrize("kept", cases(["full", "int8"], "int8"))
 def test_memory_is_that_of_one_layer_and_one_cache(kept):
     """Of one more token and of a chunk: what lies beside the cache is the same at any depth, and is no second one."""
     room, one_layer = 4096, 2 * 4096 * 2 * 8 * 4

@@ -1,5 +1,7 @@
 """Every implementation of attention against float64, forward and gradients; what it refuses."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,13 @@ from hypothesis import strategies as st
 from jaxmem.kernels import attention, fused_attention
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, arguments
 from tests.kernels.exact import CASES, TAKES, WAYS, assert_close, drawn, exact, run, with_segments
+from tests.support.tiers import cases, exhaustive
 
 RAN: set[tuple[str, str]] = set()
+FAST = [*(("blockwise", case) for case in CASES), *((way, case) for way in WAYS for case in ("causal", "everything"))]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "case"), cases(itertools.product(WAYS, CASES), *FAST))
 def test_forward_and_gradients_equal_float64(way, case):
     shape, options = CASES[case]
     options = with_segments(shape, options)
@@ -29,6 +32,7 @@ def test_forward_and_gradients_equal_float64(way, case):
     RAN.add((way, case))
 
 
+@pytest.mark.exhaustive
 def test_every_implementation_ran_every_case():
     """A gradient test that was skipped, or an implementation that the table forgot, does not count as passed."""
     assert {(way, case) for way in WAYS for case in CASES} == RAN
@@ -37,7 +41,7 @@ def test_every_implementation_ran_every_case():
 
 @settings(max_examples=3)
 @given(st.data())
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "reference"])
+@pytest.mark.parametrize("way", cases((way for way in WAYS if way != "reference"), "triton"))
 def test_drawn_calls_equal_float64(way, data):
     draw = data.draw
     kv_heads, groups = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -98,7 +102,7 @@ def test_scores_of_ten_thousand(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", exhaustive("float16")])
 def test_half_precision_is_as_good_as_its_rounding(way, dtype):
     shape = (1, 96, 96, 2, 1, 16)
     arrays = drawn(shape, dtype=dtype)
@@ -166,7 +170,7 @@ def test_mosaic_names_what_it_does_not_support(monkeypatch):
         attention(half, half, half, implementation="mosaic")
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, exhaustive(96), exhaustive(128), 256])
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("mosaic")])
 def test_mosaic_takes_heads_of_every_width(way, dim):
     """Each as it lies in shared memory, and several blocks of keys; of the backward pass the widest is another's."""

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, blockwise
 from tests.kernels.exact import TAKES, WAYS, drawn, with_segments
+from tests.support.tiers import cases
 
 # ---------------------------------------------------------------- what it holds
 
@@ -89,7 +90,7 @@ def test_batch_and_heads_split_over_devices(way, monkeypatch):
     assert all(x.is_equivalent_to(by_head, 4) for x in (compiled.output_shardings[0], *compiled.output_shardings[2:5]))
 
 
-@pytest.mark.parametrize("way", [name for name in IMPLEMENTATIONS if name != "cudnn"])
+@pytest.mark.parametrize("way", cases((name for name in IMPLEMENTATIONS if name != "cudnn"), "mosaic"))
 def test_each_device_its_own_batch_and_heads(way):
     """What XLA cannot cut by itself is called on each device's part."""
     shape = (4, 40, 40, 4, 2, 8)

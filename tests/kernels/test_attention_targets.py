@@ -17,18 +17,20 @@ from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
+from tests.support.tiers import cases
 
 LENGTH, HEADS = 2048, 4
 EVERYTHING = {"causal": True, "window": 900, "soft_cap": 30.0, "segments": True}
 # One GPU of each compute capability: 8.0, 8.6, 8.9, 9.0, 10.0, 12.0. The third, with 99 KB of shared memory, for each
 # width of head.
+HOPPER = ("triton", "h100-80gb", 128, "bfloat16", {"causal": True})
 CASES = [
     ("triton", "a100-40gb", 128, "bfloat16", EVERYTHING),
     ("triton", "a6000-48gb", 64, "bfloat16", {}),
     ("triton", "rtx4090-24gb", 64, "float16", EVERYTHING),
     ("triton", "rtx4090-24gb", 256, "bfloat16", {}),
     ("triton", "rtx4090-24gb", 64, "float32", {"causal": True}),
-    ("triton", "h100-80gb", 128, "bfloat16", {"causal": True}),
+    HOPPER,
     ("triton", "b200-180gb", 64, "bfloat16", {}),
     ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
@@ -69,7 +71,9 @@ def compiled(implementation, target, dim, dtype, options, folder):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "target", "dim", "dtype", "options"), CASES, ids=[" ".join(map(str, case[:4])) for case in CASES]
+    ("implementation", "target", "dim", "dtype", "options"),
+    cases(CASES, HOPPER),
+    ids=[" ".join(map(str, case[:4])) for case in CASES],
 )
 def test_it_fits_each_gpu(implementation, target, dim, dtype, options, tmp_path):
     made, sources = compiled(implementation, target, dim, dtype, options, tmp_path)
@@ -93,7 +97,7 @@ def test_it_fits_each_gpu(implementation, target, dim, dtype, options, tmp_path)
         assert not any(stores), said
 
 
-@pytest.mark.parametrize(("dim", "dtype", "options"), MOSAIC)
+@pytest.mark.parametrize(("dim", "dtype", "options"), cases(MOSAIC, MOSAIC[0]))
 def test_mosaic_fits_hopper(dim, dtype, options, tmp_path, monkeypatch, capfd):
     """What its compiler says of registers; shared memory it refuses to exceed."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")

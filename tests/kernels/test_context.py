@@ -1,5 +1,7 @@
 """Attention of a sequence sharded over devices: the same as on one device, in values and gradients."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import context, cudnn, ring
 from tests.kernels.test_cudnn import emulated
+from tests.support.tiers import cases, exhaustive
 
 DEVICES, TIME = 4, 64
 SHARDED = P(None, "c")
@@ -66,27 +69,33 @@ def check(method, arrays, ids, atol=1e-5, **options):
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=atol)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("ring", {}),
-        *[("ring", {"window": window}) for window in (1, 20, 37, 1000)],
-        ("ulysses", {}),
-        ("ulysses", {"window": 20}),
-        ("all_gather", {}),
-    ],
+    ("method", "window", "packed"),
+    cases(
+        [
+            *itertools.product(["ring"], [None, 1, 20, 37, 1000], [False, True]),
+            *itertools.product(["ulysses"], [None, 20], [False, True]),
+            *itertools.product(["all_gather"], [None], [False, True]),
+        ],
+        ("ring", None, True),
+        ("ring", 20, False),
+        ("ulysses", None, False),
+        ("all_gather", None, True),
+    ),
 )
-def test_it_is_attention(method, options, packed):
+def test_it_is_attention(method, window, packed):
+    options = {} if window is None else {"window": window}
     check(method, drawn(4, 2), documents() if packed else None, soft_cap=2.0, **options)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 3), (4, 1), (8, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [exhaustive(12, 3), (4, 1), exhaustive(8, 8)])
 def test_ulysses_repeats_kv_heads_that_are_fewer_than_devices(heads, kv_heads):
     check("ulysses", drawn(heads, kv_heads), documents())
 
 
-@pytest.mark.parametrize(("method", "packed"), [("ring", False), ("all_gather", False), ("ulysses", True)])
+@pytest.mark.parametrize(
+    ("method", "packed"), [("ring", False), exhaustive("all_gather", False), exhaustive("ulysses", True)]
+)
 def test_cudnn_computes_blocks_of_keys_and_shares_of_heads(method, packed, monkeypatch):
     """The gradients of a block of keys come from the output and the log-sum-exp of all keys."""
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)

@@ -17,6 +17,7 @@ from jaxmem.kernels.fused_attention.support import Request, choose, refusal
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
+from tests.support.tiers import exhaustive
 
 # One GPU of each compute capability.
 TARGETS = {
@@ -118,12 +119,12 @@ ROWS = np.array([[1] * 5 + [2] * 11 + [3] * 8, [1] * 24, [1] * 3 + [2] * 9 + [0]
 @pytest.mark.parametrize(
     ("heads", "options", "workspace"),
     [
-        ((2, 2), {"causal": True}, 2**30),
-        ((4, 2), {"causal": True}, 2**30),
+        exhaustive((2, 2), {"causal": True}, 2**30),
+        exhaustive((4, 2), {"causal": True}, 2**30),
         ((4, 2), {"causal": True}, 50_000),  # a key head and its query heads at once
-        ((4, 2), {"causal": True}, 1),  # a query head at once
+        exhaustive((4, 2), {"causal": True}, 1),  # a query head at once
         ((2, 1), {"causal": True, "window": 4}, 2**30),
-        ((2, 2), {"scale": 0.2}, 2**30),
+        exhaustive((2, 2), {"scale": 0.2}, 2**30),
     ],
 )
 def test_documents_by_offsets_equal_documents_by_mask(heads, options, workspace, monkeypatch):
@@ -225,7 +226,10 @@ def test_a_measurement_comes_first_and_a_failure_goes_to_the_next(monkeypatch):
     assert (one.implementation, "it is off by 3" in one.why) == ("mosaic", True)
 
 
-@pytest.mark.parametrize(("capability", "packed"), [(80, False), (89, False), (90, True), (100, True), (120, False)])
+@pytest.mark.parametrize(
+    ("capability", "packed"),
+    [exhaustive(80, False), (89, False), (90, True), exhaustive(100, True), exhaustive(120, False)],
+)
 def test_it_compiles_for_each_gpu(capability, packed):
     """Without cuDNN: XLA's two calls, their FLOPs, and the workspace of the backward pass."""
     batch, time, heads, kv_heads, dim = 2, 512, 4, 2, 128

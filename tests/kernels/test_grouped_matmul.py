@@ -1,5 +1,6 @@
 """Rows with the weights of their group: equal to float64 by definition, with memory that does not grow with groups."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from jaxmem.kernels.grouped_matmul import map_chunks, map_groups, sort_rows, sum
 from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
 from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
 from jaxmem.quant import quantize
+from tests.support.tiers import cases
 
 CASES = {  # rows, choices of each, groups, inputs, outputs; some groups have no rows
     "several": (40, 2, 4, 8, 6),
@@ -36,8 +38,9 @@ def arrays(case):
     return chosen, floats, rng.standard_normal((rows, outputs)), rng.standard_normal((groups, inputs, outputs))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "parts"), cases(itertools.product(CASES, [1, 2]), ("empty groups", 1), ("several blocks", 2))
+)
 def test_results_and_gradients_are_those_of_float64(case, parts):
     chosen, (x, w, shares), g, frozen = arrays(case)
 
@@ -130,7 +133,7 @@ FUSED = {  # rows, choices, groups, inputs, outputs, dtype, format; the last row
 }
 
 
-@pytest.mark.parametrize("case", FUSED)
+@pytest.mark.parametrize("case", cases(FUSED, "bfloat16", "nf4"))
 def test_the_fused_matmul_equals_float64(case):
     """Rows read through their index, biases, and gradients of all arguments."""
     rows, choices, count, inputs, outputs, dtype, form = FUSED[case]

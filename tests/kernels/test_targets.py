@@ -28,6 +28,7 @@ from jaxmem.planning.compile import without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
+from tests.support.tiers import cases, exhaustive
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 # One GPU of each compute capability: 8.0, 8.6, 8.9, 9.0, 10.0, 12.0.
@@ -95,11 +96,15 @@ def compiled(ways, form, target, options):
 
 @pytest.mark.parametrize(
     ("form", "target"),
-    [
-        *(("nf4", target) for target in TARGETS),  # every kernel
-        *(("int8", target) for target in ("a100-40gb", "rtx4090-24gb", "b200-180gb")),
-        *(("int4", target) for target in ("h100-80gb", "rtx5090-32gb")),
-    ],
+    cases(
+        [
+            *(("nf4", target) for target in TARGETS),  # every kernel
+            *(("int8", target) for target in ("a100-40gb", "rtx4090-24gb", "b200-180gb")),
+            *(("int4", target) for target in ("h100-80gb", "rtx5090-32gb")),
+        ],
+        ("nf4", "h100-80gb"),
+        ("int4", "rtx5090-32gb"),
+    ),
 )
 def test_every_kernel_fits_each_gpu(form, target, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
@@ -114,7 +119,7 @@ def test_every_kernel_fits_each_gpu(form, target, tmp_path, monkeypatch):
     assert total_flops(module) == pytest.approx(2 * 2 * TOKENS * INPUTS * OUTPUTS, rel=1e-6)
 
 
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[-1]])
+@pytest.mark.parametrize("target", [TARGETS[0], exhaustive(TARGETS[-1])])
 def test_plain_jax_compiles_for_each_gpu(target):
     ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
     assert ways == {"reference", "sliced"}
@@ -149,6 +154,7 @@ def test_the_product_holds_no_weight():
     assert held(both, *shapes) < 1.1 * copies < 0.1 * (2 * inputs * outputs)
 
 
+@pytest.mark.exhaustive
 def test_triton_says_what_has_no_room(monkeypatch):
     """160 KB and more, on a card of 99 and on one of 227."""
     monkeypatch.setitem(flash.BLOCKS, ("triton", "forward"), {(2, 128): BlockSizes(128, 128, 8, 3)})
@@ -177,11 +183,15 @@ def grouped(x, chosen, g, weight):
 
 @pytest.mark.parametrize(
     ("form", "dtype", "target"),
-    [
-        *((None, "bfloat16", target) for target in TARGETS),
-        (None, "float32", "rtx4090-24gb"),
-        *(("nf4", "bfloat16", target) for target in ("rtx4090-24gb", "b200-180gb")),
-    ],
+    cases(
+        [
+            *((None, "bfloat16", target) for target in TARGETS),
+            (None, "float32", "rtx4090-24gb"),
+            *(("nf4", "bfloat16", target) for target in ("rtx4090-24gb", "b200-180gb")),
+        ],
+        (None, "bfloat16", "h100-80gb"),
+        ("nf4", "bfloat16", "rtx4090-24gb"),
+    ),
 )
 def test_grouped_matmuls_fit_each_gpu(form, dtype, target, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))

@@ -62,6 +62,7 @@ def steps():
     return found
 
 
+@pytest.mark.exhaustive
 def test_intermediates_exist_for_one_chunk(steps):
     whole, chunks = (steps[tokens].memory_analysis().temp_size_in_bytes for tokens in (TOKENS, CHUNK))
     hidden = 4 * TOKENS * HIDDEN * 4  # of all tokens of a device

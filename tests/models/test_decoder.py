@@ -13,6 +13,7 @@ from jaxmem.config import load_config
 from jaxmem.models import Decoder, Execution
 from jaxmem.models.layers import dropout
 from jaxmem.stack import StackOptions
+from tests.support.tiers import cases, exhaustive
 
 
 def preset(name, **fields):
@@ -82,11 +83,11 @@ def test_packed_documents_do_not_attend_to_each_other():
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"window": 4},
+        exhaustive({}),
+        exhaustive({"window": 4}),
         {"qk_norm": True, "attention_bias": True},
-        {"tie_embeddings": True},
-        {"kv_heads": 4},
+        exhaustive({"tie_embeddings": True}),
+        exhaustive({"kv_heads": 4}),
         {
             "window": 3,
             "layer_types": ("sliding_attention", "full_attention"),
@@ -132,7 +133,7 @@ def gradient(remat):
     return jax.jit(jax.grad(loss))(network.params)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", cases(["full", "dots"], "full"))
 def test_recompute_does_not_change_gradients(remat):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max())),

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxmem.config.networks import Decoder
 from jaxmem.models.experts import Experts
 from jaxmem.models.network import STATISTICS
+from tests.support.tiers import exhaustive
 
 EMBED, MLP = 16, 24
 
@@ -55,9 +56,9 @@ def defined(model, x, keep=None):
     "settings",
     [
         {},
-        {"renormalize": False, "shared": 20},
-        {"top_k": 4},
-        {"count": 1, "top_k": 1},
+        exhaustive({"renormalize": False, "shared": 20}),
+        exhaustive({"top_k": 4}),
+        exhaustive({"count": 1, "top_k": 1}),
         {"mlp_bias": True, "activation": "swiglu_clamped"},
     ],
 )

@@ -14,6 +14,7 @@ from jaxmem.config import Convnet, Mlp, Vit
 from jaxmem.models import Execution, build, image_networks
 from jaxmem.sharding import make_rules
 from jaxmem.stack import StackOptions
+from tests.support.tiers import cases, exhaustive
 
 VIT = Vit(layers=2, embed=16, mlp=24, heads=2)
 CONVNET = Convnet(stages=(8, 16), blocks=2)
@@ -67,13 +68,13 @@ def differs(a, b, by=1e-3):
     "cfg",
     [
         VIT,
-        changed(VIT, image_size=12, channels=3, patch=3, outputs=7),
+        exhaustive(changed(VIT, image_size=12, channels=3, patch=3, outputs=7)),
         CONVNET,
-        changed(CONVNET, image_size=12, channels=3, stages=(8,), outputs=7),
+        exhaustive(changed(CONVNET, image_size=12, channels=3, stages=(8,), outputs=7)),
         changed(CONVNET, image_size=9, stages=(8, 16, 4), blocks=1, outputs=1),  # 9, 4, 2 pixels
         MLP,
-        changed(MLP, image_size=5, channels=3, outputs=7),
-        changed(MLP, inputs="one_hot"),
+        exhaustive(changed(MLP, image_size=5, channels=3, outputs=7)),
+        exhaustive(changed(MLP, inputs="one_hot")),
         changed(MLP, inputs="embedding", categories=20, channels=2, outputs=1),
     ],
     ids=lambda cfg: cfg.family,
@@ -131,8 +132,10 @@ def gradient(cfg, remat):
 DEEP = [changed(VIT, layers=5), Convnet(stages=(8,), blocks=5), changed(MLP, layers=5, dropout=0.3)]
 
 
-@pytest.mark.parametrize("cfg", DEEP, ids=lambda cfg: cfg.family)
-@pytest.mark.parametrize(("remat", "share"), [("full", 0.7), ("dots", 1.0)])
+@pytest.mark.parametrize(
+    ("cfg", "remat", "share"),
+    cases(((cfg, *way) for cfg in DEEP for way in (("full", 0.7), ("dots", 1.0))), (DEEP[-1], "full", 0.7)),
+)
 def test_recompute_saves_memory_and_does_not_change_gradients(cfg, remat, share):
     (plain, expected), (frugal, found) = gradient(cfg, "none"), gradient(cfg, remat)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(expected))

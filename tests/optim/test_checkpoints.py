@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
@@ -33,6 +34,7 @@ def shapes_and_axes():
     return {**states, "coded": coded}, {**axes, "coded": stored_axes(dict.fromkeys(coded, AXES["up"]), coded)}
 
 
+@pytest.mark.exhaustive
 def test_states_and_weights_move_between_meshes(tmp_path):
     shapes, axes = shapes_and_axes()
     draw = np.random.default_rng(0)

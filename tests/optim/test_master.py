@@ -10,6 +10,7 @@ from jaxmem import optim
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.step import program
 from tests.step.conftest import Trained, config
+from tests.support.tiers import cases
 
 MIXED = {"parameters": "bfloat16", "master": "float32"}
 
@@ -53,7 +54,7 @@ def alone() -> Trained:
     return Trained(config(precision=MIXED))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", cases([0, 1, 2, 3], 2))
 def test_every_stage_learns_what_one_device_learns(zero: int, alone: Trained) -> None:
     """To the rounding of gradients to bfloat16, which each stage adds up in its own order."""
     split = Trained(config(precision=MIXED, mesh={"fsdp": 4}, zero=zero), 4, begin=alone)

@@ -16,6 +16,7 @@ from jaxmem.quant import QTensor
 from jaxmem.step import program
 from tests.optim.conftest import gradients, normal, updates
 from tests.step.conftest import config
+from tests.support.tiers import exhaustive
 
 EIGHT = {"adamw8bit": 2.04, "adamw4bit": 1.07, "lion8bit": 1.02, "momentum8bit": 1.02}
 
@@ -93,7 +94,9 @@ def test_blocks_that_do_not_divide_work():
     np.testing.assert_allclose(said["w"], np.sign(g["w"]), atol=1e-3)
 
 
-@pytest.mark.parametrize("axes", [("layer", "embed", "mlp"), ("layer", "mlp", "embed"), ("vocab", "embed")])
+@pytest.mark.parametrize(
+    "axes", [("layer", "embed", "mlp"), exhaustive(("layer", "mlp", "embed")), exhaustive(("vocab", "embed"))]
+)
 def test_no_whole_leaf_is_decoded(axes):
     """Compiled for a GPU: beside weights, gradients and state no more than a layer, or a part, in float32."""
     target = parse_target("h100-80gb:1")

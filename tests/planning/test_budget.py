@@ -72,6 +72,7 @@ def test_the_last_that_fits_is_found_in_few_tries(slope: float, beside: int) -> 
         assert len(tried) <= 5
 
 
+@pytest.mark.exhaustive
 def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
     """Compiled for a GPU; what comes out is the config of a run."""
     target = "h100-80gb"

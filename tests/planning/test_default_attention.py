@@ -51,6 +51,7 @@ def test_packed_rows_on_each_gpu():
     assert chosen == {name: "cudnn" if kernel == CUDNN else "triton" for name, kernel in PACKED.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gpu", ["rtx4090-24gb", "h100-80gb"])
 def test_the_kernels_of_packed_rows(gpu):
     plan = jaxmem.plan(config(**SECTIONS), f"{gpu}:2")

@@ -73,6 +73,7 @@ def test_what_xla_refuses_is_said(lowered: Lowered, monkeypatch: pytest.MonkeyPa
         compile_elsewhere(lowered)
 
 
+@pytest.mark.exhaustive
 def test_frozen_matrices_that_stages_share_are_drawn_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA fails to compile the loop over slices of a matrix if the matrix has shards in host memory."""
     monkeypatch.setattr(vocab_slices, "SLICE_SIZE", 1024)

@@ -110,6 +110,7 @@ print(json.dumps([list(planned.sizes.values()), [getattr(held, name) for name in
 """
 
 
+@pytest.mark.exhaustive
 def test_machine_code_without_any_cuda_of_the_system(tmp_path: Path) -> None:
     """The wheels bring all that it takes: each assembler that runs meanwhile is theirs, and some make code. A plan,
     which makes none, says the same bytes."""

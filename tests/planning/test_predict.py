@@ -11,6 +11,7 @@ from jaxmem.planning.predict import estimate
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
+from tests.support.tiers import cases, exhaustive
 
 from .conftest import config, plan_here
 
@@ -56,7 +57,7 @@ def test_the_state_of_adapters_is_exact() -> None:
     [
         (1, {"memory": {"remat": "full"}, "batch": {"global_size": 16, "accumulate": 2}}),
         (4, {"memory": {"remat": "dots"}, "mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}),
-        (
+        exhaustive(
             4,
             {
                 "memory": {"remat": "full"},
@@ -65,7 +66,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 16, "accumulate": 2},
             },
         ),
-        (
+        exhaustive(
             4,
             {
                 "memory": {"remat": "sqrt"},
@@ -74,7 +75,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 16, "accumulate": 2},
             },
         ),
-        (
+        exhaustive(
             4,
             {
                 "memory": {"remat": "full", "offload": "activations"},
@@ -84,7 +85,7 @@ def test_the_state_of_adapters_is_exact() -> None:
             },
         ),
         # Keys go round, in blocks one after the other; whole logits wait beside the layers.
-        (
+        exhaustive(
             4,
             {
                 "memory": {"remat": "full"},
@@ -92,7 +93,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 2},
             },
         ),
-        (
+        exhaustive(
             4,
             {
                 "memory": {"remat": "full"},
@@ -101,8 +102,8 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 8, "accumulate": 2},
             },
         ),
-        (2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
-        (
+        exhaustive(2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
+        exhaustive(
             4,
             {
                 "memory": {"remat": "sqrt"},
@@ -111,7 +112,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 4},
             },
         ),
-        (
+        exhaustive(
             4,
             {
                 "memory": {"remat": "full"},
@@ -131,6 +132,7 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     assert expected.host - bytes_on_device(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 
 
+@pytest.mark.exhaustive
 def test_an_update_during_the_backward_pass_needs_fewer_bytes_on_stages() -> None:
     """Float32 sums of the gradients of all layers exist also with one micro-batch; with `during`, of one layer."""
     totals = {}
@@ -153,7 +155,7 @@ def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> 
     assert sums <= estimate(built.cfg, "cpu").parts["gradients"] < 1.3 * sums
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", cases(["none", "full"], "none"))
 def test_the_traced_products_are_those_that_run(remat: str) -> None:
     """A whole step's arithmetic from the trace of one row."""
     plan = plan_here(1, memory={"remat": remat})

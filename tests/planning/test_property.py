@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=4)
 @given(sections())
 def test_planned_bytes_are_those_of_real_arrays(sections: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 from tests.support.communication_theory import volume
+from tests.support.tiers import cases, exhaustive
 
 MODEL = {**SMALL, "layers": 5, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}
 LAYOUTS = {
@@ -77,7 +78,7 @@ def sent_by(step):
     return timeline(step.module, TARGET.gpu, TARGET.count, TARGET.per_host)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases(LAYOUTS, "data", "zero-2", "hybrid", "tensor", "stages"))
 def test_messages_are_those_of_theory(name):
     built, step = compiled(name)
     traffic = sent_by(step).traffic
@@ -86,6 +87,7 @@ def test_messages_are_those_of_theory(name):
     assert {kind for kind, one in traffic.items() if one.wire_bytes > SMALLEST * sent} == LAYOUTS[name][-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["data", "hybrid"])
 def test_sums_of_gradients_are_reduced_layer_by_layer_in_the_last_backward_pass(name):
     """Beside kernels, where each is a message of its own: XLA joins those under 30 MiB, and from jax 0.11 on nothing
@@ -119,6 +121,7 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
     assert loops == 4  # forward and backward, in the loop over micro-batches and in the last one
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gpus", ["h100-80gb:8", "a100-80gb:8"])
 def test_gradients_of_a_layer_travel_beside_products(gpus):
     """Also the last that it makes; and on what is older than Hopper, where XLA has to be told."""
@@ -134,6 +137,7 @@ def test_gradients_of_a_layer_travel_beside_products(gpus):
     assert all(one.exposed == 0 for one in in_layers)
 
 
+@pytest.mark.exhaustive
 def test_codes_are_updated_where_they_lie(monkeypatch):
     """Part after part: what is sent are codes, twice, and gradients."""
     monkeypatch.setattr(in_place, "PART_SIZE", 2**12)
@@ -194,9 +198,9 @@ def test_zero_3_gathers_one_layer_at_a_time():
     "sections",
     [
         {},
-        {"train": {"steps": 10, "on_nan": "skip"}},
-        {"memory": {"update": "during"}},
-        {"memory": {"offload": "optimizer"}},
+        exhaustive({"train": {"steps": 10, "on_nan": "skip"}}),
+        exhaustive({"memory": {"update": "during"}}),
+        exhaustive({"memory": {"offload": "optimizer"}}),
     ],
     ids=["after", "on_nan=skip", "during", "offload"],
 )
@@ -212,7 +216,7 @@ def test_new_weights_are_gathered_in_place_of_the_old_ones(sections):
     assert sent == pytest.approx((2 + 4) / 4 * weights * 7 / 8, rel=0.05)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "recursive"])
+@pytest.mark.parametrize("remat", cases(["none", "full", "recursive"], "full"))
 def test_gradients_of_micro_batches_are_added_in_place(remat):
     """One float32 sum, not a second array with the gradients of a micro-batch."""
     cfg = config(

@@ -58,6 +58,7 @@ def test_overrides_reproduce_every_candidate() -> None:
             assert one.cfg.model == cfg.model
 
 
+@pytest.mark.exhaustive
 def test_equivalent_programs_are_one_candidate() -> None:
     found = candidates(config(), TWO, allowed(["mesh", "precision"]))
     idle = [one for one in found if one.cfg.mesh.fsdp == 1 and one.cfg.mesh.context == 1]
@@ -113,6 +114,7 @@ def test_the_given_value_stays_a_choice() -> None:
     assert len(kept) > 1
 
 
+@pytest.mark.exhaustive
 def test_equivalent_sharding_rules_are_one_candidate() -> None:
     """With tensor=1 and replica=1: the stored dimensions of attention and MLP, the logits, and the replicated kinds."""
     space = Space(config(), EIGHT, allowed(["rules"]))

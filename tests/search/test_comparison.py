@@ -48,6 +48,7 @@ def compared(target: Target, progress: Callable[[str], None] = lambda _: None) -
         return compare(make, ("small.yaml", "--batch", "2"), pool, progress)
 
 
+@pytest.mark.exhaustive
 def test_a_list_of_methods_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     target = with_memory("h100-80gb:2", 1 << 20)
     monkeypatch.setattr(fit, "compile_target", lambda _: target)
@@ -59,6 +60,7 @@ def test_a_list_of_methods_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora,lor")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("options", "code"), [((), 3), (("--maximize", "model.layers"), 2), (("--allow", "batch"), 2)])
 def test_the_command_compares_a_list_of_methods(
     options: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -154,6 +156,7 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
     monkeypatch.setattr(nearest, "MAX_SECONDS", float("inf"))
@@ -180,6 +183,7 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no similar config fits" in nearest.suggestions(planned(cfg, 1000))
 
 
+@pytest.mark.exhaustive
 def test_a_slow_setting_is_named() -> None:
     wide = 1 << 40
     slow = config(batch={"global_size": 64, "accumulate": 8}, memory={"remat": "sqrt"})

@@ -64,6 +64,7 @@ def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.Monk
     assert worker.read_answer("x") is None
 
 
+@pytest.mark.exhaustive
 def test_a_command_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def found() -> tuple[Fit, FakeCompilers]:
         return search(config(), target, WORDS, compilers), compilers
 
 
+@pytest.mark.exhaustive
 def test_the_true_best_is_found(found: tuple[Fit, FakeCompilers]) -> None:
     fit, told = found
     truth = {one.cfg: told.truth(one.cfg) for one in fit.trials.all}
@@ -131,6 +132,7 @@ def test_sharding_rules_as_good_as_the_known_ones_are_found() -> None:
     assert for_devices(load_config(poor.model_dump(mode="json"), fit.best.overrides), 8) == fit.best.cfg
 
 
+@pytest.mark.exhaustive
 def test_a_large_vocabulary_is_sharded_and_small_weights_are_replicated() -> None:
     """On a slow network: the rules that the estimates choose also compile to less time and less memory."""
     model = {**SMALL, "vocab": 2**16, "embed": 128, "layers": 1}
@@ -217,6 +219,7 @@ def test_other_phases_count() -> None:
     assert all(one.cfg.memory.remat != "none" for one in fit.front)
 
 
+@pytest.mark.exhaustive
 def test_a_small_space_compiled_whole() -> None:
     """The real compiler on everything: the search, which compiled less, has the same best."""
     cfg = config(batch={"global_size": 2})

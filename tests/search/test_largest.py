@@ -10,6 +10,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.search.candidates import estimated
 from jaxmem.search.largest import UNITS, search_largest
+from tests.support.tiers import exhaustive
 
 from .conftest import FakeCompilers, config, with_memory
 
@@ -17,7 +18,7 @@ from .conftest import FakeCompilers, config, with_memory
 @pytest.mark.parametrize(
     ("key", "value", "factor"),
     [
-        ("model.layers", 7, 1.6),
+        exhaustive("model.layers", 7, 1.6),
         ("data.sequence_length", 384, 0.7),
         ("batch.global_size", 40, 1),
     ],
@@ -60,6 +61,7 @@ def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.exhaustive
 def test_what_may_change_makes_room() -> None:
     """With recomputation and micro-batches allowed, more layers fit, in the config that needs least."""
     limit = int(1.2 * estimated(for_devices(config(), 8), with_memory("h100-80gb:8", 1)).total)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxmem.sharding.weights import PartialStack, StoredWeight
 from jaxmem.stack import StackOptions, apply_stack, stacked
+from tests.support.tiers import cases
 
 LAYERS = 6
 
@@ -30,7 +31,7 @@ def layer(block, x, one, beside):
     return y, jnp.sum(y)
 
 
-@pytest.mark.parametrize("remat", ["none", "sqrt"])
+@pytest.mark.parametrize("remat", cases(["none", "sqrt"], "sqrt"))
 def test_gradients_are_those_of_all_layers_where_they_learn(remat):
     graphdef, state = nnx.split(stacked(Layer, LAYERS, nnx.Rngs(0)))
     params = nnx.to_pure_dict(state)

@@ -54,6 +54,7 @@ def test_only_adapters_move(alone):
     assert alone.built.model.trainable_count < held <= 2 * alone.built.model.trainable_count + 8
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
     memory = {"remat": "full", "mlp_chunk": 5, "head_groups": 2}
     mesh = Trained(both(mesh={"fsdp": 4, "tensor": 2}, memory=memory), devices=8, updates=2, begin=alone)
@@ -63,6 +64,7 @@ def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
         assert path[-1] not in ("a", "b") or parts >= 4, path
 
 
+@pytest.mark.exhaustive
 def test_a_base_in_codes_stays_as_it_is():
     """nf4, constants in codes too, head and embedding included; the loss in slices, boundaries by a schedule."""
     sections = {"memory": {"remat": "sqrt", "loss_chunk": 100}, "mesh": {"fsdp": 2}}
@@ -83,6 +85,7 @@ def test_a_base_in_codes_stays_as_it_is():
     assert kernel.metrics[0] == pytest.approx(trained.metrics[0], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_the_compiled_step_spends_nothing_on_what_stays():
     """No gradient of the base, no state of it, no second copy of it: in bytes, and in the shapes of products."""
     wide = {"vocab": 264, "embed": 64, "mlp": 512, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2}
@@ -124,6 +127,7 @@ def test_an_unknown_target():
         _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).spec.state
 
 
+@pytest.mark.exhaustive
 def test_preferences_are_learnt_on_any_mesh():
     """DPO of adapters, pairs in micro-batches."""
     sections = {

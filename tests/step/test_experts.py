@@ -14,6 +14,7 @@ from jaxmem.errors import UserError
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
+from tests.support.tiers import cases
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264, "mlp": 32}
 EXPERTS = {"count": 4, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
@@ -38,7 +39,7 @@ def alone():
     return Trained(mixture(), updates=2)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases(LAYOUTS, "expert x fsdp x tensor"))
 def test_every_layout_trains_as_one_device(name, alone):
     mesh, zero = LAYOUTS[name]
     trained = Trained(mixture(mesh=mesh, zero=zero), int(np.prod(list(mesh.values()))), updates=2, begin=alone)
@@ -58,13 +59,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases(WAYS, "schedule, chunks"))
 def test_every_way_to_train_has_the_same_losses(way, alone):
     begin = None if "optimizer" in WAYS[way] else alone  # another optimizer has other state
     trained = Trained(mixture(**WAYS[way]), WAYS[way].get("mesh", {}).get("expert", 1), updates=1, begin=begin)
     assert trained.metrics[0] == pytest.approx(alone.metrics[0], rel=2e-5, abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_adapters_that_share_a_and_the_frozen_experts_below_them():
     cfg = mixture(adapter={**ADAPTER, "shared_a": True}, optimizer={"learning_rate": 1e-2}, batch={"global_size": 16})
     only_adapters_change(Trained(cfg, updates=2))
@@ -103,6 +105,7 @@ def gpt_oss():
     return adapters_of(GPT_OSS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "memory"),
     [
@@ -122,6 +125,7 @@ def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
     assert not is_quantized(experts["up"]["bias"])
 
 
+@pytest.mark.exhaustive
 def test_latent_attention_and_shared_experts_train_as_on_one_device():
     one = adapters_of(DEEPSEEK, experts="nf4")
     many = adapters_of(DEEPSEEK, {"expert": 2, "tensor": 2}, begin=one, experts="nf4")
@@ -132,6 +136,7 @@ def test_latent_attention_and_shared_experts_train_as_on_one_device():
 GALORE = {"name": "galore_adamw8bit", "rank": 2, "trainable": ["blocks.mlp.up.*"]}
 
 
+@pytest.mark.exhaustive
 def test_a_low_rank_optimizer_of_sharded_experts():
     trained = Trained(mixture(optimizer=GALORE, batch={"global_size": 16}, mesh={"expert": 2, "fsdp": 2}, zero=1), 4, 2)
     assert trained.metrics[1]["loss"] < trained.metrics[0]["loss"] + 0.1
@@ -151,7 +156,7 @@ LOW_RANK = {
 }
 
 
-@pytest.mark.parametrize("name", [*LOW_RANK, "apollo_mini", "muon"])
+@pytest.mark.parametrize("name", cases([*LOW_RANK, "apollo_mini", "muon"], "galore", "muon"))
 def test_the_update_of_an_expert_depends_on_its_gradient_alone(name):
     scale, g = getattr(optim, f"scale_by_{name}"), jax.random.normal(jax.random.key(0), (2, 3, 64, 48))
     settings = [LOW_RANK[name](rank=4)] if name in LOW_RANK else []
@@ -166,7 +171,7 @@ def test_the_update_of_an_expert_depends_on_its_gradient_alone(name):
     assert not np.array_equal(first[1, 2], second[1, 2])
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "adam_mini"])
+@pytest.mark.parametrize("name", cases(["muon", "adafactor", "adam_mini"], "muon"))
 def test_optimizers_treat_each_expert_as_a_matrix(name):
     """As a stack of layers with the same matrices."""
     scale, g = getattr(optim, f"scale_by_{name}"), jax.random.normal(jax.random.key(0), (2, 3, 64, 48))
@@ -233,6 +238,7 @@ MIXED_WAYS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", MIXED_WAYS)
 def test_layers_of_two_kinds_train_as_on_one_device(way, mixed_alone):
     sections = MIXED_WAYS[way]

@@ -11,6 +11,7 @@ from jaxmem.errors import UserError
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.step import host_placement, program
 from tests.step.conftest import SMALL, Trained, config
+from tests.support.tiers import cases
 
 # The output projection and attention learn, the embedding and the MLPs stay.
 SOME = {
@@ -25,7 +26,7 @@ def usual():
     return Trained(config(**SOME), devices=8)
 
 
-@pytest.mark.parametrize("update", ["after", "during"])
+@pytest.mark.parametrize("update", cases(["after", "during"], "during"))
 def test_the_training_is_the_same(usual, update, tmp_path):
     """In slices of tables, and a layer ahead."""
     memory = {"offload": AWAY, "update": update, "remat": "full", "loss_chunk": 64}
@@ -52,6 +53,7 @@ def assert_kept(trained, directory):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive
 def test_bytes_leave_the_device():
     """Of GPUs that are not here, with the places written into the program."""
     wide = {**SMALL, "preset": "tiny", "vocab": 2048, "embed": 128, "mlp": 1024, "layers": 4}

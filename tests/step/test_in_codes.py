@@ -72,6 +72,7 @@ def test_a_gradient_is_that_of_the_values(alone):
     assert alone.metrics[0]["gradient_norm"] == pytest.approx(float(optim.global_norm(grads)), rel=1e-2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("zero", "mesh", "kernel"),
     [(3, {"stage": 2, "fsdp": 2, "tensor": 2}, "none"), (1, {"stage": 2, "fsdp": 2}, "triton")],

@@ -75,6 +75,7 @@ def test_experts(capability, overrides, chosen, why):
     assert "memory.experts" not in kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability, "")
 
 
+@pytest.mark.exhaustive
 def test_the_kernels_of_an_update():
     """8-bit Adam's moments and int8 weights, on two GPUs."""
     cfg = config(

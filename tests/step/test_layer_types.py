@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from tests.step.conftest import SMALL, Trained, config
+from tests.support.tiers import cases
 
 MODEL = {
     "preset": "gemma3-1b",
@@ -36,7 +37,7 @@ def alone(name):
     return Trained(config(model=MODEL, **BATCH, **({"lora": LORA, "int8": INT8}.get(name, {}))), updates=2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases(WAYS, "fsdp"))
 def test_every_way_learns_what_one_device_learns(way):
     base, sections, devices = WAYS[way]
     reference = alone(way if base else "")

@@ -17,6 +17,7 @@ from jaxmem.sharding import Axis, Layout, layout_for, make_rules
 from jaxmem.sharding.leaves import Derived, state_axes
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
+from tests.support.tiers import cases, exhaustive
 
 # Every way by itself, and every two axes together in some row.
 LAYOUTS = {
@@ -111,7 +112,7 @@ def alone():
     return Trained(dropping(), updates=2)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases(LAYOUTS, "zero-1", "fsdp", "stage x replica x tensor", "context x tensor"))
 def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
@@ -145,7 +146,9 @@ def test_state_is_born_where_it_lies():
 
 
 @pytest.mark.parametrize(
-    ("tied", "mesh"), [(False, {"fsdp": 2, "context": 2, "tensor": 2}), (True, {"tensor": 8})], ids=["own", "tied"]
+    ("tied", "mesh"),
+    [exhaustive(False, {"fsdp": 2, "context": 2, "tensor": 2}), (True, {"tensor": 8})],
+    ids=["own", "tied"],
 )
 def test_a_vocabulary_that_does_not_divide_is_padded(tied, mesh):
     """In the computation only: weights, counts and logits are those of one device, and so is what is restored."""

@@ -81,6 +81,7 @@ def test_a_layer_alone_is_rounded_as_among_all():
     np.testing.assert_array_equal(every[2].astype(jnp.float32), alone.astype(jnp.float32))
 
 
+@pytest.mark.exhaustive
 def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
     bfloat16 = {"precision": {"parameters": "bfloat16", "rounding": "stochastic"}}
     alone = Trained(config(**bfloat16), updates=1)

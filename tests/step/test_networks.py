@@ -9,6 +9,7 @@ import pytest
 
 from jaxmem.step import program
 from tests.step.conftest import Trained, batch_for, config
+from tests.support.tiers import cases
 
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
 RUNS = {
@@ -39,7 +40,9 @@ def alone(family):
 # Every stage with one family, and every family with stages that lie differently.
 @pytest.mark.parametrize(
     ("family", "zero"),
-    [*(("vit", zero) for zero in range(4)), ("convnet", 1), ("convnet", 3), ("mlp", 0), ("mlp", 3)],
+    cases(
+        [*(("vit", zero) for zero in range(4)), ("convnet", 1), ("convnet", 3), ("mlp", 0), ("mlp", 3)], ("convnet", 3)
+    ),
     indirect=["family"],
 )
 def test_every_zero_learns_what_one_device_learns(family, alone, zero):

@@ -31,6 +31,7 @@ def test_pairs_are_supported_or_refused_in_a_line():
     assert 0 < sum(refused) < len(refused) / 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", ROWS, ids=("quantized", "groups", "context", "many"))
 def test_the_loss_is_that_of_the_plain_config(row):
     assert failure(row) is None

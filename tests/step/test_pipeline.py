@@ -17,6 +17,7 @@ from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.generation import generate
 from tests.support.stages import arranged
+from tests.support.tiers import cases
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
 
@@ -68,7 +69,7 @@ def trained(name):
     return Trained(RUNS[name], devices_of(RUNS[name]), updates=2)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, "layers filled up", "circular x fsdp x tensor"))
 def test_stages_learn_what_one_device_learns(name, alone):
     on_stages = trained(name)
     for mine, theirs in zip(on_stages.metrics, alone.metrics, strict=True):
@@ -79,6 +80,7 @@ def test_stages_learn_what_one_device_learns(name, alone):
     assert built.model.parameter_count == alone.built.model.parameter_count
 
 
+@pytest.mark.exhaustive
 def test_frozen_weights_come_from_the_host():
     """Of quantized layers with adapters, on stages with an identity layer."""
     adapter = {"kind": "qlora", "base": "nf4", "rank": 4, "targets": ["*.q", "*.down"]}
@@ -94,6 +96,7 @@ def test_frozen_weights_come_from_the_host():
         assert len([x for x in there if x.sharding.memory_kind == "pinned_host"]) == len(waiting) > 0
 
 
+@pytest.mark.exhaustive
 def test_what_lies_on_stages_is_used_there(alone):
     """Evaluated, and asked for a text."""
     built = trained("circular x fsdp x tensor").built
@@ -208,6 +211,7 @@ def test_stages_compute_embedding_and_loss_together():
     assert {dims for dims in reduced if len(dims) > 1} <= {(rows, length, embed), (rows, length)}
 
 
+@pytest.mark.exhaustive
 def test_memory_follows_the_stages():
     """With 1F1B more micro-batches take no more memory; with GPipe each one its boundaries."""
     stages, layers, rows, length, embed = 2, 4, 2, 128, 32

@@ -5,6 +5,7 @@ import pytest
 
 from jaxmem.sharding import Axis, layout_for
 from tests.step.conftest import SMALL, Trained, config
+from tests.support.tiers import cases
 
 FIRST = ["tensor", "fsdp", "context"]
 TABLES = {
@@ -33,7 +34,7 @@ def small(**sections):
     return config(**{"model": model, "batch": {"global_size": 8, "accumulate": 2}, **sections})
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", cases(TABLES, "kinds"))
 def test_every_table_learns_what_one_device_learns(name, alone):
     rules, mesh, *more = TABLES[name]
     Trained(small(rules=rules, mesh=mesh, **dict(*more)), 8, updates=2, begin=alone).agrees_with(alone)

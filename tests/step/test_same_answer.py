@@ -14,6 +14,7 @@ def test_losses_are_those_that_were_recorded():
     assert off(losses(config(name)), recorded()[name]) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["kept in host memory", "all together"])
 def test_however_it_is_trained(way):
     """Against what one device was recorded to come to, with nothing saved."""

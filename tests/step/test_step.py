@@ -15,6 +15,7 @@ from jaxmem.errors import UserError
 from jaxmem.step import program
 from jaxmem.step.compiler_options import compiler_options
 from tests.step.conftest import Trained, batch_for, config
+from tests.support.tiers import exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def test_the_seed_matters(plain):
     assert not np.array_equal(plain.first["embedding"]["weight"], other.params["embedding"]["weight"])
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}])
+@pytest.mark.parametrize("mesh", [{}, exhaustive({"fsdp": 2})])
 def test_micro_batches_add_up_to_the_large_batch(mesh, plain):
     """Though their masks keep different numbers of tokens."""
     devices = mesh.get("fsdp", 1)
@@ -98,6 +99,7 @@ def test_every_weight_learns():
         assert not np.array_equal(before, after), path
 
 
+@pytest.mark.exhaustive
 def test_kernels_called_on_each_device_learn_the_same(plain):
     mesh = {"fsdp": 2, "tensor": 2}
     Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=1, begin=plain).agrees_with(plain)
@@ -116,6 +118,7 @@ def test_the_state_is_donated(plain):
     assert all(leaf.is_deleted() for leaf in before)
 
 
+@pytest.mark.exhaustive
 def test_initialising_needs_no_more_than_training():
     cfg = config(model={"preset": "tiny", "layers": 16}, mesh={"fsdp": 4, "tensor": 2})
     built = program(cfg, jax.devices())

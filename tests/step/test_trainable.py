@@ -30,6 +30,7 @@ def test_only_what_is_chosen_moves(alone):
     assert alone.built.model.trainable_count < held <= 2 * alone.built.model.trainable_count + 8
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_does_the_same(alone):
     Trained(frozen(mesh={"fsdp": 4, "tensor": 2}), devices=8, updates=2, begin=alone).agrees_with(alone)
 
@@ -66,6 +67,7 @@ def test_what_cannot_be_chosen():
 SOME = ["blocks[:1].attention.*", "blocks[-1:].mlp.*", "blocks[1:].mlp.up.*", "*norm.scale"]
 
 
+@pytest.mark.exhaustive
 def test_some_layers_learn_on_any_mesh():
     """Of stacks with three layers, each weight in other ones; where groups of rows keep their sums apart, too."""
     own = {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": SOME}

@@ -47,6 +47,7 @@ def test_a_decoder():
     )
 
 
+@pytest.mark.exhaustive
 def test_adapters_and_frozen_weights_in_micro_batches():
     """What is frozen lets gradients through and keeps its bits; who was no number is known by name."""
     cfg = {
@@ -85,10 +86,12 @@ IN_A_TRANSFORMER = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_every_optimizer_is_in_one_of_them():
     assert {*IN_A_DECODER.values(), *IN_A_TRANSFORMER.values()} == set(OPTIMIZERS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("names", "sections", "mesh"),
     [
@@ -139,12 +142,14 @@ def mixed(names, axes):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.exhaustive
 def test_tied_embeddings_clipped_by_the_last_length():
     optimizer = {"name": "adamw", "epsilon": 1e-3, "clip": 5.0, "clip_by": "previous"}
     cfg = {"model": {**MODEL, "tie_embeddings": True}, "optimizer": optimizer}
     agree(cfg, (8, during(cfg, "dots", mesh={"replica": 2, "fsdp": 2, "context": 2}, zero=2)))
 
 
+@pytest.mark.exhaustive
 def test_weights_in_codes():
     """int8 under APOLLO-Mini: the same codes, but where rounding by chance met another last bit; by a kernel of two
     micro-batches."""
@@ -174,6 +179,7 @@ def test_weights_in_codes():
                 np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_several_stacks_with_dropout():
     """In recomputation the same is dropped again; what lies between the stacks is trained too."""
     cfg = {

@@ -15,6 +15,7 @@ from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.weights import Storage, store
 from jaxmem.step.update_in_parts import VocabUpdate
 from tests.optim.conftest import normal, same
+from tests.support.tiers import exhaustive
 
 AXES = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}
 EPSILON = {"epsilon": 1e-3}
@@ -35,12 +36,12 @@ def built(name, own, precision):
 @pytest.mark.parametrize(
     ("name", "own", "precision", "in_slices"),
     [
-        ("adamw", EPSILON, {"parameters": "bfloat16", "rounding": "stochastic"}, True),
+        exhaustive("adamw", EPSILON, {"parameters": "bfloat16", "rounding": "stochastic"}, True),
         ("adafactor", {}, {}, True),
-        ("adam_mini", EPSILON, {}, True),
-        ("adamw8bit", EPSILON, {"parameters": "bfloat16", "master": "remainder8"}, True),
+        exhaustive("adam_mini", EPSILON, {}, True),
+        exhaustive("adamw8bit", EPSILON, {"parameters": "bfloat16", "master": "remainder8"}, True),
         ("apollo", {**EPSILON, "project_embeddings": True}, {}, True),
-        ("apollo_mini", {**EPSILON, "project_embeddings": True}, {"parameters": "int8"}, True),
+        exhaustive("apollo_mini", {**EPSILON, "project_embeddings": True}, {"parameters": "int8"}, True),
         ("galore_adamw", {**EPSILON, "project_embeddings": True}, {}, False),  # needs the gradient whole, and gets it
     ],
 )

@@ -19,6 +19,7 @@ from jaxmem.training.run import run
 ONE = jax.devices()[:1]
 
 
+@pytest.mark.exhaustive
 def test_a_new_classifier_on_a_backbone(tmp_path):
     def config(name, objective, outputs, **sections):
         model = {"family": "mlp", "layers": 1, "embed": 16, "mlp": 16, "outputs": outputs}

@@ -54,6 +54,7 @@ def built(planned):
     return planned.program
 
 
+@pytest.mark.exhaustive
 def test_shorter_rows_learn_what_padding_would_have(built, planned):
     with Loader(built.cfg) as loader:
         short = next(batch for batch in loader if built.bucket(batch) == 16)

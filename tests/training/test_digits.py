@@ -9,6 +9,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.training.run import run
+from tests.support.tiers import exhaustive
 
 VIT = {"family": "vit", "patch": 4, "layers": 1, "embed": 64, "mlp": 128, "heads": 4}
 CONVNET = {"family": "convnet", "stages": [16, 32], "blocks": 1}
@@ -41,11 +42,13 @@ def learn(tmp_path):
 @pytest.mark.parametrize(
     ("model", "steps", "learning_rate", "accuracy"),
     [
-        (VIT, 200, 1e-2, 0.96),  # 0.973 to 0.987
-        (CONVNET, 100, 5e-3, 0.97),  # 0.984 to 0.992
+        exhaustive(VIT, 200, 1e-2, 0.96),  # 0.973 to 0.987
+        exhaustive(CONVNET, 100, 5e-3, 0.97),  # 0.984 to 0.992
         (MLP, 200, 5e-3, 0.97),  # 0.989 to 0.997
-        (MLP | {"inputs": "embedding"}, 200, 1e-2, 0.95),  # 0.968 to 0.976
-        (MLP | {"inputs": "one_hot"}, 150, 2e-3, 0.92),  # 0.925 to 0.954: 17 values a pixel that know no order
+        exhaustive(MLP | {"inputs": "embedding"}, 200, 1e-2, 0.95),  # 0.968 to 0.976
+        exhaustive(
+            MLP | {"inputs": "one_hot"}, 150, 2e-3, 0.92
+        ),  # 0.925 to 0.954: 17 values a pixel that know no order
     ],
     ids=["vit", "convnet", "mlp", "mlp-embedding", "mlp-one-hot"],
 )
@@ -59,7 +62,7 @@ def test_binary(learn):
     assert learn(MLP | {"outputs": 1}, "binary", 200, 5e-3)["accuracy"] >= 0.98
 
 
-@pytest.mark.parametrize(("objective", "loss"), [("regress_l1", 0.3), ("regress_l2", 0.5)])
+@pytest.mark.parametrize(("objective", "loss"), [exhaustive("regress_l1", 0.3), ("regress_l2", 0.5)])
 def test_regress(learn, objective, loss):
     """The digit as a number: always saying 4.5 is wrong by 2.5, by 8.25 squared; 0.18 to 0.20, 0.18 to 0.32."""
     assert learn(MLP | {"outputs": 1}, objective, 200, 5e-3)["loss"] <= loss

@@ -57,6 +57,7 @@ def config(path, **settings):
     }
 
 
+@pytest.mark.exhaustive
 def test_learns_which_text_belongs_to_an_image(tmp_path):
     write(tmp_path / "pairs", 8)
     run = jaxmem.train(config(tmp_path))

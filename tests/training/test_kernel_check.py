@@ -14,6 +14,7 @@ from jaxmem.step.kernel_choice import update_choice
 from jaxmem.training import kernel_check
 from jaxmem.training.kernel_check import checked_kernels, failure
 from tests.kernels.test_cudnn import emulated
+from tests.support.tiers import exhaustive
 
 OPTIMIZER = {"optimizer": {"name": "adamw8bit"}, "train": {"steps": 1}}
 CALL = Request("bfloat16", 4096, 4096, 32, 16, has_segments=True, max_segments=32)
@@ -49,8 +50,12 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
     ("setting", "kind", "module", "function", "output"),
     [
         ("adapter.matmul", "nf4 bfloat16", quantized_matmul.__name__ + ".triton", "of_activations", "gradient"),
-        ("memory.experts", "dense bfloat16", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"),
-        ("memory.experts", "mxfp4 float32", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"),
+        exhaustive(
+            "memory.experts", "dense bfloat16", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"
+        ),
+        exhaustive(
+            "memory.experts", "mxfp4 float32", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"
+        ),
         ("optimizer.kernel", "adamw8bit", quantized_update.__name__ + ".triton", "adam8", "update"),
         ("optimizer.kernel", "int8 weights", quantized_update.__name__ + ".triton", "int8_add", "codes"),
     ],

@@ -58,6 +58,7 @@ def test_what_fits_is_left_alone(plan: Plan) -> None:
     check_fits(plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("a_small_search")
 def test_the_nearest_that_fit_are_named_and_do(
     plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

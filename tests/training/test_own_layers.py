@@ -26,12 +26,14 @@ from tests.training.own_models import (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_transformer_of_flax_equals_a_loop_of_flax(tmp_path):
     losses, _ = hand_written(Transformer, next_token, TOKENS, optax.adamw(1e-2), 3)
     run = jaxmem.train(settings(tmp_path), **LM | {"model": Transformer}, optimizer=optax.adamw(1e-2))
     assert run.metrics["loss"] == pytest.approx(losses[-1], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path):
     as_list = jaxmem.train(settings(tmp_path / "list"), **LM)
     expected = as_list.metrics["loss"]
@@ -50,6 +52,7 @@ def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path):
     assert sizes["full"] < 0.6 * sizes["none"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [
@@ -118,6 +121,7 @@ def applied_in_a_loop(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("calls", "devices"), [(applied_twice, 2), (applied_in_a_loop, 1)])
 def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path, calls, devices):
     """Also where each device accumulates the gradients of its own rows."""

@@ -54,6 +54,7 @@ def test_sharding_changes_no_loss(tmp_path):
         assert kernel.sharding.shard_shape(kernel.shape) == ((16, 16) if name == "zero3" else (128, 16))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [
@@ -79,6 +80,7 @@ def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, cha
     assert own.program.model.trainable_count == built_in.program.model.trainable_count
 
 
+@pytest.mark.exhaustive
 def test_resumes_at_the_next_batch_on_another_mesh(tmp_path):
     jaxmem.train(settings(tmp_path / "two", train={"steps": 2}, optimizer={"schedule": "constant"}), **PARTS)
     resumed = jaxmem.train(
@@ -97,6 +99,7 @@ def test_evaluates_batches_that_training_did_not_see(tmp_path, capsys):
     assert "rows per update" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_own_batches_for_the_loss_of_a_config(tmp_path):
     tokens = np.random.default_rng(1).integers(0, 256, (8, 32)).astype(np.int32)
     raw = settings(tmp_path, model=DECODER, data={"sequence_length": 32}, batch={"global_size": 8})
@@ -125,6 +128,7 @@ def test_an_optax_optimizer_and_other_kinds_of_models(tmp_path):
         assert run.metrics["accuracy"] > 0.8
 
 
+@pytest.mark.exhaustive
 def test_plans_and_searches_for_gpus(tmp_path):
     raw = settings(tmp_path)
     plan = jaxmem.plan(raw, "h100-80gb:8", **PARTS)
@@ -158,6 +162,7 @@ class Mnist(nnx.Module):
         return self.linear2(nnx.relu(self.dropout(self.linear1(x))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [{"mesh": {}}, {}, {"batch": {"global_size": ROWS, "accumulate": 2}, "mesh": {"fsdp": 4, "replica": 2}, "zero": 1}],

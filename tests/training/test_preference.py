@@ -80,6 +80,7 @@ def test_the_loss_is_the_formula(config, chunk):
         assert float(found[0][name]) == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.exhaustive
 def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     """At the beginning model and reference are one: the loss is log 2 in every row."""
     cfg = config()

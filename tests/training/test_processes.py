@@ -60,6 +60,7 @@ def until_step(place: Path, name: str, step: int, started: list[subprocess.Popen
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 def test_processes_come_and_go(place: Path) -> None:
     file = place / "asked.yaml"
 

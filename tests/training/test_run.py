@@ -114,6 +114,7 @@ def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
     assert metrics(first.directory) == before
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_the_steps_asked_for(config):
     result = run(config(train={"steps": 4, "profile": [2, 3]}))
     assert list((result.directory / "profile").rglob("*.xplane.pb"))
@@ -132,6 +133,7 @@ def test_the_best_checkpoint_is_kept(config):
         assert set(checkpoints.steps()) == {best, 8}
 
 
+@pytest.mark.exhaustive
 def test_the_data_may_end_first(config, capsys):
     few = {"epochs": 1, "held_out": 0.78}  # a fifth of the text to train on
     result = run(config(data=few, train={"steps": 10_000, "log_every": 100}, checkpoint={"every": None}))
@@ -209,6 +211,7 @@ def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
         assert checkpoints.latest() == last
 
 
+@pytest.mark.exhaustive
 def test_other_meshes_resume_to_rounding(config):
     """8 devices, then 4 in another order, then 1: the losses of a run that never moved."""
     steady = run(config(name="steady", optimizer={"epsilon": 1e-3}, train={"steps": 9}))
