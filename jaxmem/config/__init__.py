@@ -38,7 +38,7 @@ __getattr__, _ = lazy_names(
     __name__,
     check="check",
     devices="for_devices",
-    explain="json_schema",
+    schema="json_schema",
     load="load_config save_config save_settings",
     presets="PRESETS",
 )

@@ -1,11 +1,13 @@
 """The base class of all sections of a config, and the types of their values."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
-from jaxmem.errors import as_yaml, one_of
+from jaxmem.errors import one_of
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -35,40 +37,43 @@ def setting(default: Any, description: str) -> Any:
     return Field(default, description=description)
 
 
-NOUNS = {
-    "boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text", "null": "null",
-}  # fmt: skip
-LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+# Words of pydantic's messages, and the words for users, who write YAML.
+WORDS = (
+    (r"Input should be (?:a valid )?", ""),
+    (r"dictionary.*", "a mapping"),
+    (r"integer.*|an integer", "a whole number"),
+    (r"^number", "a number"),
+    (r"finite number", "a finite number"),
+    (r"(?:tuple|list)$", "a list"),
+    (r"boolean", "true or false"),
+    (r"string", "text"),
+    (r"None", "null"),
+    (r"greater than or equal to", "at least"),
+    (r"less than or equal to", "at most"),
+    (r"greater than", "above"),
+    (r"less than", "below"),
+    (r"\w+ should have", "have"),
+)
 
 
-def allowed(schema: Mapping[str, Any]) -> str:
-    """The values that a JSON schema allows, in words.
+def must_be(errors: Iterable[ErrorDetails]) -> str:
+    """What pydantic expected in place of a value: the alternatives, if several types were tried.
 
-    >>> allowed({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "null"}]})
-    'auto, a whole number of at least 1 or null'
+    >>> from pydantic import TypeAdapter, ValidationError
+    >>> try: TypeAdapter(Literal["auto", "none"] | Count).validate_python(0, strict=True)
+    ... except ValidationError as error: must_be(error.errors())
+    'auto, none or at least 1'
     """
-    return one_of(dict.fromkeys(_alternatives(schema)))
+    choices: list[str] = []
+    for error in errors:
+        text = error["msg"]
+        for pattern, words in WORDS:
+            text = re.sub(pattern, words, text)
+        choices += literals(error) or [text]
+    return one_of(dict.fromkeys(choices))
 
 
-def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
-    match schema:
-        case {"anyOf": parts}:
-            for part in parts:
-                yield from [part["description"]] if "description" in part else _alternatives(part)
-        case {"enum": words}:
-            yield from map(str, words)
-        case {"const": word}:
-            yield str(word)
-        case {"type": "array", "prefixItems": items}:
-            yield f"a list [{', '.join(map(allowed, items))}]"
-        case {"type": "array", "items": item}:
-            yield f"a {'non-empty ' if 'minItems' in schema else ''}list whose values are {allowed(item)}"
-        case {"type": "object", "additionalProperties": dict() as value}:
-            yield f"a mapping {{text: {allowed(value)}}}"
-        case {"type": kind} if kind in NOUNS:
-            limits = [f"{text} {as_yaml(schema[key])}" for key, text in LIMITS.items() if key in schema]
-            if "minimum" in schema and "maximum" in schema:
-                limits = [f"from {as_yaml(schema['minimum'])} to {as_yaml(schema['maximum'])}"]
-            yield " ".join([NOUNS[kind], *" and ".join(limits).split()])
-        case _:
-            yield "a mapping of keys to values"
+def literals(error: ErrorDetails) -> list[str]:
+    """The texts of which a value must be one; empty for other errors."""
+    keys = {"literal_error": "expected", "union_tag_invalid": "expected_tags"}
+    return re.findall(r"'([^']*)'", error["ctx"][keys[error["type"]]]) if error["type"] in keys else []

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from jaxmem.config.base import allowed
+from jaxmem.config.base import must_be
 from jaxmem.errors import UserError
 
 MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
@@ -72,8 +72,8 @@ def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) 
     checked = _adapter(kind)
     try:
         return checked.validate_python(found)
-    except ValidationError:
-        expected = allowed(checked.json_schema())
+    except ValidationError as error:
+        expected = must_be(error.errors())
         if key not in settings:
             raise UnsupportedError(f"{key} is missing; expected {expected}") from None
         shown = json.dumps(found)

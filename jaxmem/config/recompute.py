@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from jaxmem.config.base import Count, Positive, Section, Texts, setting
 
@@ -78,14 +79,22 @@ class Save(Section):
 # `auto`: planning chooses the fastest policy that fits.
 _PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
 _Policy = Literal[*_PLAIN, "auto"]  # type: ignore[valid-type]
-_Numbered = Annotated[str, Field(pattern=NUMBERED, description="every_K, slots_K")]
+
+
+def _check_number(policy: str) -> str:
+    if re.match(NUMBERED, policy) is None:
+        raise PydanticCustomError("policy", "Input should be every_K or slots_K, with a number K")
+    return policy
+
+
+_Numbered = Annotated[str, AfterValidator(_check_number), WithJsonSchema({"type": "string", "pattern": NUMBERED})]
 Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Memory(Section):
     """Activation checkpointing, offloading, and computation in chunks."""
 
-    remat: _Policy | _Numbered | Annotated[Save, Field(description="{save: [names]}")] = setting(
+    remat: _Policy | _Numbered | Save = setting(
         "none", "activation checkpointing: which activations are recomputed; auto: the fastest policy that fits"
     )
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = setting(
@@ -101,7 +110,7 @@ class Memory(Section):
     experts: Literal["auto", "blockwise", "triton"] = setting(
         "auto", "matmuls of experts: all at once (triton), or one block of tokens after the other, in less memory"
     )
-    budget: Annotated[Positive, Field(description="a number of GiB above 0")] | None = setting(
+    budget: Positive | None = setting(
         None, "memory limit in GiB per device; null: memory of the device minus the reserve"
     )
     spill: Literal["none", "unified"] = setting(
