@@ -2,7 +2,10 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 MAX_LINE_LENGTH = 800  # largest number of characters of a line that is shown completely
 
@@ -29,6 +32,19 @@ class TemporaryError(UserError):
     """The input is valid, but a resource is missing: the same command works as soon as it is available again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h, for schedulers that requeue
+
+
+def results_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
+    """The results of all calls. If some of them raise a UserError: one error with the lines of all."""
+    results, lines = list[Result](), list[str]()
+    for call in calls:
+        try:
+            results.append(call())
+        except UserError as error:
+            lines += str(error).split("\n")
+    if lines:
+        raise UserError("\n".join(dict.fromkeys(lines)))
+    return results
 
 
 def one_of(choices: Iterable[object]) -> str:

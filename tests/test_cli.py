@@ -191,6 +191,12 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
         (["train"], "Missing argument 'CONFIG' (see jaxmem train --help)"),
         (["bench"], "Missing command (see jaxmem bench --help)"),
         (["fit", "llama3-8b", "--write", "."], "--write . is a directory; use the path of a file"),
+        (["plan", "x", "--mesh.fsdp", "4"], "No such option: --mesh.fsdp; write mesh.fsdp=4 (see jaxmem plan --help)"),
+        (["plan", "x", "--mesh.fsdp=4"], "No such option: --mesh.fsdp; write mesh.fsdp=4 (see jaxmem plan --help)"),
+        (
+            ["train", "x", "--max-tokens", "4"],
+            "No such option: --max-tokens; --tokens is an option of jaxmem generate or chat (see jaxmem train --help)",
+        ),
         (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json, --png) (see jaxmem plan --help)"),
         (["plan", "x", "--simulate", "many"], "Invalid value for '--simulate': "),
     ],

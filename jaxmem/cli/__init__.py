@@ -4,6 +4,7 @@ A user's error is one line on standard error and exit code 2; an interrupt is ex
 needs when it runs, so that `jaxmem --help` is fast.
 """
 
+import difflib
 import shutil
 import sys
 import warnings
@@ -81,12 +82,12 @@ def main(arguments: list[str] | None = None) -> None:
         error = as_user_error(raised)
         if not isinstance(error, UserError | typer.TyperException):
             raise
-        print(f"error: {_message(error)}", file=sys.stderr)
+        print(f"error: {_message(error, arguments)}", file=sys.stderr)
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _message(error: UserError | typer.TyperException) -> str:
+def _message(error: UserError | typer.TyperException, arguments: list[str]) -> str:
     """The text of an error; for a wrong command line, with the help command that explains it."""
     if isinstance(error, UserError):
         return str(error)
@@ -94,18 +95,26 @@ def _message(error: UserError | typer.TyperException) -> str:
     text = error.format_message().rstrip(".")
     for pydantic, words in PYDANTIC.items():
         text = text.replace(pydantic, words)
-    if context and (option := getattr(error, "option_name", None)) and "No such option" in text:
-        text += _place_of(option, context)
+    option = getattr(error, "option_name", None) if "No such option" in text else None
+    if context and option and (hint := _place_of(option, context, arguments)):
+        text = f"No such option: {option}; {hint}"
     return text + (f" (see {context.command_path} --help)" if context else "")
 
 
-def _place_of(option: str, context: typer.Context) -> str:
-    """A hint for an option that a command does not have: commands that have it, or a config key of a similar name."""
+def _place_of(option: str, context: typer.Context, arguments: list[str]) -> str:
+    """A hint for an option that a command does not have: the config key that it means, or commands that have it."""
     from jaxmem.config.explain import key_of_option
 
     commands = getattr(context.parent and context.parent.command, "commands", {})
-    having = [name for name, one in commands.items() if any(option in parameter.opts for parameter in one.params)]
-    if having:
-        return f"; {option} is an option of jaxmem {one_of(having)}"
-    has_overrides = any(parameter.name == "overrides" for parameter in context.command.params)
-    return f"{key_of_option(option)}" if has_overrides else ""
+    options = {name: [opt for parameter in one.params for opt in parameter.opts] for name, one in commands.items()}
+    known = {opt for opts in options.values() for opt in opts if opt.startswith("--")}
+    if option not in known and any(parameter.name == "overrides" for parameter in context.command.params):
+        if "." in option:
+            place = next(at for at, argument in enumerate(arguments) if argument.startswith(option))
+            _, _, value = "=".join(arguments[place : place + 2]).partition("=")
+            return f"write {option.lstrip('-')}={value.partition('=')[0] or 'VALUE'}"
+        if hint := key_of_option(option):
+            return hint
+    close = difflib.get_close_matches(option.replace("_", "-"), known, n=1)
+    having = [name for name, opts in options.items() if close and close[0] in opts]
+    return f"{close[0]} is an option of jaxmem {one_of(having)}" if having and context.info_name not in having else ""

@@ -22,14 +22,14 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
     devices."""
     from jaxmem.config import load_config
-    from jaxmem.config.presets import PRESETS
+    from jaxmem.config.presets import preset_of
 
     if (config / "config.yaml").is_file():
         place = config.resolve()
         output = os.path.relpath(place.parent)
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
         config /= "config.yaml"
-    elif (config / "config.json").is_file() or (str(config) in PRESETS and not config.exists()):
+    elif (config / "config.json").is_file() or (not config.exists() and preset_of(str(config))):
         write = f"jaxmem plan {config} --method qlora --write run.yaml"
         raise UserError(f"{config} is a model, not a config; write a config first, such as: {write}")
     elif config.is_dir():

@@ -35,7 +35,7 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
 def key_of_option(option: str) -> str:
     """A hint for an option such as --learning-rate that no command has: the key that it could mean, if there is one."""
     hint = _nearest_key((), option.lstrip("-").replace("-", "_"))
-    return "" if "expected one of" in hint else hint
+    return "" if "expected one of" in hint else hint.removeprefix("; ")
 
 
 def _key(error: ErrorDetails, raw: Mapping[str, Any]) -> Key:

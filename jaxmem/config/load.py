@@ -19,7 +19,7 @@ from jaxmem.config.explain import explain
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import ScriptParts
-from jaxmem.config.presets import PRESETS
+from jaxmem.config.presets import PRESETS, preset_of, refuse_preset
 from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest
@@ -226,9 +226,10 @@ def _expand(raw: dict[str, Any]) -> None:
     model.setdefault("family", "decoder")
     preset = model.get("preset")
     if model["family"] == "decoder" and preset is not None:
-        if not isinstance(preset, str) or preset not in PRESETS:
-            raise UserError(f"model.preset={as_yaml(preset)} is unknown{nearest(preset, PRESETS)}")
-        raw["model"] = _merge(PRESETS[preset], model)
+        known = preset_of(str(preset))
+        if known is None:
+            refuse_preset(str(preset), f"model.preset={as_yaml(preset)} is unknown")
+        raw["model"] = _merge(PRESETS[known], {**model, "preset": known})
     for section in ("model", "adapter"):
         own = raw.get(section)
         if isinstance(own, dict) and isinstance(own.get("hf"), str):

@@ -17,7 +17,7 @@ from jaxmem.config.hub import is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import OwnBatches, Parts, ScriptParts, passes_execution
-from jaxmem.config.presets import PRESETS
+from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, nearest
 
@@ -98,7 +98,7 @@ def is_model(source: RunSource) -> bool:
     if not isinstance(source, str | os.PathLike):
         return False
     path = Path(source)
-    is_preset = str(source) in PRESETS and not path.exists()
+    is_preset = preset_of(str(source)) is not None and not path.exists()
     return (path / "config.json").is_file() or is_preset or is_id(str(source))
 
 
@@ -127,9 +127,8 @@ def run_config(
     elif is_model(source):
         source = _new_run(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
-        raise UserError(
-            f"{source} is neither a YAML file, a Hugging Face directory nor a preset{nearest(str(source), PRESETS)}"
-        )
+        problem = f"{source} is neither a YAML file, a Hugging Face model (a directory or org/name) nor a preset"
+        refuse_preset(str(source), problem)
     elif isinstance(source, str | os.PathLike) and Path(source).is_dir():
         saved = Path(source) / "config.yaml"
         use = saved if saved.is_file() else "a YAML file or a Hugging Face directory"
@@ -169,16 +168,16 @@ def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
 
 def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
     """A run of a preset, or one that fine-tunes a Hugging Face model."""
-    is_preset = model in PRESETS
+    preset = None if Path(model).exists() else preset_of(model)
     run: dict[str, Any] = {
-        "name": re.sub(r"[^\w.-]", "-", Path(model).resolve().name).lstrip(".-") or "model",
-        "model": {"preset" if is_preset else "hf": model},
+        "name": preset or re.sub(r"[^\w.-]", "-", Path(model).resolve().name).lstrip(".-") or "model",
+        "model": {"preset": preset} if preset else {"hf": model},
         "data": {"sequence_length": DEFAULT_SEQUENCE_LENGTH},
         "batch": {"global_size": devices},
         "mesh": {"fsdp": -1},
         "memory": {"remat": "full"},
     }
-    if not is_preset:
+    if preset is None:
         longest = read_json(Path(local_directory(model, "model.hf"), "config.json")).get("max_position_embeddings")
         length = min(DEFAULT_SEQUENCE_LENGTH, longest) if isinstance(longest, int) else DEFAULT_SEQUENCE_LENGTH
         run["data"] = {"source": "chat", "path": DEFAULT_CHATS, "sequence_length": length}

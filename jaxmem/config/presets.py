@@ -1,8 +1,10 @@
 """The decoders that `model.preset` names: the fields of `model` of each, from `presets.yaml`."""
 
-from typing import Any
+import re
+from typing import Any, NoReturn
 
 from jaxmem.config.tables import read_table
+from jaxmem.errors import UserError, nearest
 
 _TABLE = read_table("presets")
 
@@ -12,3 +14,31 @@ def _fields(shape: list[int], **others: Any) -> dict[str, Any]:
 
 
 PRESETS: dict[str, dict[str, Any]] = {name: _fields(**preset) for name, preset in _TABLE["presets"].items()}
+
+# Parts of names on the hub that do not change the shape of a model.
+_SUFFIXES = re.compile(r"(?:^|[-_])(?:meta|base|instruct|chat|it|hf|v0\.1)(?=[-_]|$)")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]", "", _SUFFIXES.sub("", name.lower()))
+
+
+_BY_PLAIN_NAME = {_plain(name): name for name in PRESETS}
+_BY_PLAIN_NAME |= {_plain(name): preset for name, preset in _TABLE["aliases"].items()}
+
+
+def preset_of(name: str) -> str | None:
+    """The preset of a name, which may have the spelling of the Hugging Face Hub; None: it names no preset.
+
+    >>> preset_of("Llama-3.1-8B-Instruct"), preset_of("Qwen3-VL-8B")
+    ('llama3.1-8b', None)
+    """
+    return name if name in PRESETS else _BY_PLAIN_NAME.get(_plain(name))
+
+
+def refuse_preset(name: str, problem: str) -> NoReturn:
+    """Raises an error for a name that is no preset, with the nearest one; a known model is called not supported."""
+    for model, similar in _TABLE["unsupported"].items():
+        if _plain(name).startswith(_plain(model)):
+            raise UserError(f"{name}: the architecture of {model} is not supported; the nearest preset is {similar}")
+    raise UserError(f"{problem}{nearest(name.lower(), PRESETS)}")

@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +16,12 @@ from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
 from jaxmem.data import record_order
 from jaxmem.data.chat_forms import ANSWERS, LISTS
+from jaxmem.data.chat_template import template_for
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
 from jaxmem.data.records import Document, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, results_of
 
 CHECKED_RECORDS = 32  # records of a source that `check` reads
 MAX_HASHED = 256 << 20  # largest size in bytes of data that a fingerprint reads completely
@@ -51,7 +53,9 @@ class Corpus:
                 f"{vocab}; use {key}={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
-        self.sources: list[Any] = [opened(source, cfg.data, self.tokenizer) for source in self._sections]
+        opening = [partial(opened, source, cfg.data, self.tokenizer) for source in self._sections]
+        template = [partial(template_for, self.tokenizer, cfg.data.chat_template)] * ("chat" in names)
+        self.sources: list[Any] = results_of([*opening, *template])[: len(opening)]
         if images:
             from jaxmem.data.images import check_classes
 

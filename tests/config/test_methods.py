@@ -90,3 +90,14 @@ def test_a_method_keeps_what_it_does_not_change() -> None:
     assert run_config(ranked, method="full").adapter.kind == "none"
     with pytest.raises(UserError, match="did you mean qlora"):
         run_config(TINY, method="qlor")
+
+
+def test_a_preset_is_found_by_its_spelling_on_the_hub() -> None:
+    assert run_config("Llama-3.1-8B-Instruct").model.preset == "llama3.1-8b"
+    assert run_config({"name": "x", "model": {"preset": "Qwen3-8B"}}).model.preset == "qwen3-8b"
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "Qwen3-VL-8B-Instruct"])
+def test_a_known_model_without_support_is_called_not_supported(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name}: the architecture of qwen3-vl is not supported.*qwen3-8b$"):
+        run_config(name)

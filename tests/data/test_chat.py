@@ -270,3 +270,8 @@ def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
 def test_settings_that_do_not_go_together(tmp_path: Path, data: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         chat(tmp_path, [], **data)
+
+
+def test_a_missing_file_and_a_missing_template_are_reported_together(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.path=nowhere.*\n.*no\.jinja"):
+        chat(tmp_path, [], path="nowhere", chat_template="no.jinja")
