@@ -37,7 +37,7 @@ def setting(default: Any, description: str) -> Any:
     return Field(default, description=description)
 
 
-# Words of pydantic's messages, and the words for users, who write YAML.
+# Words of pydantic, and the words for users, who write YAML.
 WORDS = (
     (r"Input should be (?:a valid )?", ""),
     (r"dictionary.*", "a mapping"),

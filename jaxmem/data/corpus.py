@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,10 @@ class Corpus:
                 f"{vocab}; use {key}={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
-        opening = [partial(opened, source, cfg.data, self.tokenizer) for source in self._sections]
-        template = [partial(template_for, self.tokenizer, cfg.data.chat_template)] * ("chat" in names)
+        opening: list[Callable[[], Any]] = [
+            partial(opened, source, cfg.data, self.tokenizer) for source in self._sections
+        ]
+        template = [partial(template_for, self.tokenizer, cfg.data.chat_template)] if "chat" in names else []
         self.sources: list[Any] = results_of([*opening, *template])[: len(opening)]
         if images:
             from jaxmem.data.images import check_classes

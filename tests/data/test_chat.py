@@ -274,4 +274,4 @@ def test_settings_that_do_not_go_together(tmp_path: Path, data: dict[str, object
 
 def test_a_missing_file_and_a_missing_template_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path=nowhere.*\n.*no\.jinja"):
-        chat(tmp_path, [], path="nowhere", chat_template="no.jinja")
+        Loader(chat(tmp_path, [], path="nowhere", chat_template="no.jinja"))
