@@ -51,6 +51,7 @@ jaxtyping.install_import_hook(
     [
         "jaxmem.kernels",
         "jaxmem.models",
+        "jaxmem.pipeline",
         "jaxmem.quant.precision",
         "jaxmem.stack",
     ],

@@ -21,6 +21,7 @@ LAYERS = (
     ("kernels", "quant"),
     ("sharding",),
     ("stack",),
+    ("pipeline",),
     ("models",),
     ("adapters", "optim"),
     ("step",),

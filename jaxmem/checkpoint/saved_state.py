@@ -20,9 +20,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem.config.names import is_last_stack
 from jaxmem.config.networks import pipelined_layers
 from jaxmem.errors import UserError
+from jaxmem.pipeline import Pipeline
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Role, is_axes, path_name
-from jaxmem.stack import Pipeline
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 

@@ -20,7 +20,7 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.network import STATISTICS, Execution, Network
 from jaxmem.models.rope import Angles, angles, select
 from jaxmem.sharding import constrain, current
-from jaxmem.stack import StackOptions, apply_stack, creating_for, stacked
+from jaxmem.stack import StackOptions, apply_stack, creating_in, stacked
 
 
 class _SharedInputs(NamedTuple):
@@ -57,7 +57,7 @@ class Decoder(Network):
         self.cfg, self.execution = cfg, execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)
         *before, last = self._stacks.items()
-        with creating_for(None):  # pipeline stages share the layers of the last stack only
+        with creating_in(None):  # pipeline stages share the layers of the last stack only
             for name, stacks in before:
                 setattr(self, name, stacked(partial(self._layers, stacks), len(stacks[0]), rngs))
         setattr(self, last[0], stacked(partial(self._layers, last[1]), len(last[1][0]), rngs))
@@ -178,8 +178,9 @@ class Decoder(Network):
 
             each = tuple(map(take, stacks))
             # Pipeline stages share the layers of the last stack; the layers before it belong to the first stage.
-            own = options if name == [*self._stacks][-1] else dataclasses.replace(options, pipeline=None)
-            x, _ = apply_stack(getattr(self, name), group, x, each, shared, options=own)
+            is_last = name == [*self._stacks][-1]
+            stack_options = options if is_last else dataclasses.replace(options, order=None)
+            x, _ = apply_stack(getattr(self, name), group, x, each, shared, options=stack_options)
         return x
 
     def _after_prompt(

@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
+from jaxmem.pipeline.stage_layers import values_for_weights
 from jaxmem.planning.hlo import mean_runs
 from jaxmem.planning.share import layers_per_pass, loss_chunk, one_share, vocab_entries
 from jaxmem.quant.precision import compute_dtype
@@ -25,7 +26,6 @@ from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, intercept_with
 from jaxmem.stack.reverse import differentiable_weights
-from jaxmem.stack.stage_layers import values_for_weights
 from jaxmem.step import Program
 from jaxmem.step.model import pipeline_of
 from jaxmem.step.objective import objective, trained_sum

@@ -1,5 +1,4 @@
-"""Applying a stack of layers: a scan over layers with recompute, or pipeline stages under `jax.vmap` over
-micro-batches.
+"""Applying a stack of layers: a scan over layers with recompute.
 
 A stack with some trainable layers is divided into ranges of consecutive layers that have the same trainable weights.
 Frozen weights are not sliced into ranges, since a slice is a copy: each layer indexes the complete stack. If all
@@ -25,9 +24,9 @@ from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
 from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
 from jaxmem.stack.interception import StackCall, intercepted, is_intercepted
+from jaxmem.stack.layer_order import LayerOrder, create_layers
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
-from jaxmem.stack.stages import Pipeline, apply_in_order, create_layers
 
 Path = tuple[Any, ...]
 # (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
@@ -39,7 +38,7 @@ class StackOptions:
     """Settings for applying a stack, independent of its layers."""
 
     remat: Remat = "none"  # the name of a policy, or the names of saved activations
-    pipeline: Pipeline | None = None
+    order: LayerOrder | None = None  # how the layers are stored; None: in the order of the network
     # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
     host: tuple[str, ...] = ()
     expert_groups: int = 1  # number of groups in which a layer copies frozen experts from host memory
@@ -60,8 +59,8 @@ def apply_stack(
     `inputs` has an entry for each layer (keys, caches), stacked; `shared` is the same for all layers (positions,
     document ids). The outputs of the layers are stacked.
 
-    With `options.pipeline`, the layers are distributed over pipeline stages, which process micro-batches under
-    `jax.vmap`. Arrays of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
+    `options.order` is how the layers are stored if it is not the order of the network, e.g. by pipeline stage. Arrays
+    of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
     """
     graphdef, state = nnx.split(blocks)
 
@@ -86,10 +85,10 @@ def apply_layers(
     """`apply_stack` for layers that are functions `run(weights, x, input, shared)` of their stored weights. `streamed`:
     the weights that layers copy from host memory in groups (`StreamedArray`), if they are there."""
     call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
-    if options.pipeline is not None:
+    if options.order is not None:
         if (result := intercepted(call)) is not None:
             return result
-        return apply_in_order(options.pipeline, call)
+        return options.order.apply(call)
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
     ranges = layer_ranges(weights)
     if len(ranges) == 1:

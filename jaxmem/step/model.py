@@ -21,10 +21,11 @@ from jaxmem.errors import UserError
 from jaxmem.models import own, own_layers
 from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
+from jaxmem.pipeline import Pipeline
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.weights import Storage, storing_as
-from jaxmem.stack import Pipeline, StackOptions, creating_for
+from jaxmem.stack import StackOptions, creating_in
 
 # Folded into the key of the seed for new adapters, so that they do not depend on the weights of the model.
 _ADAPTER_KEY = 2**31 - 1
@@ -183,7 +184,7 @@ class ModelSpec:
                 axes, state = self.flax_model.axes, self.forward_state
                 values = own.variables_of(self._build(key)).items()
                 return unflatten_dict({p: x if p in state else own.store(p, x, axes[p], storage) for p, x in values})
-            with storing_as(storage), creating_for(self.pipeline):
+            with storing_as(storage), creating_in(self.pipeline):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 
         storages = {self.storage(path) for path in flatten_dict(self.axes)}

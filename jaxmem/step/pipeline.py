@@ -1,4 +1,4 @@
-"""Gradients of all micro-batches of an update, and their evaluation, over pipeline stages (`stack.pipeline`).
+"""Gradients of all micro-batches of an update, and their evaluation, over pipeline stages (`pipeline.loop`).
 
 The vocabulary of the embedding and of the output projection is sharded over the stages, which compute the embedding and
 the loss together. Other weights outside of the layers are replicated over the stages, like their gradients. If a model
@@ -19,14 +19,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.config.names import split_stack
 from jaxmem.optim.groups import constrain_tree
+from jaxmem.pipeline.loop import AXIS, PipelineNetwork, Results, run
+from jaxmem.pipeline.stage_layers import Layers
+from jaxmem.pipeline.timetable import Timetable, evaluation
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, Visitor, intercept_with
-from jaxmem.stack.pipeline import AXIS, PipelineNetwork, Results, run
 from jaxmem.stack.reverse import differentiable_weights
-from jaxmem.stack.stage_layers import Layers
-from jaxmem.stack.timetable import Timetable, evaluation
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum

@@ -40,15 +40,15 @@ def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
 
 def _schedules() -> list[Ticks]:
     """Schedules of four stages and eight micro-batches."""
+    from jaxmem.pipeline.timetable import Name, timetable
     from jaxmem.report.page import OPERATIONS
-    from jaxmem.stack.timetable import Name, timetable
 
     titles: dict[Name, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "zero bubble"}
     return [Ticks(title, timetable(name, 4, 8).rows(), OPERATIONS) for name, title in titles.items()]
 
 
 def _row(base: dict[str, Any], name: str, plan: Mapping[str, Any]) -> Row:
-    from jaxmem.stack.stages import Pipeline
+    from jaxmem.pipeline.stages import Pipeline
 
     cfg = load_config(base, LAYOUTS[name])
     pipeline = Pipeline(32, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds, cfg.pipeline.name)

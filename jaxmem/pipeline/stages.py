@@ -1,8 +1,6 @@
 """How a stack of layers is divided into pipeline stages. `timetable.py` has the schedules."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -40,7 +38,7 @@ class Pipeline:
     @property
     def timetable(self) -> Any:
         """The `Timetable` of the schedule."""
-        from jaxmem.stack.timetable import timetable
+        from jaxmem.pipeline.timetable import timetable
 
         return timetable(self.schedule, self.stages, self.micro_batches, self.rounds)
 
@@ -64,17 +62,17 @@ class Pipeline:
         stage, position, round_ = np.ogrid[: self.stages, : self.group, : self.rounds]
         return ((round_ * self.stages + stage) * self.group + position).reshape(-1)
 
-    def create(self, one: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
-        """The layers `one(key)`, stacked in the order in which they are stored. Each stage creates its own layers;
+    def create(self, layer: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+        """The layers `layer(key)`, stacked in the order in which they are stored. Each stage creates its own layers;
         identity layers are zeros."""
 
         def stored(numbered: tuple[jax.Array, jax.Array]) -> Any:
             number, key = numbered
-            layer = one(key)
+            weights = layer(key)
             if self.stored == self.layers:
-                return layer
+                return weights
             used = lambda w: jnp.where(number < self.layers, w, jnp.zeros_like(w))  # noqa: E731
-            return send_like(jax.tree.map(used, fetch_from_host(layer)), layer)
+            return send_like(jax.tree.map(used, fetch_from_host(weights)), weights)
 
         numbers = jnp.asarray(self.order, jnp.int32)
         run = map_layers(lambda *numbered: jax.lax.map(stored, numbered), (("layer",), ("layer",)), ("layer",))
@@ -84,40 +82,22 @@ class Pipeline:
         """[stored, ...] -> [stages, group, rounds, ...], without moving data."""
         return stacked.reshape(self.stages, self.group, self.rounds, *stacked.shape[1:])
 
+    def apply(self, call: StackCall) -> tuple[Any, Any]:
+        """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer
+        at a time are sent from their stage to all devices."""
+        staged = jax.tree.map(self.split, call.weights)
 
-_creating: ContextVar[Pipeline | None] = ContextVar("pipeline", default=None)
+        def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
+            group, place = layer // self.group, layer % self.group
+            round_index, stage = group // self.stages, group % self.stages
+            layer_weights = fetch_from_host(take_layer(take_layer(stacked, place, dim=1), round_index, dim=1))
+            mine = (jnp.arange(self.stages) == stage).reshape(-1, *[1] * (layer_weights.ndim - 1))
+            return jnp.sum(
+                jnp.where(mine, layer_weights, jnp.zeros_like(layer_weights)), axis=0, dtype=layer_weights.dtype
+            )
 
+        def step(x: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+            layer, layer_input = xs
+            return call.run(jax.tree.map(partial(fetch, layer=layer), staged), x, layer_input, call.shared)
 
-@contextmanager
-def creating_for(pipeline: Pipeline | None) -> Iterator[None]:
-    """A context in which new stacks of layers are created in the order in which pipeline stages store them."""
-    token = _creating.set(pipeline)
-    try:
-        yield
-    finally:
-        _creating.reset(token)
-
-
-def create_layers(one: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
-    """The layers `one(key)`, stacked, created one after the other."""
-    pipeline = _creating.get()
-    return jax.lax.map(one, keys) if pipeline is None else pipeline.create(one, keys)
-
-
-def apply_in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
-    """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer at
-    a time are sent from their stage to all devices."""
-    staged = jax.tree.map(pipeline.split, call.weights)
-
-    def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
-        group, place = layer // pipeline.group, layer % pipeline.group
-        round_index, stage = group // pipeline.stages, group % pipeline.stages
-        one = fetch_from_host(take_layer(take_layer(stacked, place, dim=1), round_index, dim=1))
-        mine = (jnp.arange(pipeline.stages) == stage).reshape(-1, *[1] * (one.ndim - 1))
-        return jnp.sum(jnp.where(mine, one, jnp.zeros_like(one)), axis=0, dtype=one.dtype)
-
-    def step(x: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
-        layer, one = xs
-        return call.run(jax.tree.map(partial(fetch, layer=layer), staged), x, one, call.shared)
-
-    return jax.lax.scan(step, call.x, (jnp.arange(pipeline.layers, dtype=jnp.int32), call.inputs))
+        return jax.lax.scan(step, call.x, (jnp.arange(self.layers, dtype=jnp.int32), call.inputs))

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.pipeline.stage_layers import Gradients, Layers, StageLayers, run_if
+from jaxmem.pipeline.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
 from jaxmem.stack.interception import StackCall
-from jaxmem.stack.stage_layers import Gradients, Layers, StageLayers, run_if
-from jaxmem.stack.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 
 AXIS = "stage"
 Tree = Any

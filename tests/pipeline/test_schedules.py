@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.stack import Pipeline, StackOptions, apply_stack, stacked
-from jaxmem.stack.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
+from jaxmem.pipeline import Pipeline
+from jaxmem.pipeline.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
+from jaxmem.stack import StackOptions, apply_stack, stacked
 from tests.support.stages import arranged
 
 SHAPES = [  # layers, stages, micro-batches, rounds
@@ -102,7 +103,7 @@ def test_without_micro_batches_layer_follows_layer():
     beside = jnp.float32(0.5), jnp.ones((3,))
     plain = apply_stack(nnx.merge(graphdef, weights), count, x, own, beside)
     stored = nnx.merge(graphdef, jax.tree.map(functools.partial(arranged, pipeline), weights))
-    staged = apply_stack(stored, count, x, own, beside, options=StackOptions(pipeline=pipeline))
+    staged = apply_stack(stored, count, x, own, beside, options=StackOptions(order=pipeline))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, staged)
 
 

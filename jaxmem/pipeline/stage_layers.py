@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem.pipeline.stages import Pipeline
+from jaxmem.pipeline.timetable import Timetable
 from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
 from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.interception import StackCall
 from jaxmem.stack.reverse import LayerDerivative, Visitor
 from jaxmem.stack.scheduled import fetch_layer, recompute
 from jaxmem.stack.split_backward import SplitBackward
-from jaxmem.stack.stages import Pipeline
-from jaxmem.stack.timetable import Timetable
 
 Tree = Any
 
