@@ -3,7 +3,6 @@
 The weights of all layers are stacked, so that a layer is compiled once for any number of layers.
 
     apply.py         one layer after the other
-    layer_order.py   the order in which layers are stored, for example by pipeline stage
     remat.py         activation checkpointing; schedule.py and scheduled.py also recompute the inputs of layers
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
     interception.py  replacing the computation of a stack within a network
@@ -13,8 +12,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    apply="StackOptions apply_layers apply_stack stacked",
-    layer_order="LayerOrder creating_in",
+    apply="LayerOrder StackOptions apply_layers apply_stack creating_in stacked",
     interception="StackCall applies_stacks_once intercept_with",
     remat="recompute_from_inputs",
     reverse="ForwardPass Visitor forward merge_micro_batches",

@@ -7,11 +7,13 @@ no activations of it. With the last N of L layers trainable, the backward pass, 
 large as for N layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,43 @@ from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
 from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
 from jaxmem.stack.interception import StackCall, intercepted, is_intercepted
-from jaxmem.stack.layer_order import LayerOrder, create_layers
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
 
 Path = tuple[Any, ...]
 # (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+@runtime_checkable
+class LayerOrder(Protocol):
+    """An order in which the layers of a stack are stored. A network is created and applied without knowledge of it;
+    `jaxmem.pipeline` stores layers by pipeline stage."""
+
+    def create(self, layer: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+        """The layers `layer(key)`, stacked in this order."""
+
+    def apply(self, call: StackCall) -> tuple[Any, Any]:
+        """Applies the stored layers in the order of the network. Returns (x, stacked outputs)."""
+
+
+_creating: ContextVar[LayerOrder | None] = ContextVar("layer_order", default=None)
+
+
+@contextmanager
+def creating_in(order: LayerOrder | None) -> Iterator[None]:
+    """A context in which new stacks of layers are stored in this order; None: in the order of the network."""
+    token = _creating.set(order)
+    try:
+        yield
+    finally:
+        _creating.reset(token)
+
+
+def create_layers(layer: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+    """The layers `layer(key)`, stacked, created one after the other."""
+    order = _creating.get()
+    return jax.lax.map(layer, keys) if order is None else order.create(layer, keys)
 
 
 @dataclass(frozen=True)
