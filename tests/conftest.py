@@ -72,7 +72,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 collect_garbage_rarely()
 
 # Rooms whose tests compile many programs, and never read from them which lines of Python their operations come from,
-# nor named scopes, which are lost too: without the scopes `runs_A_in_B` of a schedule, `stack` would count wrong FLOPs.
+# nor named scopes, which are lost too: without the scopes of `run_count` in a schedule, FLOPs would be wrong.
 WITHOUT_FRAMES = ("adapters", "checkpoint", "hf", "inference", "kernels", "models", "optim", "quant", "step")
 
 
@@ -119,7 +119,7 @@ LONGEST = (
     "step/test_update_during.py",
     "step/test_layouts.py",
     "step/test_pipeline.py",
-    "planning/test_predict.py",
+    "estimate/test_memory.py",
     "search/test_fastest.py",
     "kernels/test_targets.py",
     "training/test_processes.py",

@@ -59,7 +59,7 @@ def plan(
     from jaxmem import planning, report
 
     if names:
-        from jaxmem.planning.layers import named_values
+        from jaxmem.planning.named_values import named_values
         from jaxmem.planning.table import named_values_table
 
         values = named_values(cfg, target)

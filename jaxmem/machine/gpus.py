@@ -20,6 +20,7 @@ ATTAINED_FLOPS = 0.7
 ATTAINED_ATTENTION = {8: 0.66, 9: 0.53, 10: 0.55}
 ATTAINED_BANDWIDTH = 0.85
 ATTAINED_LINK = 0.8
+LAUNCH_SECONDS = 2e-6  # from one kernel to the next
 # Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, and 8-bit formats at twice the rate.
 RELATIVE_RATES = {
     "float64": 1 / 32,

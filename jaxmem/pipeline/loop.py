@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.kernels.run_counts import run_count
 from jaxmem.pipeline.stage_layers import Gradients, Layers, StageLayers, run_if
 from jaxmem.pipeline.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 from jaxmem.sharding.arrays import all_reduce
@@ -77,7 +78,7 @@ class _Run:
         self._layers = StageLayers(table, layers, self._stage, call)
         self._x = jax.tree.map(jnp.zeros_like, call.x)
         # How often the planner counts the embedding and the loss: once per micro-batch.
-        self._per_item = f"runs_{table.micro_batches}_in_{table.ticks}"
+        self._per_item = run_count(table.micro_batches, table.ticks)
 
     def __call__(self) -> Results:
         table = self._table
@@ -126,7 +127,7 @@ class _Run:
             arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), sent)
             return _put_if(slot >= 0, ring, slot, arrived)
 
-        return run_if(sends, receive, ring, f"runs_{ticks}_in_{self._table.ticks}") if p > 1 else ring
+        return run_if(sends, receive, ring, run_count(ticks, self._table.ticks)) if p > 1 else ring
 
     # ------------------------------------------------------------------ what all stages compute together
 

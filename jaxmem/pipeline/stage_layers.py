@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem.kernels.run_counts import run_count
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.pipeline.timetable import Timetable
 from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
@@ -156,7 +157,7 @@ class StageLayers:
             return visitor.visit(visitor_carry, layer, total, None)
 
         if count > 1:
-            visitor_carry = run_if(row["micro"] == count - 1, visit, visitor_carry, f"runs_1_in_{count}")
+            visitor_carry = run_if(row["micro"] == count - 1, visit, visitor_carry, run_count(1, count))
         else:
             visitor_carry = visit(visitor_carry)
         return Gradients(sums, visitor_carry), g

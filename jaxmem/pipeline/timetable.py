@@ -34,6 +34,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxmem.kernels.run_counts import run_count
+
 Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"]
 IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
 KINDS = ("idle", "forward", "backward", "weight gradient")
@@ -83,7 +85,7 @@ class Timetable:
         longest = np.argmax(self.costs(recomputes)[self.kind], axis=1)
         lasts = int(np.sum(self.kind[np.arange(self.ticks), longest] == kind))
         count = int(np.sum(self.kind == kind)) // self.stages
-        return f"runs_{count}_in_{self.ticks}_lasts_{lasts}" if count else None
+        return run_count(count, self.ticks, lasts) if count else None
 
     @property
     def splits_backward(self) -> bool:

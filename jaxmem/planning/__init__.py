@@ -6,11 +6,10 @@ takes hardly more, since every device runs the same program.
 
     compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
     breakdown    the part of each buffer at the peak: by the inputs that it was computed from, its shape
-                 (share), its pass and its source file
+                 (`estimate.share`), its pass and its source file
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline, and the source lines of the largest buffers
-    predict      bytes and seconds by arithmetic: state, passes (one traced sequence), share, step_time
-    budget       `memory.remat: auto`, from the operations of one traced layer (layers)
+    budget       `memory.remat: auto`, from the operations of one traced layer (`estimate.layers`)
     result       the plan: results of all modules above, warnings (advice), JSON and a table
 """
 
@@ -22,7 +21,6 @@ __getattr__, __all__ = lazy_names(
     compile="Compiled",
     flops="ideal_flops",
     result="Plan plan plan_program",
-    state="bytes_on_device",
     targets="Target parse_target",
     units="format_bytes",
 )

@@ -13,12 +13,12 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
+from jaxmem.estimate.share import loss_chunk, sorted_dims
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import recomputed_values, total_flops
 from jaxmem.planning.result import Plan, PlanWarning
-from jaxmem.planning.share import loss_chunk, sorted_dims
-from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 

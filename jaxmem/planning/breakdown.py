@@ -5,10 +5,8 @@ pass that computed it and its source file. Nothing is estimated: the parts are s
 buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
-import dataclasses
 import functools
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,34 +14,27 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
+from jaxmem.estimate.parts import PARTS, SAVED, is_batch, is_optimizer_state, is_weight, part_of
+from jaxmem.estimate.share import KnownShapes, sorted_dims
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
-from jaxmem.optim.master import MasterState
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, Frame, HloShape, Instruction, Module, dot_flops
-from jaxmem.planning.share import KnownShapes, sorted_dims
-from jaxmem.quant import QTensor
 
-PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
 # Names of parts in tables and figures, if they differ from the names in JSON.
 LABELS = {
     "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
 }  # fmt: skip
 # Kinds of activations.
-SAVED, LOGITS, ALL_SCORES = "saved for backward", "logits", "attention: all scores"
+LOGITS, ALL_SCORES = "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"  # the outputs of the optimizer; its inputs are summed or scaled gradients
 STATE_COPIES = "working copies"  # copies of optimizer state
-_IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
-# The arrays of a quantized weight besides its integer codes.
-_SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
-_IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
 # The inputs of the program from which a value was computed.
 Origins = int  # one bit per input
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
 NOWHERE = 0  # literals, and values that are computed from literals only
 Result = tuple[Origins, ...]  # one for each array of an instruction's result
-_ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
 def _source_file(module: ModuleType) -> str:
@@ -179,22 +170,11 @@ class Breakdown:
 
 def input_origin(path: str) -> Origins:
     """The origin of an argument of a program, from its path in jax."""
-    if path.startswith(("state.params", "params")):
+    if is_weight(path):
         return WEIGHTS
-    if path.startswith("state.opt_state"):
+    if is_optimizer_state(path):
         return OPTIMIZER
-    return BATCH if path.startswith("batch") else OTHER
-
-
-def part_of(path: str) -> str:
-    """The part (one of PARTS) that an argument belongs to.
-
-    >>> [part_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
-    ['parameters', 'quantization', 'master']
-    """
-    if _IS_MASTER.search(path):
-        return "master"
-    return "quantization" if _IS_SCALE.search(path) else _ROLES[input_origin(path)]
+    return BATCH if is_batch(path) else OTHER
 
 
 def pass_of(op_name: str) -> str:

@@ -19,14 +19,14 @@ from typing import Any
 from jaxmem.config import Config, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
+from jaxmem.estimate.layers import Layer, layers_of
+from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.parts import SAVED
+from jaxmem.estimate.passes import passes_of
+from jaxmem.estimate.share import passes_in_memory, rows_of
+from jaxmem.estimate.state import STATE
 from jaxmem.machine.gpus import CPU, Gpu
-from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.compile import compiled_size
-from jaxmem.planning.layers import Layer, layers_of
-from jaxmem.planning.passes import passes_of
-from jaxmem.planning.predict import estimate
-from jaxmem.planning.share import passes_in_memory, rows_of
-from jaxmem.planning.state import STATE
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype

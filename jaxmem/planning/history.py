@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxmem.estimate.parts import SAVED
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
     COPIES,
     GATHERED,
     LOGITS,
-    SAVED,
     Breakdown,
     NamedBuffer,
     is_of_loss,

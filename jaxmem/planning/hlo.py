@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from jaxmem.kernels.run_counts import mean_runs
 from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
 
 # XLA's PrimitiveType: name and bits. Tuples, tokens and opaque types need no memory themselves.
@@ -133,7 +133,7 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[Computation, Fraction | int]:
-        """The runs of each computation in one run of the module; in a scope `runs_A_in_B`, their mean number."""
+        """The runs of each computation in one run of the module; in a scope of `run_count`, their mean number."""
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after the computations that they call
@@ -152,7 +152,7 @@ def runs_of_called(one: Instruction, *, time: bool = False) -> list[Fraction | i
     """The number of runs of each called computation in one run of an instruction. With `time`, the time in which this
     device waits for others (a pipeline stage for its neighbours) counts as further runs.
 
-    In a scope `runs_1_in_200` a conditional's true branch runs 1 of 200 times and its false branch the other times;
+    In a scope `run_count(1, 200)` a conditional's true branch runs 1 of 200 times and its false branch the other times;
     without a scope each branch counts once.
     """
     if one.opcode == "while":
@@ -170,21 +170,6 @@ def trip_count(loop: Instruction, *, time: bool = False) -> Fraction | int:
     if "known_trip_count" in loop.config:
         return int(loop.config["known_trip_count"]["n"])
     return mean_runs(loop.op_name.removesuffix("/while"), time=time)
-
-
-def mean_runs(name: str, *, time: bool = False) -> Fraction | int:
-    """The mean number of runs in the innermost scope `runs_A_in_B` of a name; with `time`, C / B in a scope
-    `runs_A_in_B_lasts_C`.
-
-    >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
-    (Fraction(9, 16), 1)
-    >>> [mean_runs("runs_8_in_22_lasts_11", time=time) for time in (False, True)]
-    [Fraction(4, 11), Fraction(1, 2)]
-    """
-    scope = re.search(r"\bruns_(\d+)_in_(\d+)(?:_lasts_(\d+))?$", name)
-    if scope is None:
-        return 1
-    return Fraction(int(scope[3] if time and scope[3] else scope[1]), int(scope[2]))
 
 
 def dot_flops(one: Instruction) -> int:

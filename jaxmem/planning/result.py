@@ -10,7 +10,11 @@ import jax
 
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
-from jaxmem.planning.breakdown import PARTS, Breakdown
+from jaxmem.estimate.memory import predict
+from jaxmem.estimate.parts import PARTS
+from jaxmem.estimate.share import known_shapes
+from jaxmem.estimate.state import bytes_on_device
+from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
@@ -18,9 +22,6 @@ from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, to
 from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.predict import predict
-from jaxmem.planning.share import known_shapes
-from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.planning.units import format_bytes, format_seconds

@@ -7,10 +7,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxmem.estimate.parts import PARTS
 from jaxmem.machine.gpus import GPUS
-from jaxmem.planning.breakdown import LABELS, PARTS
+from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.communication import COLLECTIVES
-from jaxmem.planning.layers import NamedValue
+from jaxmem.planning.named_values import NamedValue
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from jaxmem.machine.gpus import Gpu
+from jaxmem.machine.gpus import LAUNCH_SECONDS, Gpu
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, is_kernel, runs_of_called, total_flops
 
-LAUNCH_SECONDS = 2e-6  # seconds from one kernel to the next
 _FREE_OPERATIONS = {
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
     "replica-id", "tuple",

@@ -11,7 +11,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from jaxmem import __version__
-from jaxmem.planning.breakdown import LABELS, PARTS
+from jaxmem.estimate.parts import PARTS
+from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
 

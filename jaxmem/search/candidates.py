@@ -23,10 +23,10 @@ from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
 from jaxmem.config.own import ScriptParts
 from jaxmem.errors import UserError, as_yaml, one_line
+from jaxmem.estimate.memory import Estimate, estimate
+from jaxmem.estimate.share import loss_chunk, mlp_chunk
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
-from jaxmem.planning.predict import Estimate, estimate
-from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
 from jaxmem.search.surrogate import PRIOR_STD

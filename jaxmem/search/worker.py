@@ -23,12 +23,12 @@ from typing import Any, TextIO
 
 from jaxmem.config import Config
 from jaxmem.errors import one_line
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
 from jaxmem.planning.compile import compile_all, compiled_size, replicated_arrays
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.step import program

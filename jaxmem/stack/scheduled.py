@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jaxmem.kernels.run_counts import run_count
 from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
 from jaxmem.sharding.weights import StoredWeight, hooks_in_place, is_in_place
@@ -76,7 +77,7 @@ def recompute(
         x, _ = call.run(weights, call.load(take_layer(slots, first + source)), one, call.shared)
         return put_layer(slots, first + target, call.save(x))
 
-    with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
+    with jax.named_scope(run_count(plan.runs, len(plan.at))):
         return jax.lax.fori_loop(begin, end, again, slots)
 
 

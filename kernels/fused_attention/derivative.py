@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jaxmem.kernels.run_counts import run_count
+
 from .arguments import Extras, Options, Residuals
 
 # The name of the output and the log-sum-exp, sequence x (dim + 1) values per head. If a remat policy saves this name
@@ -74,7 +76,7 @@ def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: E
     extras = extras._replace(has_window=None, sinks=None)
     if has_window is None:
         return run(options, extras)
-    with nullcontext() if share is None else jax.named_scope("runs_{}_in_{}".format(*share)):
+    with nullcontext() if share is None else jax.named_scope(run_count(*share)):
         without = dataclasses.replace(options, window=None)
         return jax.lax.cond(has_window, lambda: run(options, extras), lambda: run(without, extras))
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmem.kernels.run_counts import run_count
+
 Tree = Any
 # (trainable and frozen weights of a group, rows [block, inputs], values of these rows) -> [block, outputs]
 GroupFunction = Callable[[Tree, Tree, jax.Array, Tree], jax.Array]
@@ -183,8 +185,7 @@ class _Blocks(NamedTuple):
 
     def loop(self, step: Callable[[jax.Array, Any], Any], begin: Any, counts_blocks: bool) -> Any:
         most = self.start.shape[0]
-        # The plan reads the largest number of runs from the name.
-        with jax.named_scope(f"runs_{most}_in_1"):
+        with jax.named_scope(run_count(most, 1)):  # the largest number of runs
             return jax.lax.fori_loop(0, self.used if counts_blocks else most, step, begin)
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxmem import optim
-from jaxmem.planning.state import bytes_on_device
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.step import program
 from tests.step.conftest import Trained, config
 from tests.support.tiers import cases

@@ -15,13 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import stack
+from jaxmem.estimate.share import KnownShapes, known_shapes
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
-from jaxmem.planning.share import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
 from jaxmem.step import program

@@ -5,15 +5,15 @@ import pytest
 from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.estimate.layers import layers_of
+from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.passes import passes_of
+from jaxmem.estimate.state import STATE
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import budget
 from jaxmem.planning.budget import BYTES_PER_ELEMENT, PolicyCandidate, candidates, largest_that_fits, resolve_remat
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
-from jaxmem.planning.layers import layers_of
-from jaxmem.planning.passes import passes_of
-from jaxmem.planning.predict import estimate
-from jaxmem.planning.state import STATE
 from jaxmem.planning.targets import parse_target, target_devices, usable_memory
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config

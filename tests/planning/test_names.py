@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem.config.networks import FAMILIES
-from jaxmem.planning.layers import named_values
+from jaxmem.planning.named_values import named_values
 from jaxmem.planning.table import named_values_table
 from tests.step.conftest import SMALL, config
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.planning.breakdown import PARTS
+from jaxmem.estimate.parts import PARTS
 from tests.planning.conftest import plan_here
 
 MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 1})

@@ -2,7 +2,8 @@
 
 import jax
 
-from jaxmem.planning import Plan, bytes_on_device
+from jaxmem.estimate import bytes_on_device
+from jaxmem.planning import Plan
 from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
 from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
 from jaxmem.planning.compile import compile_all

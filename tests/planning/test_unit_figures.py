@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxmem.config import Config, load_config
-from jaxmem.planning import bytes_on_device
+from jaxmem.estimate import bytes_on_device
 from jaxmem.planning.compile import compiled_size
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.planning import bytes_on_device
+from jaxmem.estimate import bytes_on_device
 from jaxmem.step import program
 
 SMALL = {"vocab": 64, "layers": 2, "embed": 32, "mlp": 64, "heads": 8, "kv_heads": 4, "head_dim": 8}

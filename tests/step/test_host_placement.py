@@ -8,7 +8,7 @@ import pytest
 from jaxmem import planning
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.errors import UserError
-from jaxmem.planning.state import bytes_on_device
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.step import host_placement, program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases

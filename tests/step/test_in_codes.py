@@ -12,9 +12,9 @@ from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config.sections import Precision
 from jaxmem.errors import UserError
+from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.optim import in_place
-from jaxmem.planning.predict import estimate
-from jaxmem.planning.state import bytes_on_device
 from jaxmem.quant import FORMATS, QTensor, quantize
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program

@@ -7,7 +7,7 @@ import jax
 
 import jaxmem
 from jaxmem.config import Config
-from jaxmem.planning.predict import predict
+from jaxmem.estimate.memory import predict
 from jaxmem.step import program
 from tests.step.golden import DECODER, config, losses, off
 

@@ -11,9 +11,10 @@ import pytest
 from jaxmem.cli.start import take_devices
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.estimate import bytes_on_device
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB, GPUS, reserved
-from jaxmem.planning import Plan, bytes_on_device, format_bytes, plan_program
+from jaxmem.planning import Plan, format_bytes, plan_program
 from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
 from jaxmem.search import nearest

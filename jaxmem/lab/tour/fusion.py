@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.passes import equations, inside
 from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.planning.passes import equations, inside
-from jaxmem.planning.predict import estimate
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import moved_bytes
 

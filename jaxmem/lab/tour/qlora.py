@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmem.config import load_config
+from jaxmem.estimate.state import state_of
 from jaxmem.lab.tour import Findings, common
 from jaxmem.lab.tour.table import Bars, Row, Table, gib
-from jaxmem.planning.state import state_of
 
 BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")
 

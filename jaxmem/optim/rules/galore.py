@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
+from jaxmem.kernels.run_counts import run_count
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
 from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
@@ -72,8 +73,7 @@ class GaLoreRule(MatrixRule):
             due = turn | (context.count == 1)
         else:
             due = context.count > state["due"]
-        # The planner reads from this name how often the branch runs; with Q-GaLore this is an upper bound.
-        with jax.named_scope(f"runs_1_in_{every}"):
+        with jax.named_scope(run_count(1, every)):  # an upper bound with Q-GaLore
             basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, context, key), lambda k: k, basis_state)
         # Matmuls use the dtype of the gradient: bfloat16 costs half of float32, and accumulates in float32.
         basis = _values(basis_state["basis"], g.dtype)

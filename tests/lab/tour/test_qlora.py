@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.estimate.state import DeviceBytes, state_of
 from jaxmem.lab.tour import STOPS, common
 from jaxmem.lab.tour.qlora import BASE, BASES, measure
-from jaxmem.planning.state import DeviceBytes, state_of
 from tests.planning.conftest import SMALL
 
 TINY = {**BASE, "name": "tiny", "model": {**SMALL, "embed": 64}, "data": {"sequence_length": 16}}

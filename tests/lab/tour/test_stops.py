@@ -107,7 +107,7 @@ def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
         f"# memory: {STOPS['memory'].about}\n\nMade by `jaxmem tour memory`.\n\nAn idea, in two lines.\n\nAnd more.\n\n"
     )
     assert page.startswith(head + "Two rows\n\n| what | twice |\n")
-    file = "jaxmem/planning/predict.py"
+    file = "jaxmem/estimate/memory.py"
     for part in (
         "| 2 | [x] |",
         "![two](two.png)",

@@ -15,14 +15,14 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
+from jaxmem.estimate.parts import SAVED
+from jaxmem.estimate.passes import passes_of
+from jaxmem.estimate.seconds import StepTime
+from jaxmem.estimate.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
+from jaxmem.estimate.state import STATE, DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
-from jaxmem.planning.breakdown import SAVED
-from jaxmem.planning.passes import passes_of
-from jaxmem.planning.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
-from jaxmem.planning.state import STATE, DeviceBytes, StateLeaf, StateLeaves, state_of
-from jaxmem.planning.step_time import StepTime
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.step import Program

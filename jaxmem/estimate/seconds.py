@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
-from jaxmem.machine.gpus import Gpu
+from jaxmem.estimate.passes import TRAFFIC_PER_MATMUL, TracedPasses
+from jaxmem.estimate.share import layers_per_pass, passes_per_update, rows_of, shards
+from jaxmem.machine.gpus import LAUNCH_SECONDS, Gpu
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
-from jaxmem.planning.passes import TRAFFIC_PER_MATMUL, TracedPasses
-from jaxmem.planning.share import layers_per_pass, passes_per_update, rows_of, shards
-from jaxmem.planning.timeline import LAUNCH_SECONDS
 from jaxmem.step.kernel_choice import context_traffic
 from jaxmem.step.model import repeats_forward
 

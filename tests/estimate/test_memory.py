@@ -3,17 +3,16 @@
 import jax
 import pytest
 
+from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.passes import passes_of
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.planning import parse_target
 from jaxmem.planning.compile import compile_all
-from jaxmem.planning.passes import passes_of
-from jaxmem.planning.predict import estimate
-from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
+from tests.planning.conftest import config, plan_here
 from tests.support.tiers import cases, exhaustive
-
-from .conftest import config, plan_here
 
 WIDE = {
     "family": "decoder",

@@ -16,25 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jaxmem.config import Config, Decoder
-from jaxmem.config.devices import for_devices
-from jaxmem.planning.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
-from jaxmem.planning.share import one_share, rows_of
-from jaxmem.planning.targets import local_target, parse_target
+from jaxmem.estimate.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
+from jaxmem.estimate.share import one_share
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, inexact_leaves, intercept_with, with_inexact
 from jaxmem.step.objective import objective
 
 _BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins
-
-
-@dataclass(frozen=True)
-class NamedValue:
-    """A value of a layer that `memory.remat: {save: [names]}` can save."""
-
-    name: str
-    layers: int
-    bytes_per_layer: int  # bytes for the sequences of a micro-batch on one device
-    flops_per_layer: int  # FLOPs to recompute the value from other named values
 
 
 @dataclass(frozen=True)
@@ -89,19 +77,6 @@ def _sources(
             found.add(number)
             todo += operations[number].sources
     return found, known
-
-
-def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
-    """The named values on one device of a target (by default this machine), from one trace of a layer."""
-    aim = local_target(jax.devices()) if target is None else parse_target(target)
-    cfg = for_devices(cfg, aim.count)
-    cfg = cfg.replace(memory={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
-    rows = rows_of(cfg)
-    return [
-        NamedValue(name, layer.count, round(rows * layer.bytes_of(name)), round(rows * layer.flops_of(name)))
-        for layer in layers_of(cfg, aim.platform)
-        for name in dict.fromkeys(one.name for one in layer.operations if one.name)
-    ]
 
 
 def layers_of(cfg: Config, platform: str) -> list[Layer]:

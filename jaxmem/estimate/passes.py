@@ -17,9 +17,9 @@ from jax.extend.core import Literal
 from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
+from jaxmem.estimate.share import layers_per_pass, loss_chunk, one_share, vocab_entries
+from jaxmem.kernels.run_counts import mean_runs
 from jaxmem.pipeline.stage_layers import values_for_weights
-from jaxmem.planning.hlo import mean_runs
-from jaxmem.planning.share import layers_per_pass, loss_chunk, one_share, vocab_entries
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import is_axes, layout_for
 from jaxmem.sharding.host import take_layer

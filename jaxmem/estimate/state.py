@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config, Memory
-from jaxmem.planning.breakdown import part_of
-from jaxmem.planning.passes import on_one_device, shape_of
+from jaxmem.estimate.parts import part_of
+from jaxmem.estimate.passes import on_one_device, shape_of
 from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights

@@ -1,0 +1,16 @@
+"""Bytes and seconds of a step by arithmetic, without compiling it.
+
+state    the exact bytes of the state on one device
+passes   saved activations and matmuls of one sequence, from jax's trace; layers: of each value of a layer
+share    the share of one device: sequences, vocabulary entries, chunks
+memory   bytes of one device at the peak
+seconds  the time of a step
+"""
+
+from jaxmem.lazy import lazy_names
+
+__getattr__, __all__ = lazy_names(
+    __name__,
+    memory="Estimate estimate predict",
+    state="bytes_on_device",
+)

@@ -1,0 +1,44 @@
+"""The parts into which the memory of a device is divided, and the part that an array of the state belongs to."""
+
+import dataclasses
+import re
+
+from jaxmem.optim.master import MasterState
+from jaxmem.quant import QTensor
+
+PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
+SAVED = "saved for backward"  # a kind of activations
+
+_IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
+# The arrays of a quantized weight besides its integer codes.
+_SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
+_IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
+
+
+def part_of(path: str) -> str:
+    """The part (one of PARTS) that an argument of a step belongs to, from its path in jax.
+
+    >>> [part_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
+    ['parameters', 'quantization', 'master']
+    """
+    if _IS_MASTER.search(path):
+        return "master"
+    if _IS_SCALE.search(path):
+        return "quantization"
+    if is_weight(path):
+        return "parameters"
+    if is_optimizer_state(path):
+        return "optimizer"
+    return "batch" if is_batch(path) else "other"
+
+
+def is_weight(path: str) -> bool:
+    return path.startswith(("state.params", "params"))
+
+
+def is_optimizer_state(path: str) -> bool:
+    return path.startswith("state.opt_state")
+
+
+def is_batch(path: str) -> bool:
+    return path.startswith("batch")
