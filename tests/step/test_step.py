@@ -13,7 +13,7 @@ from jaxmem import optim
 from jaxmem.config import Optimizer
 from jaxmem.errors import UserError
 from jaxmem.step import program
-from jaxmem.step.compiler_options import compiler_options
+from jaxmem.step.programs import compiler_options
 from tests.step.conftest import Trained, batch_for, config
 from tests.support.tiers import exhaustive
 
