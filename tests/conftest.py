@@ -102,8 +102,10 @@ def garbage_of_one_file() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """pytest's last collections do not search the objects of all tests: 8 s per process."""
+    """pytest's last collections do not search the objects of all tests: 8 s per process. Python's last one does, or
+    else the bindings of Triton would report everything that is left as leaked."""
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 # Files in which the suite spends half of its time. They come first: with the longest last, one process of two would

@@ -313,6 +313,7 @@ main(["train", sys.argv[1], "--simulate", "1", "name=few"])
 """
 
 
+@pytest.mark.exhaustive
 def test_too_few_file_descriptors(run: Path) -> None:
     command = [sys.executable, "-c", FEW_FILES, str(run.parent / "small.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -25,6 +25,7 @@ def alone():
     return Trained(config(**SECTIONS), updates=2)
 
 
+@pytest.mark.exhaustive
 def test_only_the_prompt_is_trained_on_any_mesh(alone):
     before, after = flatten_dict(alone.first), flatten_dict(alone.params)
     assert {path for path in before if (before[path] != after[path]).any()} == {("prompt", "weight")}

@@ -66,6 +66,7 @@ def test_the_state_may_be_donated_at_once(tmp_path: Path) -> None:
             assert np.asarray(restored["params"]["w"]).min() == step == np.asarray(restored["params"]["w"]).max()
 
 
+@pytest.mark.exhaustive
 def test_many_leaves_while_a_step_runs(tmp_path: Path) -> None:
     """More programs with collectives than simulated devices can have under way at once."""
     sharding = NamedSharding(mesh(4, 2), PartitionSpec("fsdp", "tensor"))

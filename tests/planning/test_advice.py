@@ -170,6 +170,7 @@ def test_state_on_the_host_that_comes_back_whole(copied: int, warns: bool) -> No
 # ------------------------------------------------------------------ whole arrays
 
 
+@pytest.mark.exhaustive
 def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = {**SMALL, "embed": 64, "mlp": 256, "layers": 4}
     split = {"model": model, "mesh": {"fsdp": 8}, "data": {"sequence_length": 8}}

@@ -20,7 +20,7 @@ from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 from tests.support.communication_theory import volume
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import cases
 
 MODEL = {**SMALL, "layers": 5, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}
 LAYOUTS = {
@@ -194,13 +194,14 @@ def test_zero_3_gathers_one_layer_at_a_time():
     assert 0 < live_at_most("hybrid", {sorted_dims(leaf.shape[1:]) for leaf in matrices()}) <= 2 * one_layer
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sections",
     [
         {},
-        exhaustive({"train": {"steps": 10, "on_nan": "skip"}}),
-        exhaustive({"memory": {"update": "during"}}),
-        exhaustive({"memory": {"offload": "optimizer"}}),
+        {"train": {"steps": 10, "on_nan": "skip"}},
+        {"memory": {"update": "during"}},
+        {"memory": {"offload": "optimizer"}},
     ],
     ids=["after", "on_nan=skip", "during", "offload"],
 )
@@ -216,7 +217,8 @@ def test_new_weights_are_gathered_in_place_of_the_old_ones(sections):
     assert sent == pytest.approx((2 + 4) / 4 * weights * 7 / 8, rel=0.05)
 
 
-@pytest.mark.parametrize("remat", cases(["none", "full", "recursive"], "full"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", ["none", "full", "recursive"])
 def test_gradients_of_micro_batches_are_added_in_place(remat):
     """One float32 sum, not a second array with the gradients of a micro-batch."""
     cfg = config(

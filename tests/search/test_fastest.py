@@ -148,6 +148,7 @@ def test_a_large_vocabulary_is_sharded_and_small_weights_are_replicated() -> Non
     assert best.total < given.total
 
 
+@pytest.mark.exhaustive
 def test_a_sampled_space_is_searched_around_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     target = with_memory("h100-80gb:8", 1 << 40)
     seconds = []

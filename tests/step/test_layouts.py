@@ -112,7 +112,7 @@ def alone():
     return Trained(dropping(), updates=2)
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, "zero-1", "fsdp", "stage x replica x tensor", "context x tensor"))
+@pytest.mark.parametrize("name", cases(LAYOUTS, "zero-1", "fsdp", "context x tensor"))
 def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}

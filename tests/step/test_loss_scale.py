@@ -71,6 +71,7 @@ def test_small_updates_of_bfloat16_weights_are_lost_but_for_stochastic_rounding(
     assert float(jnp.mean(drawn["w"].astype(jnp.float32))) == pytest.approx(1 - 1e-3, abs=5e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_layer_alone_is_rounded_as_among_all():
     w, key = jax.random.normal(jax.random.key(0), (3, 8, 8)), jax.random.key(1)
     every = optim.apply_updates({"w": w.astype(jnp.bfloat16)}, {"w": w * 1e-3}, key, {"w": ("layer", "embed", "mlp")})[

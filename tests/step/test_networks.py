@@ -64,6 +64,7 @@ def inner(params):
     return [x for path, x in paths(params) if "blocks" in str(path) and str(path[-1]) == "['weight']"]
 
 
+@pytest.mark.exhaustive
 def test_dropout_drops_the_same_on_every_layout():
     cfgs = [
         config(

@@ -129,6 +129,7 @@ def test_layers_that_fill_up_stay_zero():
             assert np.asarray(leaf[2]).any()
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_moves_over_stages(tmp_path):
     """Saved on one device, read on 4 stages, saved there, read on 3, then on 2 that go round twice, and back on one."""
     meshes = [({}, 1), ({"stage": 4, "fsdp": 2}, 1), ({"stage": 3}, 1), ({"stage": 2, "fsdp": 2}, 2)]

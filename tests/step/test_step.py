@@ -39,6 +39,7 @@ def test_micro_batches_add_up_to_the_large_batch(mesh, plain):
     Trained(micro, devices, updates=2, batches=cut, begin=whole).agrees_with(whole)
 
 
+@pytest.mark.exhaustive
 def test_what_is_deterministic_adds_in_no_order_that_changes():
     """Attention's gradients then come from two kernels, each of which is one call of Python on a CPU."""
     kernels = {}

@@ -44,6 +44,7 @@ def test_a_new_classifier_on_a_backbone(tmp_path):
         run(config("other", "binary", 1, adapter={"kind": "head", "base_run": "nowhere"}), ONE)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):
     """They are not in its checkpoints; others of the same shape would be taken for them."""
     place = tmp_path / "given"

@@ -68,6 +68,7 @@ def test_regress(learn, objective, loss):
     assert learn(MLP | {"outputs": 1}, objective, 200, 5e-3)["loss"] <= loss
 
 
+@pytest.mark.exhaustive
 def test_contrastive(learn):
     """Which of 64 pictures is this one, moved by a pixel and with noise? Guessing gives 0.016; 0.906 to 0.941."""
     assert learn(MLP | {"outputs": 32}, "contrastive", 300, 5e-3)["accuracy"] >= 0.85

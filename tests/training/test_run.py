@@ -95,6 +95,7 @@ def test_a_run_leaves_what_it_promises(config, capsys):
     assert "held-out loss" in told
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
     """It ends at once, without compiling the step; a damaged last checkpoint is made again."""
     first = run(config())
@@ -143,6 +144,7 @@ def test_the_data_may_end_first(config, capsys):
         assert checkpoints.latest() == result.step
 
 
+@pytest.mark.exhaustive
 def test_data_without_a_target_token_stops_the_run(config, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n" * 20)
@@ -244,6 +246,7 @@ def test_other_data_is_refused(config, text, tmp_path):
         run(config(train={"steps": 2}, data={"path": str(changed)}))
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_in_a_place_of_their_own(config, tmp_path):
     """What a bucket would be: another root, under which the run has its name."""
     elsewhere = {"checkpoint": {"path": str(tmp_path / "kept")}}
@@ -269,6 +272,7 @@ def test_a_bucket_whose_library_is_not_installed(config, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_never_resuming_puts_the_old_run_aside(config):
     first = run(config(train={"steps": 2}))
     again = run(config(train={"steps": 3}, checkpoint={"resume": "never"}))
