@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, Manager, first_failure_only, raise_lost_process, root_cause
+from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, Manager, only_first_error, raise_lost_process, root_cause
 from jaxmem.checkpoint.paths import absolute, free_name, move_aside
 from jaxmem.checkpoint.record import (
     DamagedError,
@@ -58,9 +58,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.every, self.read_only, self._warn = every, read_only, warn
         self._retention = Retention(keep, keep_best)
         self._sweeper: threading.Thread | None = None
+        self._silence = only_first_error()
         try:
             self._manager = self._open()
         except ORBAX_EXCEPTIONS as error:
+            self._silence.close()
             raise_lost_process(error)
             cause = f"{root_cause(error)}; set checkpoint.path to another directory"
             raise UserError(f"cannot open checkpoints in {self.directory}: {cause}") from error
@@ -188,6 +190,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self.wait()
         finally:
             self._manager.close()
+            self._silence.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -248,6 +251,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _save_error(self, step: int | None, error: BaseException) -> UserError:
         raise_lost_process(error)
+        self._silence.pop_all()  # other writes end later, at an unknown time
         if jax.process_count() == 1:  # opening would involve all processes, but the others do not know of the failure
             self._reopen()
         # Read from disk, since the manager also counts the unfinished save.
@@ -262,12 +266,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
         args = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)
         try:
-            with first_failure_only():
-                arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+            arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
         except Exception as error:  # Orbax raises various types if a read fails
             if "RESOURCE_EXHAUSTED" in str(error):  # the device has too little memory; the file is intact
                 raise
             raise_lost_process(error)
+            self._silence.pop_all()  # other reads end later, at an unknown time
             raise damaged(path, root_cause(error)) from None
         # With damaged metadata, the restored value may not be an array of the expected shape.
         found = {name: arrays[name] for name in leaves if isinstance(arrays.get(name), jax.Array)}

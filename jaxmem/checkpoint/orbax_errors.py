@@ -1,19 +1,12 @@
-"""Errors of Orbax and TensorStore, reduced to one line.
-
-Orbax logs each of its steps to absl's root logger. These logs are silenced, because errors reach the user as
-exceptions. After the first failed write, errors of other writes are silenced too: they only report a closed event loop.
-"""
+"""Errors of Orbax and TensorStore, reduced to one line."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
-import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -25,29 +18,55 @@ from jaxmem.distributed.watch import lost_process_error
 ORBAX_EXCEPTIONS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 ORBAX_PATH = "/orbax/checkpoint/"
-_unraisable = sys.unraisablehook
 
 
-def _is_follow_up(record: logging.LogRecord) -> bool:
-    """Whether a log record belongs to a task of Orbax that failed after the task whose failure is reported."""
+def only_first_error() -> ExitStack:
+    """Until the returned stack is closed, Orbax logs nothing, and errors that follow a failed read or write are not
+    printed.
+
+    The failure itself is raised as an exception. Orbax then closes its event loop while TensorStore still reads or
+    writes other arrays, each of which reports the closed loop when it ends: in a thread of TensorStore to
+    `sys.unraisablehook`, or to the log of asyncio. Several such stacks may be closed in any order.
+    """
+    stack, is_closed = ExitStack(), False
+    previous = sys.unraisablehook
+
+    def report(failure: sys.UnraisableHookArgs) -> None:
+        if is_closed or failure.object is not None or str(failure.exc_value) != "Event loop is closed":
+            previous(failure)
+
+    def remove() -> None:
+        nonlocal is_closed
+        is_closed = True
+        if sys.unraisablehook is report:  # otherwise another hook calls this one, which passes everything on
+            sys.unraisablehook = previous
+
+    sys.unraisablehook = report
+    stack.callback(remove)
+    for name, passes in (("absl", _is_of_another_library), ("asyncio", _is_no_follow_up)):
+        record_filter = _Filter(passes)
+        logging.getLogger(name).addFilter(record_filter)
+        stack.callback(logging.getLogger(name).removeFilter, record_filter)
+    return stack
+
+
+class _Filter:
+    """A filter of its own identity, since a logger holds equal filters only once."""
+
+    def __init__(self, passes: Callable[[logging.LogRecord], bool]) -> None:
+        self.filter = passes
+
+
+def _is_of_another_library(record: logging.LogRecord) -> bool:
+    return ORBAX_PATH not in record.pathname
+
+
+def _is_no_follow_up(record: logging.LogRecord) -> bool:
+    """Whether a log record does not belong to a task of Orbax that failed after the failure that is raised."""
     frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
-    return "never retrieved" in record.getMessage() and any(
+    return "never retrieved" not in record.getMessage() or not any(
         ORBAX_PATH in frame.f_code.co_filename for frame, _ in frames
     )
-
-
-logging.getLogger("absl").addFilter(lambda record: ORBAX_PATH not in record.pathname)
-logging.getLogger("asyncio").addFilter(lambda record: not _is_follow_up(record))
-
-
-def _report_unraisable(failure: sys.UnraisableHookArgs) -> None:
-    text = str(failure.exc_value)
-    if text != "Event loop is closed" and "_ssock" not in text:  # an event loop without file descriptors has no _ssock
-        _unraisable(failure)
-
-
-warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # if there is no event loop
-sys.unraisablehook = _report_unraisable  # called from TensorStore's threads
 
 
 def root_cause(error: BaseException) -> str:
@@ -57,29 +76,6 @@ def root_cause(error: BaseException) -> str:
     if isinstance(error, LookupError) or not text:  # the text of a KeyError is only the key
         text = f"{type(error).__name__} {text}"
     return text if len(text) <= 200 else f"... {text[-200:]}"  # the cause comes last
-
-
-@contextmanager
-def first_failure_only() -> Iterator[None]:
-    """Raises only the first failure of a restore. If one read fails, Orbax leaves the others running on a closed event
-    loop, and each prints a long traceback through hooks of the interpreter; these are silenced."""
-    hooks = sys.unraisablehook, sys.excepthook
-    asyncio_log = logging.getLogger("asyncio")
-    asyncio_log.addFilter(_ignore)
-    sys.unraisablehook = sys.excepthook = _ignore
-    try:
-        yield
-    except BaseException:
-        time.sleep(0.2)  # reads of a local disk end within this time
-        gc.collect()
-        raise
-    finally:
-        sys.unraisablehook, sys.excepthook = hooks
-        asyncio_log.removeFilter(_ignore)
-
-
-def _ignore(*_: object) -> bool:
-    return False
 
 
 def raise_lost_process(error: BaseException) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints survive a kill at any moment, find what is damaged, and say what disks refuse."""
 
-import asyncio
 import logging
 import os
 import random
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.checkpoint import Checkpoints, DamagedError, orbax_errors
+from jaxmem.checkpoint import Checkpoints, DamagedError
 from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.config import load_config
@@ -220,24 +219,50 @@ with Checkpoints(sys.argv[1], every=1) as checkpoints:
 """
 
 
-def test_writes_that_end_after_the_failure_say_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = asyncio.new_event_loop()
-    failed.close()
-    with pytest.raises(RuntimeError) as closed:
-        failed.call_soon_threadsafe(print)  # as TensorStore does when a write ends
-    told: list[Any] = []
-    monkeypatch.setattr(orbax_errors, "_unraisable", told.append)
-    for error in (closed.value, RuntimeError("another")):
-        orbax_errors._report_unraisable(SimpleNamespace(exc_value=error))
-    assert [str(one.exc_value) for one in told] == ["another"]
-    here = "/orbax/checkpoint/serialization.py"
-    for file, passed in ((here, False), (__file__, True)):
+def test_hooks_of_the_interpreter_last_as_long_as_the_checkpoints_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda failure: printed.append(str(failure.exc_value)))
+    before = sys.unraisablehook
+
+    def print_error(text: str) -> None:
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text), object=None))  # type: ignore[arg-type]
+
+    first, second = Checkpoints(tmp_path / "1"), Checkpoints(tmp_path / "2")
+    print_error("Event loop is closed")  # as TensorStore does when another write ends after the failed one
+    print_error("another")
+    first.close()
+    print_error("Event loop is closed")
+    assert printed == ["another"]
+    second.close()
+    print_error("Event loop is closed")
+    assert printed == ["another", "Event loop is closed"]
+    sys.unraisablehook = before
+    with Checkpoints(tmp_path / "1"):
+        assert sys.unraisablehook is not before
+    assert sys.unraisablehook is before
+
+
+def test_logs_of_orbax_are_not_printed_while_the_checkpoints_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = "/orbax/checkpoint/serialization.py", __file__
+
+    def is_printed(logger: str, file: str) -> bool:
         try:
             exec(compile("raise ValueError", file, "exec"))
         except ValueError as error:
-            trace = (ValueError, error, error.__traceback__.tb_next)
-        record = logging.LogRecord("asyncio", logging.ERROR, file, 1, "exception was never retrieved", (), trace)
-        assert bool(logging.getLogger("asyncio").filter(record)) is passed
+            trace = (ValueError, error, error.__traceback__.tb_next if error.__traceback__ else None)
+        record = logging.LogRecord(logger, logging.ERROR, file, 1, "exception was never retrieved", (), trace)
+        return bool(logging.getLogger(logger).filter(record))
+
+    for logger in ("absl", "asyncio"):
+        monkeypatch.setattr(logging.getLogger(logger), "filters", [])  # without those of failures in other tests
+        with Checkpoints(tmp_path):
+            assert not is_printed(logger, here)
+            assert is_printed(logger, elsewhere)
+        assert is_printed(logger, here)
 
 
 def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
