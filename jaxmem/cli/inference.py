@@ -144,7 +144,7 @@ def export(
         str | None,
         typer.Option(
             metavar="D",
-            help="float32, float16 or bfloat16; GGUF: float32, float16, q8_0, q4_0 or q4_k. "
+            help="float32, float16 or bfloat16; GGUF also q8_0, q5_1, q5_0, q4_1 or q4_0. "
             "[default: the dtype of the imported model or of the run; GGUF: float16]",
         ),
     ] = None,

@@ -7,6 +7,7 @@ of the directory in the cache is the commit, so the config of a run records it. 
 A part of a dataset is `hf://datasets/org/name@revision/directory` or a pattern, `hf://datasets/org/name/data/*.jsonl`.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,21 @@ SPLIT_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev|eval)(
 def is_id(name: str) -> bool:
     """Whether a name can only be an id of the hub: it has the form of an id, and no directory `org` exists here."""
     path = Path(name)
-    return bool(HUB_ID.fullmatch(name)) and path.suffix not in FILES and not path.parent.exists()
+    return not is_gguf(name) and bool(HUB_ID.fullmatch(name)) and path.suffix not in FILES and not path.parent.exists()
+
+
+def is_gguf(name: str | os.PathLike[str]) -> bool:
+    """Whether a name is that of a GGUF file."""
+    return Path(name).suffix == ".gguf"
 
 
 def local_directory(name: str, key: str) -> str:
-    """The directory of a model with its settings and tokenizer: `name`, or for an id its directory in the cache."""
+    """The directory of a model with its settings and tokenizer: `name`, or for an id or a GGUF file its directory in
+    the cache."""
+    if is_gguf(name):
+        from jaxmem.config.gguf import gguf_directory
+
+        return gguf_directory(name, key)
     if not is_id(name):
         return name
     found = HUB_ID.fullmatch(name)

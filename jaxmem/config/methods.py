@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.hub import is_id, local_directory
+from jaxmem.config.hub import is_gguf, is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import OwnBatches, Parts, ScriptParts, passes_execution
@@ -94,12 +94,12 @@ RunSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def is_model(source: RunSource) -> bool:
-    """Whether a source is a preset, a Hugging Face directory or an id of the hub, not a config."""
+    """Whether a source is a preset, a Hugging Face directory, a GGUF file or an id of the hub, not a config."""
     if not isinstance(source, str | os.PathLike):
         return False
     path = Path(source)
     is_preset = preset_of(str(source)) is not None and not path.exists()
-    return (path / "config.json").is_file() or is_preset or is_id(str(source))
+    return (path / "config.json").is_file() or is_preset or is_gguf(path) or is_id(str(source))
 
 
 def run_config(

@@ -1,4 +1,5 @@
-"""Weights of Hugging Face directories are read and written, only as safetensors; nothing is unpickled, no code is run.
+"""Weights of Hugging Face directories are read and written as safetensors, those of llama.cpp as GGUF; nothing is
+unpickled, no code is run.
 
 model = load("llama-3.2-1b", dtype=jnp.bfloat16)     # a network, its weights sharded by a layout
 save(model, "mine")                                  # a directory that transformers opens
@@ -10,7 +11,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    gguf="save_gguf",
+    gguf_writer="save_gguf",
     files="copy_metadata storage_dtype",
     peft="save_adapter saved_names",
     reader="load",

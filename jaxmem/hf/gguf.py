@@ -1,287 +1,146 @@
-"""A decoder as a GGUF file, the format of llama.cpp: settings, tokenizer, and weights in one of `FORMATS`.
+"""The tensors of a GGUF file under the names and in the order of a Hugging Face file.
 
-Matrices are quantized where their last dimension is a multiple of the block; otherwise q4_k becomes q8_0, and q8_0
-float16. Norms and biases are float32. The file is written tensor by tensor, with one in host memory at a time.
+A slice is decoded when it is read: only its rows, or for an expert only this expert. Decoded values are float32.
 """
 
-import contextlib
-import json
-import os
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmem.config import Decoder
+from jaxmem.config.gguf import GgufTensor, read_gguf
+from jaxmem.config.hf_modules import CONCATENATED, names_of
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.networks import Rope
-from jaxmem.data.chat_template import template_for
-from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
-from jaxmem.errors import UserError, as_yaml, nearest
-from jaxmem.hf.files import byte_tokenizer
-from jaxmem.hf.gguf_blocks import FORMATS, Format, encode
-from jaxmem.hf.writer import model_tensors
-from jaxmem.models import Decoder as Network
-from jaxmem.models.rope import frequencies
+from jaxmem.config.hugging_face import decoder_fields, family_of
+from jaxmem.errors import UserError
 
-ALIGNMENT = 32
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-# The pre-tokenizers that split text before byte-level BPE: a part of the regular expression that only this one has, and
-# its name in llama.cpp.
-SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{L}+|\p{N}|": "qwen2"}
-UNSUPPORTED = (
-    "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
-    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope",
-)  # fmt: skip
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
-FALLBACKS = {"q4_k": "q8_0", "q4_0": "float16", "q8_0": "float16"}
+# Tensors from which config.json was made.
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+EXPERTS = tuple(f"experts.{name}_proj{end}" for name in ("gate", "up", "down") for end in ("", "_bias"))
+PERMUTED = "llama"  # the architecture in which the two elements of a rotated pair are next to each other
 
 
-def save_gguf(
-    model: Network,
-    file: str | Path,
-    *,
-    tokenizer: str | None,
-    kind: str = "float16",
-    length: int = 2048,
-    indices: Sequence[int] | None = None,
-) -> None:
-    """Writes a model, adapters merged, to a file that must not exist. `tokenizer`: the value of `data.tokenizer`.
-    `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack."""
-    file = Path(file).expanduser()
-    if kind not in FORMATS:
-        raise UserError(f"--dtype {kind} is not a GGUF format{nearest(kind, FORMATS)}")
-    if file.exists():
-        raise UserError(f"{file} exists already; remove it, or use another name")
-    if tokenizer is None:
-        raise UserError(
-            "GGUF export requires data.tokenizer; set data.tokenizer to the directory of the model's tokenizer"
-        )
-    cfg = model.cfg
-    settings = {
-        **_settings(cfg, file.stem, kind, length),
-        **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
-    }
-    tensors = list(_tensors(model, kind, indices))
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as out:
-            _write(out, settings, tensors)
-            os.fsync(out.fileno())
-        unfinished.rename(file)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class GgufSlice:
+    """A tensor, or an expert of it, with the methods of a slice of the library `safetensors`."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    expert: int | None = None
+    heads: int = 0  # number of heads whose rows alternate between their halves; 0: the rows are in order
+    is_transposed: bool = False  # the last two dimensions are in the other order
+    offset: float = 0.0  # added to the values
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        from gguf import dequantize
+
+        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+        data = data.reshape(*self._stored(self.shape)[:-1], -1)
+        *rows, columns = self._stored(index)
+        if self.heads:
+            rows[0] = self._rows_in_file[rows[0]]
+        values: np.ndarray = dequantize(np.ascontiguousarray(data[tuple(rows)]), self.tensor.kind)[..., columns]
+        values = values + np.float32(self.offset) if self.offset else values
+        return values.swapaxes(-1, -2) if self.is_transposed else values
+
+    def _stored(self, dimensions: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Dimensions in the order of the file."""
+        return (*dimensions[:-2], *dimensions[:-3:-1]) if self.is_transposed else dimensions
+
+    @cached_property
+    def _rows_in_file(self) -> np.ndarray:
+        return np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel()
 
 
-def _architecture(cfg: Decoder) -> str:
-    for name in UNSUPPORTED:
-        if (value := getattr(cfg, name)) != Decoder.model_fields[name].default:
-            raise UserError(
-                f"GGUF export does not support model.{name}={as_yaml(value)}; export to a directory instead"
-            )
-    if cfg.experts is not None:
-        raise UserError("GGUF export does not support model.experts; export to a directory instead")
-    if cfg.qk_norm == "all_heads":
-        raise UserError("GGUF export does not support model.qk_norm=all_heads; export to a directory instead")
-    if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
-        return "qwen3"
-    if cfg.qk_norm:
-        raise UserError("GGUF export does not support model.qk_norm with biases; export to a directory instead")
-    return "qwen2" if cfg.attention_bias and not (cfg.output_bias or cfg.mlp_bias) else "llama"
+class GgufTensors:
+    """An opened file, with the methods of an opened file of the library `safetensors`."""
 
+    def __init__(self, file: Path) -> None:
+        """`file`: in a directory with the config.json that `config.gguf` made from it."""
+        self._file = read_gguf(file)
+        self._model = Decoder(**decoder_fields(str(file.parent)))
+        is_fused = family_of(read_json(file.parent / "config.json")).fused == CONCATENATED
+        self._slices = dict(self._named(self._modules(is_fused=is_fused)))
 
-def _settings(cfg: Decoder, name: str, kind: str, length: int) -> dict[str, Any]:
-    own = {
-        "context_length": min(length, cfg.window or length),  # llama.cpp has no windows in these architectures
-        "embedding_length": cfg.embed,
-        "block_count": cfg.layers,
-        "feed_forward_length": cfg.mlp,
-        "vocab_size": cfg.vocab,
-        "attention.head_count": cfg.heads,
-        "attention.head_count_kv": cfg.kv_heads,
-        "attention.key_length": cfg.head_dim,
-        "attention.value_length": cfg.head_dim,
-        "attention.layer_norm_rms_epsilon": float(cfg.norm_epsilon),
-        "rope.dimension_count": cfg.head_dim,
-        "rope.freq_base": float(cfg.rope.theta),
-        **_rope_scaling(cfg.rope),
-    }
-    architecture = _architecture(cfg)
-    if cfg.rope.scaling == "llama3" and architecture != "llama":
-        raise UserError(
-            f"GGUF export to {architecture} does not support model.rope.scaling=llama3; export to a directory instead"
-        )
-    return {
-        "general.architecture": architecture,
-        "general.name": name,
-        "general.file_type": FORMATS[kind].file_type,
-        "general.quantization_version": 2,
-        "general.alignment": ALIGNMENT,
-        **{f"{architecture}.{key}": value for key, value in own.items()},
-    }
+    def keys(self) -> list[str]:
+        return list(self._slices)
 
+    def get_slice(self, name: str) -> GgufSlice:
+        return self._slices[name]
 
-def _rope_scaling(rope: Rope) -> dict[str, Any]:
-    if rope.share < 1 or rope.scaling == "longrope" or not rope.truncate:
-        given = f"share={rope.share:g} with scaling={rope.scaling} and truncate={as_yaml(rope.truncate)}"
-        raise UserError(f"GGUF export does not support model.rope.{given}; export to a directory instead")
-    if rope.scaling in ("none", "llama3"):  # llama3: the file has a tensor of factors instead
+    def get_tensor(self, name: str) -> np.ndarray:
+        found = self._slices[name]
+        return found[(slice(None),) * len(found.shape)]
+
+    def metadata(self) -> dict[str, str]:
         return {}
-    settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
-    if rope.scaling == "yarn":
-        if rope.attention_factor is not None:
-            raise UserError("GGUF export supports only model.rope.attention_factor=null; export to a directory instead")
-        settings |= {
-            "rope.scaling.original_context_length": rope.original_length,
-            "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
-            "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
-        }
-    return settings
 
+    def _modules(self, *, is_fused: bool) -> Iterator[str]:
+        """The names of all modules and weights that `config.hf_modules` names. `is_fused`: of the matrices that several
+        weights share."""
+        ends = {part.removesuffix(".weight"): end for end, how in CONCATENATED.items() for part in how.parts}
+        experts = 1 if self._model.experts is None else self._model.experts.count
+        for layer, has_experts in enumerate(self._model.has_experts):
+            for name in names_of(self._model, has_experts=has_experts).values():
+                for expert in range(experts if name.count("{}") == 2 else 1):
+                    module = name.format(layer, expert)
+                    end = next((end for end in ends if is_fused and module.endswith(end)), None)
+                    yield module if end is None else module.replace(end, ends[end].removesuffix(".weight"))
 
-def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
-    """The tokenizer of a model with `size` embeddings; tokens beyond those of the tokenizer are unused."""
-    place = tokenizer.directory
-    file = None if place is None else Path(name).expanduser()
-    content = byte_tokenizer() if file is None else read_json(file / "tokenizer.json" if file.is_dir() else file)
-    model = content["model"]
-    if tokenizer.vocab_size > size:
-        raise UserError(
-            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={size}; "
-            "use the model's tokenizer"
+    def _named(self, modules: Iterator[str]) -> Iterator[tuple[str, GgufSlice]]:
+        """The tensors by their Hugging Face names; those that belong to no module, by the names in the file."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == self._file.architecture)
+        names = get_tensor_name_map(kind, self._model.layers)
+        left = self._file.tensors.keys() - set(FACTORS)
+        for module in dict.fromkeys(modules):
+            number = re.search(r"\.experts\.(\d+)\.", module)
+            base = module if number is None else module.replace(number[0], ".experts.")
+            # In gpt-oss, sinks and the weights of all experts are named without ".weight".
+            is_parameter = self._model.attention_sinks and base.endswith(("sinks", *EXPERTS))
+            leaves: tuple[str, ...] = ("weight", "bias")
+            if is_parameter:
+                leaves = ("bias",) if base.endswith("_bias") else ("weight",)
+            for leaf in leaves:
+                in_file = f"{names.get_name(base.removesuffix('_bias'))}.{leaf}"
+                if in_file in self._file.tensors:
+                    left.discard(in_file)
+                    name = module if is_parameter else f"{module}.{leaf}"
+                    yield (
+                        name,
+                        self._slice(name, self._file.tensors[in_file], None if number is None else int(number[1])),
+                    )
+        for name in left:
+            yield name, GgufSlice(self._file.tensors[name], self._file.tensors[name].shape)
+
+    def _slice(self, name: str, tensor: GgufTensor, expert: int | None) -> GgufSlice:
+        model, shape = self._model, tensor.shape if expert is None else tensor.shape[1:]
+        if expert is not None and not (len(tensor.shape) == 3 and expert < tensor.shape[0]):
+            raise UserError(f"{self._file.file}: {name}: a tensor of the shape {list(tensor.shape)} has no such expert")
+        heads = {"q_proj": model.heads, "k_proj": model.kv_heads}.get(name.split(".")[-2], 0)
+        is_permuted = self._file.architecture == PERMUTED and heads and shape[0] % (2 * heads) == 0
+        is_transposed = name.endswith(EXPERTS) and len(shape) == 3
+        if is_transposed:
+            shape = (shape[0], shape[2], shape[1])
+        if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+            shape = (1, *shape)  # llama.cpp has no dimension of size 1 there
+        return GgufSlice(
+            tensor,
+            shape,
+            expert,
+            heads=heads if is_permuted else 0,
+            is_transposed=is_transposed,
+            offset=-1.0 if model.norm_offset and name.endswith("norm.weight") else 0.0,
         )
-    if model.get("type") != "BPE":
-        raise UserError(
-            f"data.tokenizer={name}: GGUF export supports BPE tokenizers, not {model.get('type')}; "
-            "export to a directory instead"
-        )
-    is_sentencepiece = bool(model.get("byte_fallback"))
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
-    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
-    for text, number in model["vocab"].items():
-        is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x")
-        tokens[number], types[number] = text, BYTE if is_byte else NORMAL
-    for one in content.get("added_tokens", ()):
-        tokens[one["id"]], types[one["id"]] = one["content"], CONTROL if one["special"] else USER
-    if (unknown := model.get("unk_token")) in tokens:
-        types[tokens.index(unknown)] = UNKNOWN
-    found: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(types, np.int32)}
-    if is_sentencepiece:  # a merge has the score of the token that it results in
-        ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges, 1)))}
-        scores = np.array([ranks.get(token, 0.0) for token in tokens], np.float32)
-        begins_with_space = any(mark in json.dumps(content) for mark in ('"Prepend"', '"first"', '"always"'))
-        found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
-        found["tokenizer.ggml.add_space_prefix"] = begins_with_space
-    else:
-        pre = _split(json.dumps(content.get("pre_tokenizer"), ensure_ascii=False), name)
-        found |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-    found |= {"tokenizer.ggml.eos_token_id": tokenizer.end, "tokenizer.ggml.add_bos_token": bool(tokenizer.begin)}
-    if tokenizer.begin:
-        found["tokenizer.ggml.bos_token_id"] = tokenizer.begin[0]
-    with contextlib.suppress(UserError):  # not every model has a chat template
-        found["tokenizer.chat_template"] = template_for(tokenizer).source
-    return found
-
-
-def _split(pre_tokenizer: str, name: str) -> str:
-    """llama.cpp's name for a pre-tokenizer."""
-    for part, known in SPLITS.items():
-        if json.dumps(part)[1:-1] in pre_tokenizer:
-            return known
-    if '"Split"' in pre_tokenizer:
-        raise UserError(
-            f"data.tokenizer={name}: GGUF export supports the pre-tokenizers of Llama 3, Qwen and GPT-2 only; "
-            "export to a directory instead"
-        )
-    return "gpt-2"
-
-
-Tensor = tuple[str, tuple[int, ...], Format, Callable[[], np.ndarray]]
-
-
-def _tensors(model: Network, kind: str, indices: Sequence[int] | None) -> Iterator[Tensor]:
-    cfg = model.cfg
-    # In the architecture llama, the two elements of a rotated pair of queries and keys are next to each other.
-    heads = {"attn_q": cfg.heads, "attn_k": cfg.kv_heads} if _architecture(cfg) == "llama" else {}
-    for one in model_tensors(model, "float32", indices):
-        module, _, leaf = one.name.rpartition(".")
-        layer = ""
-        if module.startswith("model.layers."):
-            number, _, module = module.removeprefix("model.layers.").partition(".")
-            layer = f"blk.{number}."
-        name = NAMES[module]
-        values = partial(_interleaved, one.values, heads[name]) if name in heads else one.values
-        chosen = kind if len(one.shape) > 1 else "float32"
-        while one.shape[-1] % FORMATS[chosen].block:
-            chosen = FALLBACKS[chosen]
-        yield f"{layer}{name}.{leaf}", one.shape, FORMATS[chosen], values
-    if cfg.rope.scaling == "llama3":
-        scaled, _ = frequencies(cfg.rope, cfg.head_dim)
-        plain, _ = frequencies(Rope(theta=cfg.rope.theta), cfg.head_dim)
-        factors = (plain / scaled).astype(np.float32)
-        yield "rope_freqs.weight", factors.shape, FORMATS["float32"], lambda: factors
-
-
-def _interleaved(values: Callable[[], np.ndarray], heads: int) -> np.ndarray:
-    x = values()
-    return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-
-
-def _write(out: Any, settings: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(settings))
-    header += b"".join(_text(key) + _value(value) for key, value in settings.items())
-    at = 0
-    for name, shape, kind, _ in tensors:
-        header += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind.type_number, at)
-        at += _padded(int(np.prod(shape)) // kind.block * kind.nbytes)
-    out.write(header.ljust(_padded(len(header)), b"\0"))
-    for *_, kind, values in tensors:
-        data = encode(values(), kind)
-        out.write(data.ljust(_padded(len(data)), b"\0"))
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> bytes:
-    """The bytes of a setting: the number of its type, then its value."""
-    match value:
-        case bool():
-            return struct.pack("<I?", 7, value)
-        case int():
-            return struct.pack("<II", 4, value)
-        case float():
-            return struct.pack("<If", 6, value)
-        case str():
-            return struct.pack("<I", 8) + _text(value)
-        case np.ndarray():
-            kind = 6 if value.dtype == np.float32 else 5
-            return struct.pack("<IIQ", 9, kind, len(value)) + value.tobytes()
-    return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))

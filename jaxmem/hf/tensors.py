@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxmem.config.gguf import FILE as GGUF_FILE
 from jaxmem.config.hf_modules import Fused
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import fetch_weights
@@ -155,11 +156,15 @@ def _wrong_shape(entry: TensorEntry, shape: Sequence[int], config: str) -> UserE
 
 
 def open_file(file: Path) -> Any:
-    """A safetensors file whose header is valid, memory mapped."""
+    """A safetensors or GGUF file whose header is valid, memory mapped."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        raise UserError(f"{file}: does not exist")
+        raise UserError(f"{file.resolve()}: does not exist")
+    if file.name == GGUF_FILE:
+        from jaxmem.hf.gguf import GgufTensors
+
+        return GgufTensors(file)
     try:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
@@ -187,6 +192,8 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
         return [directory / name for name in files]
     if (directory / (single or SINGLE)).is_file():
         return [directory / (single or SINGLE)]
+    if single is None and (directory / GGUF_FILE).is_symlink():
+        return [directory / GGUF_FILE]
     if not is_fetched:  # weights in the cache of the hub are fetched first
         fetch_weights(directory)
         return _files(directory, single, is_fetched=True)

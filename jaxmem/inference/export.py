@@ -15,6 +15,7 @@ from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import LOW_RANK, Config, Decoder, save_config
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import local_directory
 from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
 from jaxmem.inference.load import HF_FOLDER, check_run, is_run, model_config, open_model
@@ -22,7 +23,9 @@ from jaxmem.machine.atomic_directory import atomic_directory
 
 
 def import_model(source: str | Path, target: str | Path) -> None:
-    """Writes a Hugging Face directory as a run. Needs device memory for all weights, host memory for one tensor."""
+    """Writes a Hugging Face directory, a model of the hub or a GGUF file as a run. Needs device memory for all weights,
+    host memory for one tensor."""
+    source = local_directory(str(source), "import")
     if is_run(source):
         raise UserError(f"{source}: is already a run (it has config.yaml); import a Hugging Face directory")
     if is_adapter(source):

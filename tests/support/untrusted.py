@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from gguf import GGUFWriter
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import Decoder, load_config
+from jaxmem.config.gguf import directory_contents
 from jaxmem.config.hugging_face import decoder_fields, fields_of
 from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import ChatEncoder
@@ -121,6 +124,7 @@ def kinds() -> dict[str, Kind]:
         "target": text(parse_target, *TARGETS),
         "target file": file("x.yaml", lambda path: parse_target(str(path)), GPU.encode()),
         "safetensors": file("x.safetensors", open_file, tensors),
+        "gguf": file("x.gguf", directory_contents, _gguf()),
         "safetensors index": file("model.safetensors.index.json", read_index, encoded(INDEX)),
         "model config.json": file(
             "config.json", lambda path: decoder_fields(str(path.parent)), encoded(LLAMA), *quantized
@@ -144,6 +148,24 @@ def kinds() -> dict[str, Kind]:
             for name, part in CHECKPOINT.items()
         },
     }
+
+
+def _gguf() -> bytes:
+    """A file that is mostly header."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = GGUFWriter(Path(folder) / "x.gguf", "llama")
+        for key in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count"):
+            writer.add_uint32(f"llama.{key}", 2)
+        writer.add_float32("llama.rope.freq_base", 1e4)
+        writer.add_string("tokenizer.ggml.model", "gpt2")
+        writer.add_array("tokenizer.ggml.tokens", ["a", "b", "ab"])
+        writer.add_array("tokenizer.ggml.merges", ["a b"])
+        writer.add_tensor("token_embd.weight", np.ones((3, 2), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return (Path(folder) / "x.gguf").read_bytes()
 
 
 def encoded(value: Any) -> bytes:

@@ -1,0 +1,314 @@
+"""GGUF files, the format of llama.cpp, opened as Hugging Face directories; the package `gguf` reads them.
+
+`gguf_directory` writes the settings and the tokenizer of a file as `config.json` and `tokenizer.json` into a directory
+of the cache, next to a link to the file. Each command uses this directory like one of Hugging Face; `hf.gguf` decodes
+the tensors.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem.config.gguf_tokenizer import special_token_ids, tokenizer_config, tokenizer_json
+from jaxmem.config.hf_values import Size, UnsupportedError, read
+from jaxmem.errors import UserError, one_line
+from jaxmem.machine.atomic_directory import atomic_directory
+
+FILE = "model.gguf"  # name of the link in the directory
+FORMAT = "2"  # changes if the same file results in another directory
+MAX_VALUES = 3_000_000  # limit of the values of a header, since the package makes an array of each
+INSTALL = "pip install 'jaxmem[gguf]'"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp, and its class in transformers."""
+
+    name: str
+    keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json, by keys of the file
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # values that files do not state, as llama.cpp has them
+    layers_27b: int | None = None  # number of layers of the size whose query_pre_attn_scalar is another one
+
+
+# Keys after the name of the architecture.
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+_EXPERTS = {"expert_used_count": "num_experts_per_tok"}
+_QWEN_EXPERTS = {**_EXPERTS, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_SOFT_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_MIXTRAL = Architecture("MixtralForCausalLM", {**_EXPERTS, "expert_count": "num_local_experts"})
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        {**_QWEN_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": False},
+    ),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _QWEN_EXPERTS, {"norm_topk_prob": True}),
+    "gemma2": Architecture("Gemma2ForCausalLM", {**_WINDOW, **_SOFT_CAPS}, layers_27b=46),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", {**_WINDOW, "final_logit_softcapping": "final_logit_softcapping"}, layers_27b=62
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", _WINDOW),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        {**_EXPERTS, **_WINDOW, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
+}
+# Keys of a file that do not change logits. `rope.dimension_count`: see `_settings`; `vocab_size`: the shape of the
+# embedding decides; `rope.scaling.*`: see `_rope_scaling`.
+WITHOUT_EFFECT = {
+    "vocab_size", "rope.dimension_count", "attention.value_length", "expert_gating_func", "rope.scaling.finetuned",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor", "attention.layer_norm_epsilon", "interleave_moe_layer_step",
+    "expert_shared_count", "rope.freq_base_swa",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file. `data`: its bytes or values, memory mapped, with the rows of the tensor."""
+
+    kind: Any  # gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    file: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+
+def read_gguf(file: Path) -> GgufFile:
+    """The metadata and the tensors of a file. The package `gguf` checks no size that a header states, so a value beyond
+    the end of the file, and a header of too many values, is refused when it is read."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UserError(f"{file}: reading a GGUF file requires the package gguf: {INSTALL}") from None
+
+    class Reader(GGUFReader):
+        count = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.count += 1
+            if self.count > MAX_VALUES:
+                raise ValueError(f"its header has more than {MAX_VALUES:,} values")
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("a value is beyond the end of the file")
+            return super()._get(offset, dtype, count, override_order)
+
+    file = file.resolve()
+    try:
+        with np.errstate(over="raise"):
+            reader = Reader(file)
+            metadata = {name: one.contents() for name, one in reader.fields.items() if not name.startswith("GGUF.")}
+        tensors = {
+            one.name: GgufTensor(one.tensor_type, tuple(map(int, one.shape[::-1])), one.data) for one in reader.tensors
+        }
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError) as error:
+        raise UserError(
+            f"{file}: damaged, truncated or not a GGUF file: {one_line(error)}; copy it again, or update gguf"
+        ) from error
+    return GgufFile(file, metadata, tensors)
+
+
+def gguf_directory(name: str, key: str) -> str:
+    """The directory of a file in the cache. `key`: the setting that names the file."""
+    from huggingface_hub import constants
+
+    file = Path(name).expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"{key}={name} does not exist; use the path of a GGUF file")
+    state = file.stat()
+    identity = hashlib.sha256(f"{FORMAT} {file} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()
+    directory = Path(constants.HF_HOME) / "jaxmem-gguf" / f"{file.stem}-{identity[:12]}"
+    if directory.is_dir():
+        return str(directory)
+    contents = directory_contents(file)
+    try:
+        with atomic_directory(directory) as folder:
+            for name, content in contents.items():
+                (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            (folder / FILE).symlink_to(file)
+    except UserError:
+        if not directory.is_dir():  # unless another process wrote the same directory meanwhile
+            raise
+    return str(directory)
+
+
+def directory_contents(file: Path) -> dict[str, dict[str, Any]]:
+    """The JSON files of the directory of a file, by name."""
+    opened = read_gguf(file)
+    try:
+        settings = settings_of(opened)
+        return {
+            "config.json": settings,
+            "tokenizer.json": tokenizer_json(opened.metadata, settings["vocab_size"]),
+            "tokenizer_config.json": tokenizer_config(opened.metadata),
+        }
+    except UnsupportedError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def settings_of(opened: GgufFile) -> dict[str, Any]:
+    """The config.json of the model of a file."""
+    name, metadata, tensors = opened.architecture, opened.metadata, opened.tensors
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"general.architecture={json.dumps(name)[:60]} is not supported; expected one of {', '.join(ARCHITECTURES)}"
+        )
+    if (files := metadata.get("split.count", 1)) != 1:
+        raise UnsupportedError(f"the model is split into {files} files; join them with llama-gguf-split --merge")
+    check_quantization(opened)
+    values = {
+        key.removeprefix(f"{name}."): plain(value) for key, value in metadata.items() if key.startswith(f"{name}.")
+    }
+    architecture = _MIXTRAL if name == "llama" and values.get("expert_count") else ARCHITECTURES[name]
+    keys = {**KEYS, **architecture.keys}
+    unknown = [key for key, value in values.items() if value and key not in keys and key not in WITHOUT_EFFECT]
+    if unknown:
+        raise UnsupportedError(f"{name}.{unknown[0]}={json.dumps(values[unknown[0]])[:60]} is not supported")
+    if "token_embd.weight" not in tensors:
+        raise UnsupportedError("has no tensor token_embd.weight; use a file with the complete model")
+    settings = {keys[key]: value for key, value in values.items() if key in keys}
+    settings |= {
+        "architectures": [architecture.name],
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": stored_dtype(opened),
+        **architecture.fixed,
+        **special_token_ids(metadata),
+    }
+    if settings.get("sliding_window") == 0:
+        settings["sliding_window"] = None
+    if name in ("llama", "qwen3", "olmo2", "gpt-oss"):
+        settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if name == "llama" and "blk.0.ffn_down.bias" in tensors:
+        settings["mlp_bias"] = True
+    _add_heads(settings, values, architecture)
+    return settings | _rope_scaling(opened, values, settings)
+
+
+def _add_heads(settings: dict[str, Any], values: Mapping[str, Any], architecture: Architecture) -> None:
+    """The dimension of heads, if a file does not state it, and what depends on it."""
+    width = read(settings, "hidden_size", Size) // read(settings, "num_attention_heads", Size)
+    rotated = read(values, "rope.dimension_count", Size, settings.get("head_dim", width))
+    if architecture.name == "Phi3ForCausalLM":
+        settings["partial_rotary_factor"] = rotated / settings.pop("head_dim", width)
+        settings["head_dim"] = width
+    else:
+        settings.setdefault("head_dim", rotated)
+        if rotated != settings["head_dim"]:
+            raise UnsupportedError(f"rope.dimension_count={rotated} is not supported; expected {settings['head_dim']}")
+    if architecture.layers_27b is not None:
+        is_27b = settings["num_hidden_layers"] == architecture.layers_27b
+        settings["query_pre_attn_scalar"] = width if is_27b else settings["head_dim"]
+
+
+def _rope_scaling(opened: GgufFile, values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` of config.json, from keys or from the tensors that divide frequencies by a factor each."""
+    tensors, original = opened.tensors, values.get("rope.scaling.original_context_length")
+    kind, factor = values.get("rope.scaling.type", "none"), values.get("rope.scaling.factor", 1.0)
+    if "rope_factors_long.weight" in tensors:
+        scaling = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": original,
+            **{f"{kind}_factor": factors(tensors[f"rope_factors_{kind}.weight"]) for kind in ("short", "long")},
+        }
+        return {"rope_scaling": scaling | _present(values, {"rope.scaling.attn_factor": "attention_factor"})}
+    if "rope_freqs.weight" in tensors:
+        return {"rope_scaling": _llama3_scaling(opened, settings, original or 8192)}
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return {}
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if kind != "yarn":
+        raise UnsupportedError(f"rope.scaling.type={json.dumps(kind)[:60]} is not supported; expected linear or yarn")
+    betas = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    yarn |= _present(values, betas) | ({"truncate": False} if opened.architecture == "gpt-oss" else {})
+    return {"rope_scaling": yarn}
+
+
+def _llama3_scaling(opened: GgufFile, settings: Mapping[str, Any], original: int) -> dict[str, Any]:
+    """The scaling of Llama 3.1, of whose parameters a file has only the factors that result from them."""
+    stated = np.array(factors(opened.tensors["rope_freqs.weight"]), np.float64)
+    head_dim, theta = settings["head_dim"], read(settings, "rope_theta", float, 10_000.0)
+    factor, low, high = float(stated.max(initial=1)), 1.0, 4.0
+    turns = original / (2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))  # in the original length
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if stated.shape != expected.shape or not np.allclose(stated, expected, rtol=1e-4):
+        raise UnsupportedError("rope_freqs.weight has other factors than Llama 3.1; these are not supported")
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def factors(tensor: GgufTensor) -> list[float]:
+    if len(tensor.shape) != 1 or tensor.data.dtype != np.float32:
+        raise UnsupportedError("factors of rotary positions must be a vector in float32")
+    return [plain(x) for x in tensor.data.tolist()]
+
+
+def _present(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {new: values[old] for old, new in names.items() if old in values}
+
+
+def plain(value: Any) -> Any:
+    """A value with the shortest digits that are equal in float32, the precision of the file: 1e-05."""
+    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < 3e38 else value
+
+
+def stored_dtype(opened: GgufFile) -> str:
+    """The dtype in which a model of this file is opened: for quantized matrices bfloat16."""
+    kinds = {one.kind.name for one in opened.tensors.values() if len(one.shape) > 1}
+    if kinds <= {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def check_quantization(opened: GgufFile) -> None:
+    """Refuses a file with a tensor that the package does not decode."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    for kind in {tensor.kind for tensor in opened.tensors.values()}:
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            name = next(name for name, tensor in opened.tensors.items() if tensor.kind is kind)
+            raise UnsupportedError(
+                f"the package gguf does not decode {kind.name}, the quantization of {name[:80]!r}; use another file"
+            ) from None

@@ -1,0 +1,215 @@
+"""The tokenizer in a GGUF file as a `tokenizer.json`, and the names of llama.cpp's pre-tokenizers in both directions.
+
+llama.cpp has two kinds of BPE: byte-level (`gpt2`), with merges and the name of a pre-tokenizer, and SentencePiece's
+(`llama`), with a score for each token from which the merges follow.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmem.config.hf_values import UnsupportedError
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
+MAX_TOKENS = 1 << 20
+MAX_TOKEN_LENGTH = 512  # characters; the longest tokens of usual vocabularies are 128 spaces
+SPACE = "▁"
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTER = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASHES = _PUNCTUATION.replace(r"[\r\n]*", r"[\r\n/]*")
+LLAMA3 = rf"{_CONTRACTIONS}|{_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}"
+QWEN2 = rf"{_CONTRACTIONS}|{_LETTER}\p{{L}}+|\p{{N}}|{_PUNCTUATION}"
+O200K = (
+    rf"{_LETTER}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LETTER}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    rf"\p{{N}}{{1,3}}|{_SLASHES}"
+)
+TEKKEN = rf"{_LETTER}{_UPPER}*{_LOWER}+|{_LETTER}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
+
+# How each pre-tokenizer of llama.cpp splits text before byte-level BPE: by a regular expression, into single digits
+# and then as GPT-2, or as GPT-2 (None). The first name of several is the one that is written.
+DIGITS = "digits"
+PRE_TOKENIZERS: dict[str, str | None] = {
+    "gpt-2": None, "phi-2": None, "olmo": None, "mpt": None,
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), O200K),
+    "tekken": TEKKEN,
+}  # fmt: skip
+WHOLE_TOKENS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "gpt-4o", "tekken")  # `ignore_merges`
+WITH_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # where `add_bos_token` is absent
+UNICODE_NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # NFC
+# Parts of regular expressions that only one pre-tokenizer has, the most specific ones first.
+_PARTS = (
+    (r"\p{Lu}", r"\p{N}{1,3}", "gpt-4o"),
+    (r"\p{Lu}", "", "tekken"),
+    (r"\p{N}{1,3}", "", "llama-bpe"),
+    (r"\p{L}+|\p{N}|", "", "qwen2"),
+)
+
+
+def pre_tokenizer_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None: it has none."""
+    text = json.dumps(pre_tokenizer, ensure_ascii=False)
+    for part, other, name in _PARTS:
+        if json.dumps(part)[1:-1] in text and json.dumps(other)[1:-1] in text:
+            return name
+    if '"Digits"' in text:
+        return "smollm"
+    return None if '"Split"' in text else "gpt-2"
+
+
+def tokenizer_json(metadata: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The tokenizer.json of a file. `size`: the number of embeddings."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedError(f"tokenizer.ggml.model={json.dumps(kind)[:60]} is not supported; expected gpt2 or llama")
+    tokens = _list_of(metadata, "tokens", str)
+    types = _list_of(metadata, "token_type", int, default=[NORMAL] * len(tokens))
+    _check_tokens(tokens, types, size)
+    added = [
+        {
+            "id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": types[number] != USER,
+        }
+        for number, token in enumerate(tokens)
+        if types[number] in (CONTROL, USER, UNKNOWN)
+    ]  # fmt: skip
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    parts = _byte_level if kind == "gpt2" else _sentencepiece
+    begin = _begin_token(metadata, tokens)
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "post_processor": None if begin is None else _template(begin, vocabulary[begin]),
+        **parts(metadata, vocabulary, types),
+    }  # fmt: skip
+
+
+def _check_tokens(tokens: Sequence[str], types: Sequence[int], size: int) -> None:
+    if not 0 < len(tokens) <= min(size, MAX_TOKENS) or len(types) != len(tokens):
+        raise UnsupportedError(
+            f"tokenizer.ggml.tokens has {len(tokens):,} tokens and tokenizer.ggml.token_type {len(types):,}, but "
+            f"token_embd.weight has {size:,} rows"
+        )
+    if long := [number for number, token in enumerate(tokens) if not 0 < len(token) <= MAX_TOKEN_LENGTH]:
+        raise UnsupportedError(
+            f"token {long[0]} has {len(tokens[long[0]]):,} characters; expected 1 to {MAX_TOKEN_LENGTH}"
+        )
+    if len(set(tokens)) != len(tokens):
+        numbers: dict[str, int] = {}
+        second = next(number for number, token in enumerate(tokens) if numbers.setdefault(token, number) != number)
+        raise UnsupportedError(f"tokens {numbers[tokens[second]]} and {second} are equal; use another file")
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], _: Sequence[int]) -> dict[str, Any]:
+    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; expected one of {', '.join(PRE_TOKENIZERS)}"
+        )
+    merges = [merge.split(" ") for merge in _list_of(metadata, "merges", str, default=[])]
+    if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
+        raise UnsupportedError(f"tokenizer.ggml.merges: {' '.join(wrong[0])[:60]!r} does not result in a token")
+    split = PRE_TOKENIZERS[name]
+    bytes_of: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    before: dict[str, Any] | None = None
+    if split == DIGITS:
+        before = {"type": "Digits", "individual_digits": True}
+    elif split is not None:
+        before = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        bytes_of["use_regex"] = False
+    return {
+        "normalizer": {"type": "NFC"} if name in UNICODE_NORMALIZED else None,
+        "pre_tokenizer": bytes_of if before is None else {"type": "Sequence", "pretokenizers": [before, bytes_of]},
+        "decoder": {**bytes_of, "use_regex": True},
+        "model": _bpe(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST),
+    }
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], types: Sequence[int]) -> dict[str, Any]:
+    scores = _list_of(metadata, "scores", float)
+    if len(scores) != len(vocabulary):
+        raise UnsupportedError(f"tokenizer.ggml.scores has {len(scores):,} values for {len(vocabulary):,} tokens")
+    pieces = {token: number for token, number in vocabulary.items() if types[number] == NORMAL}
+    # A merge has the rank of the token that it results in.
+    ordered = sorted(pieces, key=lambda token: (-scores[pieces[token]], pieces[token]))
+    merges = [
+        [token[:at], token[at:]]
+        for token in ordered
+        for at in range(1, len(token))
+        if token[:at] in pieces and token[at:] in pieces
+    ]
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    unknown = next((token for token, number in vocabulary.items() if types[number] == UNKNOWN), None)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    decoded = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [*decoded, {"type": "Fuse"}, *strip]},
+        "model": _bpe(vocabulary, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True),
+    }
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
+    defaults = {
+        "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+        "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+    }  # fmt: skip
+    return {"type": "BPE", **defaults, **options, "vocab": vocabulary, "merges": merges}
+
+
+def _begin_token(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str | None:
+    """The token before each document."""
+    is_usual = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in WITH_BEGIN
+    if not metadata.get("tokenizer.ggml.add_bos_token", is_usual):
+        return None
+    number = metadata.get("tokenizer.ggml.bos_token_id")
+    return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+
+
+def _template(token: str, number: int) -> dict[str, Any]:
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, begin, second],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of config.json: the token before a document, and the tokens that end an answer."""
+    numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = sorted({number for number in numbers if isinstance(number, int)})
+    begin = metadata.get("tokenizer.ggml.bos_token_id")
+    found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    return found | ({"bos_token_id": begin} if isinstance(begin, int) else {})
+
+
+def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json of a file: its chat template, and the texts of the tokens that templates use."""
+    tokens = _list_of(metadata, "tokens", str)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    numbers = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    texts = {
+        name: tokens[number]
+        for name, number in numbers.items()
+        if isinstance(number, int) and 0 <= number < len(tokens)
+    }
+    template = metadata.get("tokenizer.chat_template")
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **texts}
+    return found | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+def _list_of(metadata: Mapping[str, Any], name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise UnsupportedError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}; use a file with a tokenizer")
+    return values

@@ -1,0 +1,271 @@
+"""A decoder as a GGUF file, the format of llama.cpp, written by the package `gguf`: settings, tokenizer, and weights in
+one of `FORMATS`.
+
+Matrices are quantized where their last dimension is a multiple of the block, otherwise they are float16. Norms and
+biases are float32. The file is written tensor by tensor, with one in host memory at a time.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmem.config import Decoder
+from jaxmem.config.gguf import INSTALL
+from jaxmem.config.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, pre_tokenizer_name
+from jaxmem.config.hf_values import read_json
+from jaxmem.config.networks import Rope
+from jaxmem.data.chat_template import template_for
+from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
+from jaxmem.errors import UserError, as_yaml, nearest
+from jaxmem.hf.files import byte_tokenizer
+from jaxmem.hf.gguf import PERMUTED
+from jaxmem.hf.writer import model_tensors
+from jaxmem.models import Decoder as Network
+from jaxmem.models.rope import frequencies
+
+# Formats that the package writes: the name of the type of tensors, and the file type of a file whose matrices have it.
+FORMATS = {
+    "float32": ("F32", "ALL_F32"),
+    "float16": ("F16", "MOSTLY_F16"),
+    "bfloat16": ("BF16", "MOSTLY_BF16"),
+    **{name: (name.upper(), f"MOSTLY_{name.upper()}") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")},
+}
+BLOCK = 32  # values of a block in the formats of fewer than 16 bits
+K_QUANT = ("_k", "_k_s", "_k_m", "_k_l")
+UNSUPPORTED = (
+    "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
+    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope",
+)  # fmt: skip
+
+
+def save_gguf(
+    model: Network,
+    file: str | Path,
+    *,
+    tokenizer: str | None,
+    kind: str = "float16",
+    length: int = 2048,
+    indices: Sequence[int] | None = None,
+) -> None:
+    """Writes a model, adapters merged, to a file that must not exist. `tokenizer`: the value of `data.tokenizer`.
+    `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack."""
+    file = Path(file).expanduser()
+    if kind.lower().endswith(K_QUANT):
+        raise UserError(
+            f"--dtype {kind}: GGUF export does not write K-quants; export with --dtype float16, and run "
+            f"llama-quantize {file} NEW.gguf {kind.upper()} of llama.cpp"
+        )
+    if kind not in FORMATS:
+        raise UserError(f"--dtype {kind} is not a GGUF format{nearest(kind, FORMATS)}")
+    if file.exists():
+        raise UserError(f"{file} exists already; remove it, or use another name")
+    if tokenizer is None:
+        raise UserError(
+            "GGUF export requires data.tokenizer; set data.tokenizer to the directory of the model's tokenizer"
+        )
+    try:
+        import gguf
+    except ImportError:
+        raise UserError(f"{file}: writing a GGUF file requires the package gguf: {INSTALL}") from None
+    cfg = model.cfg
+    settings = {
+        "general.name": file.stem,
+        "general.file_type": int(gguf.LlamaFileType[FORMATS[kind][1]]),
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+        **_settings(cfg, length),
+        **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
+    }
+    tensors = list(_tensors(model, kind, indices))
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write(unfinished, _architecture(cfg), settings, tensors)
+        unfinished.rename(file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _architecture(cfg: Decoder) -> str:
+    for name in UNSUPPORTED:
+        if (value := getattr(cfg, name)) != Decoder.model_fields[name].default:
+            raise UserError(
+                f"GGUF export does not support model.{name}={as_yaml(value)}; export to a directory instead"
+            )
+    if cfg.experts is not None:
+        raise UserError("GGUF export does not support model.experts; export to a directory instead")
+    if cfg.qk_norm == "all_heads":
+        raise UserError("GGUF export does not support model.qk_norm=all_heads; export to a directory instead")
+    if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
+        return "qwen3"
+    if cfg.qk_norm:
+        raise UserError("GGUF export does not support model.qk_norm with biases; export to a directory instead")
+    return "qwen2" if cfg.attention_bias and not (cfg.output_bias or cfg.mlp_bias) else "llama"
+
+
+def _settings(cfg: Decoder, length: int) -> dict[str, Any]:
+    values = {
+        "context_length": min(length, cfg.window or length),  # llama.cpp has no windows in these architectures
+        "embedding_length": cfg.embed,
+        "block_count": cfg.layers,
+        "feed_forward_length": cfg.mlp,
+        "vocab_size": cfg.vocab,
+        "attention.head_count": cfg.heads,
+        "attention.head_count_kv": cfg.kv_heads,
+        "attention.key_length": cfg.head_dim,
+        "attention.value_length": cfg.head_dim,
+        "attention.layer_norm_rms_epsilon": float(cfg.norm_epsilon),
+        "rope.dimension_count": cfg.head_dim,
+        "rope.freq_base": float(cfg.rope.theta),
+        **_rope_scaling(cfg.rope),
+    }
+    architecture = _architecture(cfg)
+    if cfg.rope.scaling == "llama3" and architecture != "llama":
+        raise UserError(
+            f"GGUF export to {architecture} does not support model.rope.scaling=llama3; export to a directory instead"
+        )
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def _rope_scaling(rope: Rope) -> dict[str, Any]:
+    if rope.share < 1 or rope.scaling == "longrope" or not rope.truncate:
+        given = f"share={rope.share:g} with scaling={rope.scaling} and truncate={as_yaml(rope.truncate)}"
+        raise UserError(f"GGUF export does not support model.rope.{given}; export to a directory instead")
+    if rope.scaling == "none":
+        return {}
+    if rope.scaling == "llama3":  # its factors are a tensor
+        return {"rope.scaling.original_context_length": rope.original_length}
+    settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
+    if rope.scaling == "yarn":
+        if rope.attention_factor is not None:
+            raise UserError("GGUF export supports only model.rope.attention_factor=null; export to a directory instead")
+        settings |= {
+            "rope.scaling.original_context_length": rope.original_length,
+            "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
+        }
+    return settings
+
+
+def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
+    """The tokenizer of a model with `size` embeddings; tokens beyond those of the tokenizer are unused."""
+    place = tokenizer.directory
+    file = None if place is None else Path(name).expanduser()
+    content = byte_tokenizer() if file is None else read_json(file / "tokenizer.json" if file.is_dir() else file)
+    model = content["model"]
+    if tokenizer.vocab_size > size:
+        raise UserError(
+            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={size}; "
+            "use the model's tokenizer"
+        )
+    if model.get("type") != "BPE":
+        raise UserError(
+            f"data.tokenizer={name}: GGUF export supports BPE tokenizers, not {model.get('type')}; "
+            "export to a directory instead"
+        )
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    for text, number in model["vocab"].items():
+        is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x")
+        tokens[number], types[number] = text, BYTE if is_byte else NORMAL
+    for one in content.get("added_tokens", ()):
+        tokens[one["id"]], types[one["id"]] = one["content"], CONTROL if one["special"] else USER
+    if (unknown := model.get("unk_token")) in tokens:
+        types[tokens.index(unknown)] = UNKNOWN
+    found: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    if is_sentencepiece:  # a merge has the score of the token that it results in
+        ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges, 1)))}
+        scores = [ranks.get(token, 0.0) for token in tokens]
+        begins_with_space = any(mark in json.dumps(content) for mark in ('"Prepend"', '"first"', '"always"'))
+        found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
+        found["tokenizer.ggml.add_space_prefix"] = begins_with_space
+    else:
+        pre = pre_tokenizer_name(content.get("pre_tokenizer"))
+        if pre is None:
+            raise UserError(
+                f"data.tokenizer={name}: GGUF export does not support its pre-tokenizer; export to a directory instead"
+            )
+        found |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
+    found |= {"tokenizer.ggml.eos_token_id": tokenizer.end, "tokenizer.ggml.add_bos_token": bool(tokenizer.begin)}
+    if tokenizer.begin:
+        found["tokenizer.ggml.bos_token_id"] = tokenizer.begin[0]
+    with contextlib.suppress(UserError):  # not every model has a chat template
+        found["tokenizer.chat_template"] = template_for(tokenizer).source
+    return found
+
+
+class GgufOutput(NamedTuple):
+    """A tensor to write. `kind`: one of FORMATS. `values`: called when the tensor is written."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    values: Callable[[], np.ndarray]
+
+
+def _tensors(model: Network, kind: str, indices: Sequence[int] | None) -> Iterator[GgufOutput]:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    cfg, architecture = model.cfg, _architecture(model.cfg)
+    names = get_tensor_name_map(next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), cfg.layers)
+    heads = {"q_proj": cfg.heads, "k_proj": cfg.kv_heads} if architecture == PERMUTED else {}
+    for tensor in model_tensors(model, "float32", indices):
+        module, _, leaf = tensor.name.rpartition(".")
+        last = module.rpartition(".")[2]
+        values = partial(_interleaved, tensor.values, heads[last]) if last in heads else tensor.values
+        stored = kind if len(tensor.shape) > 1 else "float32"
+        if stored.startswith("q") and tensor.shape[-1] % BLOCK:
+            stored = "float16"
+        yield GgufOutput(f"{names.get_name(module)}.{leaf}", tensor.shape, stored, values)
+    if cfg.rope.scaling == "llama3":
+        scaled, _ = frequencies(cfg.rope, cfg.head_dim)
+        plain, _ = frequencies(Rope(theta=cfg.rope.theta), cfg.head_dim)
+        factors = (plain / scaled).astype(np.float32)
+        yield GgufOutput("rope_freqs.weight", factors.shape, "float32", lambda: factors)
+
+
+def _interleaved(values: Callable[[], np.ndarray], heads: int) -> np.ndarray:
+    x = values()
+    return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def _write(file: Path, architecture: str, settings: dict[str, Any], tensors: Sequence[GgufOutput]) -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
+
+    writer = GGUFWriter(file, architecture)
+    for key, value in settings.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case _:
+                writer.add_array(key, value)
+    kinds = [GGMLQuantizationType[FORMATS[tensor.kind][0]] for tensor in tensors]
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        size = math.prod(tensor.shape) // block * nbytes
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor, kind in zip(tensors, kinds, strict=True):
+            writer.write_tensor_data(quantize(tensor.values(), kind))
+    finally:
+        writer.close()
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
