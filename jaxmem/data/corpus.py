@@ -56,7 +56,9 @@ class Corpus:
         opening: list[Callable[[], Any]] = [
             partial(opened, source, cfg.data, self.tokenizer) for source in self._sections
         ]
-        template = [partial(template_for, self.tokenizer, cfg.data.chat_template)] if "chat" in names else []
+        template: list[Callable[[], Any]] = []
+        if "chat" in names:
+            template.append(partial(template_for, self.tokenizer, cfg.data.chat_template))
         self.sources: list[Any] = results_of([*opening, *template])[: len(opening)]
         if images:
             from jaxmem.data.images import check_classes

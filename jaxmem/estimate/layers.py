@@ -48,19 +48,23 @@ class Layer:
     def saving(self, names: Collection[str]) -> tuple[int, int, int]:
         """If these names are saved: bytes of the saved values that the backward pass reads, FLOPs of the matmuls that
         it repeats, and the number of elements of other results that it recomputes."""
-        found, known = _sources(self.operations, self.needed, lambda one: one.name in names)
-        recomputed = [self.operations[number] for number in found]
+        repeated, known = _sources(self.operations, self.needed, lambda operation: operation.name in names)
+        recomputed = [self.operations[number] for number in repeated]
         size = sum(self.operations[number].bytes for number in known)
-        return size, sum(one.flops for one in recomputed), sum(one.elements for one in recomputed if not one.flops)
+        return (
+            size,
+            sum(operation.flops for operation in recomputed),
+            sum(operation.elements for operation in recomputed if not operation.flops),
+        )
 
     def bytes_of(self, name: str) -> int:
-        return sum(one.bytes for one in self.operations if one.name == name)
+        return sum(operation.bytes for operation in self.operations if operation.name == name)
 
     def flops_of(self, name: str) -> int:
         """FLOPs to compute a value from other named values."""
-        read = [number for one in self.operations if one.name == name for number in one.sources]
-        found, _ = _sources(self.operations, read, lambda one: one.name is not None)
-        return sum(self.operations[number].flops for number in found)
+        read = [number for operation in self.operations if operation.name == name for number in operation.sources]
+        repeated, _ = _sources(self.operations, read, lambda operation: operation.name is not None)
+        return sum(self.operations[number].flops for number in repeated)
 
 
 def _sources(
@@ -68,15 +72,15 @@ def _sources(
 ) -> tuple[set[int], set[int]]:
     """The numbers of the operations that compute the results `ends` from known results, and the numbers of the
     operations that these known results come from. None in `ends` is an input."""
-    todo, found, known = [end for end in ends if end is not None], set[int](), set[int]()
+    todo, numbers, known = [end for end in ends if end is not None], set[int](), set[int]()
     while todo:
         number = todo.pop()
         if is_known(operations[number]):
             known.add(number)
-        elif number not in found:
-            found.add(number)
+        elif number not in numbers:
+            numbers.add(number)
             todo += operations[number].sources
-    return found, known
+    return numbers, known
 
 
 def layers_of(cfg: Config, platform: str) -> list[Layer]:
@@ -88,12 +92,12 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     params = jax.tree.map(without_sharding, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
     stream = (cfg.model.embed, cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else (0, 1)
-    found: list[Layer] = []
+    layers: list[Layer] = []
 
     def note(part: Any) -> tuple[Any, None] | None:
         if not isinstance(part, StackCall):
             return None
-        found.append(_trace(part, _Operations(known, stream)))
+        layers.append(_trace(part, _Operations(known, stream)))
         return part.x, None
 
     def features(params: Any, batch: Any) -> Any:
@@ -102,23 +106,25 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
             return loss.features(built.model.network(weights), batch, None)
 
     jax.eval_shape(features, params, batch)
-    return found
+    return layers
 
 
 def _trace(applied: StackCall, trace: _Operations) -> Layer:
-    weights, one = (jax.tree.map(lambda x: without_sharding(x[0]), tree) for tree in (applied.weights, applied.inputs))
+    weights, layer_input = (
+        jax.tree.map(lambda x: without_sharding(x[0]), tree) for tree in (applied.weights, applied.inputs)
+    )
 
-    def both(g: Any, weights: Any, x: Any, one: Any, shared: Any) -> Any:
-        run = lambda own, x: applied.run(with_inexact(weights, own), x, one, shared)[0]  # noqa: E731
+    def both(g: Any, weights: Any, x: Any, layer_input: Any, shared: Any) -> Any:
+        run = lambda arrays, x: applied.run(with_inexact(weights, arrays), x, layer_input, shared)[0]  # noqa: E731
         y, back = jax.vjp(run, inexact_leaves(weights), x)
         return back(checkpoint_name(g, _BACK)), y
 
     x, shared = jax.tree.map(without_sharding, (applied.x, applied.shared))
-    traced, (gradients, _) = jax.make_jaxpr(both, return_shape=True)(x, weights, x, one, shared)
+    traced, (gradients, _) = jax.make_jaxpr(both, return_shape=True)(x, weights, x, layer_input, shared)
     ends = trace.add(traced.jaxpr, [None] * len(traced.jaxpr.invars))
     operations, count = trace.operations, len(jax.tree.leaves(gradients))
-    _, needed = _sources(operations, ends[:count], lambda one: not one.backward)
-    forward, _ = _sources(operations, ends[count:], lambda one: one.backward)
+    _, needed = _sources(operations, ends[:count], lambda operation: not operation.backward)
+    forward, _ = _sources(operations, ends[count:], lambda operation: operation.backward)
     return Layer(
         jax.tree.leaves((applied.weights, applied.inputs))[0].shape[0],
         sum(map(trace.bytes_of, jax.tree.leaves(x))),
@@ -156,7 +162,7 @@ class _Operations:
                 producers |= zip(eqn.outvars, self.add(inner, sources), strict=True)
                 continue
             producers |= dict.fromkeys(eqn.outvars, len(self.operations))
-            self.operations.append(self._operation(eqn, tuple(one for one in sources if one is not None)))
+            self.operations.append(self._operation(eqn, tuple(source for source in sources if source is not None)))
         return [maker(x) for x in jaxpr.outvars]
 
     def _operation(self, eqn: Any, sources: tuple[int, ...]) -> LayerOperation:
@@ -166,7 +172,13 @@ class _Operations:
             return LayerOperation(sources, 0, 0, backward=False, name=name, bytes=self.bytes_of(eqn.outvars[0].aval))
         elements = sum(getattr(x.aval, "size", 0) for x in eqn.outvars)
         parts = [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]  # (operation, number of runs)
-        flops = round(sum(matmul(one, times).flops * times for one, times in parts if one.primitive.name in MATMULS))
+        flops = round(
+            sum(
+                matmul(operation, times).flops * times
+                for operation, times in parts
+                if operation.primitive.name in MATMULS
+            )
+        )
         return LayerOperation(sources, flops, elements, self._back)
 
 

@@ -64,7 +64,7 @@ class TracedPasses:
 
     def times(self, count: float) -> "TracedPasses":
         """These passes, run `count` times; their saved activations are those of one run."""
-        matmuls = tuple(dataclasses.replace(one, times=count * one.times) for one in self.matmuls)
+        matmuls = tuple(dataclasses.replace(repeated, times=count * repeated.times) for repeated in self.matmuls)
         return dataclasses.replace(self, matmuls=matmuls, kernels=round(count * self.kernels))
 
 
@@ -207,7 +207,7 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
         if isinstance(model, Decoder):
             if eqn.primitive.name != "scan" or _leaves_layers(out, eqn):
                 continue
-            if out.aval.shape[-1:] == (model.embed,) and not _is_matmul_input(out, eqn):
+            if out.aval.shape[-1:] == (model.embed,) and not _is_repeatedinput(out, eqn):
                 size /= tensor
         saved[getattr(out.aval, "memory_space", DEVICE)] += size  # random keys have no memory space
     return saved
@@ -219,7 +219,7 @@ def _leaves_layers(out: Any, scan: Any) -> bool:
     return out.aval.ndim == 3 and inner.aval.shape == out.aval.shape
 
 
-def _is_matmul_input(out: Any, scan: Any) -> bool:
+def _is_repeatedinput(out: Any, scan: Any) -> bool:
     """Whether a value that each layer saves is the input of a matmul. `tensor` shards the sequence of the residual
     stream between layers; a matmul's input is gathered."""
     body = scan.params["jaxpr"].jaxpr
@@ -272,12 +272,14 @@ def matmul(eqn: Any, times: Any) -> Matmul:
 
 def _kernel(eqn: Any, times: Any) -> Matmul:
     """The cost of a kernel; its metadata state the FLOPs per element of the result."""
-    each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
+    flops_per_output = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval
     sizes = [(_bytes(x.aval), x.aval.ndim == 3 and x.aval.shape[0] > 2) for x in (*eqn.invars, *eqn.outvars)]
     weights = sum(size for size, is_weight in sizes if is_weight)  # the weights of experts
     others = sum(size for size, is_weight in sizes if not is_weight)
-    return Matmul(times, int(float(each) * math.prod(out.shape)), weights, others, str(out.dtype), is_kernel=True)
+    return Matmul(
+        times, int(float(flops_per_output) * math.prod(out.shape)), weights, others, str(out.dtype), is_kernel=True
+    )
 
 
 def _is_weight(x: Any) -> bool:

@@ -45,7 +45,7 @@ class StepTime:
         # Values for weight gradients are written and read once.
         waiting = 2 * self.passes.waiting * self.cfg.pipeline.rounds * rows_of(self.cfg)
         memory = (waiting + 3 * parts["gradients"]) / gpu.memory_rate
-        each = compute + exposed + self._offloaded_activations(compute) + memory
+        micro_batch = compute + exposed + self._offloaded_activations(compute) + memory
         # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
         # micro-batches; both directions are used at the same time.
         moved = self.offloaded_optimizer / gpu.host_rate
@@ -53,7 +53,7 @@ class StepTime:
         exposed_state = max(0.0, moved - compute) if is_overlapped else moved
         state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
         state += self.offloaded_optimizer + self.offloaded_frozen
-        return micro * each + exposed_state + self._per_update() + 3 * state / gpu.memory_rate
+        return micro * micro_batch + exposed_state + self._per_update() + 3 * state / gpu.memory_rate
 
     @property
     def _split(self) -> int:
@@ -72,13 +72,13 @@ class StepTime:
     def _compute(self) -> float:
         rows = rows_of(self.cfg)
         seconds = self.passes.kernels * LAUNCH_SECONDS
-        for one in self.passes.matmuls:
-            rate = (self.gpu.kernel_rate if one.is_kernel else self.gpu.matmul_rate)(one.dtype)
-            arithmetic = rows * one.flops / rate
-            moved = one.weights + rows * one.others
-            seconds += one.times * TRAFFIC_PER_MATMUL * moved / self.gpu.memory_rate
+        for matmul in self.passes.matmuls:
+            rate = (self.gpu.kernel_rate if matmul.is_kernel else self.gpu.matmul_rate)(matmul.dtype)
+            arithmetic = rows * matmul.flops / rate
+            moved = matmul.weights + rows * matmul.others
+            seconds += matmul.times * TRAFFIC_PER_MATMUL * moved / self.gpu.memory_rate
             if arithmetic > moved / self.gpu.memory_rate:
-                seconds += one.times * arithmetic
+                seconds += matmul.times * arithmetic
         return seconds
 
     def _weights(self) -> float:

@@ -144,7 +144,7 @@ def sorted_dims(dims: Iterable[int]) -> Dims:
 
 def known_shapes(built: Program) -> KnownShapes:
     """The shapes of a program's weights and gradients, from its layout."""
-    found: dict[str, set[Any]] = defaultdict(set)
+    shapes_by_kind: dict[str, set[Any]] = defaultdict(set)
     params = built.spec.state.params
 
     def add(axes: Axes, leaf: Any, trainable: Any) -> None:
@@ -153,29 +153,29 @@ def known_shapes(built: Program) -> KnownShapes:
             for role in ("weights", "gradients", "compute", "optimizer")
             for shape in (built.layout.padded(role, axes, leaf.shape),)
         )
-        found["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
+        shapes_by_kind["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
         is_stacked, has_gradient = axes[:1] == ("layer",), trainable is not None
         if has_gradient:
             for dims in (stored, split, used, moments, leaf.shape):
                 count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen
                 shapes = ((*count, *dims[1:]), dims[1:]) if is_stacked else (dims,)
-                found["gradients"].update(map(sorted_dims, shapes))
+                shapes_by_kind["gradients"].update(map(sorted_dims, shapes))
         if not is_stacked:
             return
-        found["layers"].add(stored[0])
-        found["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
-        found["full_weights"].update({sorted_dims(used)} if used != stored else ())
+        shapes_by_kind["layers"].add(stored[0])
+        shapes_by_kind["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
+        shapes_by_kind["full_weights"].update({sorted_dims(used)} if used != stored else ())
         if has_gradient:
-            found["stacked_sizes"].add(math.prod(split))
-            found["full_gradients"].update({sorted_dims(used)} if used != split else ())
+            shapes_by_kind["stacked_sizes"].add(math.prod(split))
+            shapes_by_kind["full_gradients"].update({sorted_dims(used)} if used != split else ())
 
     jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
     return KnownShapes(
-        frozenset(found["stored"]),
-        frozenset(found["gradients"]),
-        frozenset(found["stacked_sizes"]),
-        frozenset(found["full_weights"] - found["sharded"]),
-        frozenset(found["full_gradients"] - found["sharded"]),
+        frozenset(shapes_by_kind["stored"]),
+        frozenset(shapes_by_kind["gradients"]),
+        frozenset(shapes_by_kind["stacked_sizes"]),
+        frozenset(shapes_by_kind["full_weights"] - shapes_by_kind["sharded"]),
+        frozenset(shapes_by_kind["full_gradients"] - shapes_by_kind["sharded"]),
         built.cfg.row_length if built.cfg.reads_text else None,
-        max(found["layers"], default=None),
+        max(shapes_by_kind["layers"], default=None),
     )

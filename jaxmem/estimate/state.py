@@ -112,16 +112,16 @@ class DeviceBytes:
     def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> dict[str, int]:
         """Bytes of weights and gradients that are communicated because they are sharded differently in two roles.
         `width`: bytes per element of a gradient; `gathered`: bytes per element of a gathered weight."""
-        found = dict.fromkeys(TRAFFIC, 0)
+        sizes = dict.fromkeys(TRAFFIC, 0)
         for leaf in leaves:
             (_, over_tensor, used), (_, _, stored), (_, _, gradient), (_, _, updated) = (
                 self._divided(role, leaf) for role in ("compute", "weights", "gradients", "optimizer")
             )
-            found["gathered"] += int(used * gathered) if stored < used else 0
-            found["scattered" if gradient < used else "reduced"] += used * width
-            found["replicated"] += 0 if over_tensor else gradient * width
-            found["renewed"] += stored * leaf.itemsize if stored > updated else 0
-        return found
+            sizes["gathered"] += int(used * gathered) if stored < used else 0
+            sizes["scattered" if gradient < used else "reduced"] += used * width
+            sizes["replicated"] += 0 if over_tensor else gradient * width
+            sizes["renewed"] += stored * leaf.itemsize if stored > updated else 0
+        return sizes
 
     def _divided(self, role: Role, leaf: StateLeaf) -> tuple[list[int], bool, int]:
         """The number of shards of each dimension, whether `tensor` shards one, and the elements on one device."""

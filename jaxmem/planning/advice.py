@@ -39,7 +39,7 @@ def _remedies(cfg: Config, *options: str | None) -> str:
     >>> _remedies(cfg, "memory.remat=full", "mesh.tensor=2", "more devices")
     'mesh.tensor=2 or more devices'
     """
-    left = [one for one in options if one and not _has(cfg, one)]
+    left = [option for option in options if option and not _has(cfg, option)]
     return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
 
 
@@ -74,13 +74,15 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
 
 def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     known = plan.breakdown.known
-    for one in plan.breakdown.buffers:
-        dims = sorted_dims(one.shape.dims)
-        is_weight = one.kind == GATHERED and dims in known.full_weights
-        is_gradient = one.part == "gradients" and one.kind != UPDATES and dims in known.full_gradients
-        if (is_weight or is_gradient) and one.size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
+    for buffer in plan.breakdown.buffers:
+        dims = sorted_dims(buffer.shape.dims)
+        is_weight = buffer.kind == GATHERED and dims in known.full_weights
+        is_gradient = buffer.part == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
+        if (is_weight or is_gradient) and buffer.size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
-            text = f"all layers of a sharded {what} are on each device at once: {one.what}, {format_bytes(one.size)}"
+            text = (
+                f"all layers of a sharded {what} are on each device at once: {buffer.what}, {format_bytes(buffer.size)}"
+            )
             cure = _remedies(plan.program.cfg, "memory.remat=full", "reporting it as a bug")
             yield PlanWarning("unsharded array", text, cure)
 
@@ -153,12 +155,12 @@ def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
     if target.gpu is None or target.per_host % tensor == 0:
         return
     module, extra = plan.compiled_step.module, 0.0
-    for one in module.walk():
-        found = collective(one, target.count, target.per_host)
+    for instruction in module.walk():
+        transfer = collective(instruction, target.count, target.per_host)
         # `tensor` is the innermost axis, so its groups are consecutive devices.
-        if found and found.members == tuple(range(found.members[0], found.members[0] + tensor)):
-            more = found.seconds(target.gpu) - found.seconds(target.gpu, one_host=True)
-            extra += module.executions[one.computation] * more
+        if transfer and transfer.members == tuple(range(transfer.members[0], transfer.members[0] + tensor)):
+            seconds = transfer.seconds(target.gpu) - transfer.seconds(target.gpu, one_host=True)
+            extra += module.executions[instruction.computation] * seconds
     text = (
         f"mesh.tensor={tensor} spans hosts of {target.per_host} GPUs: its communication takes {extra:.3g} s per step"
         " longer than within a host"
@@ -206,8 +208,10 @@ def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.pipeline
     if pipeline is not None and pipeline.bubble > LARGE_SHARE:
         text = f"each pipeline stage is idle for {pipeline.bubble:.0%} of the time of a step"
-        more = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
-        options = (more, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
+        larger_batch = (
+            f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
+        )
+        options = (larger_batch, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
         yield PlanWarning("pipeline bubble", text, _remedies(plan.program.cfg, *options))
 
 

@@ -69,26 +69,26 @@ class Breakdown:
     @cached_property
     def buffers(self) -> list[NamedBuffer]:
         """Every named buffer at the peak, largest first."""
-        found = list(self.permanent())
+        buffers = list(self.permanent())
         for _, peak in self.peaks:
-            found += [self.classify(region) for region in peak.regions]
-            found.append(NamedBuffer("other", "gaps between buffers", peak.unused, "", "", HloShape("", 0)))
-        return sorted((one for one in found if one.size), key=lambda one: -one.size)
+            buffers += [self.classify(region) for region in peak.regions]
+            buffers.append(NamedBuffer("other", "gaps between buffers", peak.unused, "", "", HloShape("", 0)))
+        return sorted((buffer for buffer in buffers if buffer.size), key=lambda buffer: -buffer.size)
 
     @cached_property
     def kinds(self) -> dict[str, dict[str, int]]:
         """Bytes of each part by kind, largest first; only parts that have bytes."""
-        found: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-        for one in self.buffers:
-            found[one.part][one.kind] += one.size
-        return {part: dict(kinds.most_common()) for part, kinds in found.items() if kinds}
+        parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+        for buffer in self.buffers:
+            parts[buffer.part][buffer.kind] += buffer.size
+        return {part: dict(kinds.most_common()) for part, kinds in parts.items() if kinds}
 
     def of_kind(self, kind: str) -> int:
         return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
 
     def on_host(self, *parts: str) -> int:
         """Bytes of arguments that are stored in host memory."""
-        return sum(one.size for one in self.permanent(on_host=True) if one.part in parts)
+        return sum(buffer.size for buffer in self.permanent(on_host=True) if buffer.part in parts)
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
@@ -97,44 +97,54 @@ class Breakdown:
     @cached_property
     def peaks(self) -> list[tuple[Allocation, Snapshot]]:
         """The allocations of temporaries, each at its peak. XLA packs all temporaries into one."""
-        temporaries = [one for one in self.allocations if one.kind == "temporary" and not one.on_host]
-        return [(one, peak_of(one, self.lifetimes)) for one in temporaries]
+        temporaries = [
+            allocation for allocation in self.allocations if allocation.kind == "temporary" and not allocation.on_host
+        ]
+        return [(allocation, peak_of(allocation, self.lifetimes)) for allocation in temporaries]
 
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
         """Arguments and results, which are in memory during the entire step."""
-        inputs = {one.number: one for one in self.module.entry.instructions if one.opcode == "parameter"}
-        for one in self.allocations:
-            if one.on_host != on_host:
+        inputs = {
+            allocation.number: allocation
+            for allocation in self.module.entry.instructions
+            if allocation.opcode == "parameter"
+        }
+        for allocation in self.allocations:
+            if allocation.on_host != on_host:
                 continue
-            if one.kind == "argument":
-                assert one.parameter is not None
-                path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
-                yield NamedBuffer(part_of(path), "argument", one.size, path, "", shape)
-            elif one.kind == "output":
-                largest = max(one.buffers, key=lambda buffer: buffer.size)
+            if allocation.kind == "argument":
+                assert allocation.parameter is not None
+                path, shape = inputs[allocation.parameter].op_name, inputs[allocation.parameter].shape
+                yield NamedBuffer(part_of(path), "argument", allocation.size, path, "", shape)
+            elif allocation.kind == "output":
+                largest = max(allocation.buffers, key=lambda buffer: buffer.size)
                 made_by = largest.aliases[0][0].op_name
-                yield NamedBuffer("other", "result", one.size, str(largest.shape), made_by, largest.shape)
+                yield NamedBuffer("other", "result", allocation.size, str(largest.shape), made_by, largest.shape)
 
     @cached_property
     def _origins(self) -> dict[Instruction, Result]:
-        return trace_origins(self.module, lambda one: input_origin(one.op_name))
+        return trace_origins(self.module, lambda instruction: input_origin(instruction.op_name))
 
     @cached_property
     def _backward(self) -> int:
         """The moment at which the backward pass begins: that of its first matrix multiplication."""
         matmuls = (
-            time for time, one in enumerate(self.lifetimes.schedule)
-            if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, one.inner())))
-        )  # fmt: skip
+            time
+            for time, instruction in enumerate(self.lifetimes.schedule)
+            if pass_of(instruction.op_name) == "backward"
+            and (dot_flops(instruction) or any(map(dot_flops, instruction.inner())))
+        )
         return next(matmuls, self.lifetimes.end)
 
     def classify(self, region: Region) -> NamedBuffer:
         """A temporary, classified by the most informative of its buffers' aliases."""
         places = [place for buffer in region.buffers for place in buffer.aliases]
-        maker = max((maker_of(one, index) for one, index in places), key=maker_rank)
+        maker = max((maker_of(instruction, index) for instruction, index in places), key=maker_rank)
         shape = max((buffer.shape for buffer in region.buffers), key=lambda shape: shape.bytes)
         origins = union(
-            union(self._origins[one][one.shape.arrays_at(index)]) for one, index in places if one in self._origins
+            union(self._origins[instruction][instruction.shape.arrays_at(index)])
+            for instruction, index in places
+            if instruction in self._origins
         )
         part, kind = self._part_and_kind(region, maker, shape, origins)
         return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region)
@@ -199,79 +209,81 @@ def maker_rank(maker: Instruction) -> tuple[bool, bool, bool]:
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
 
 
-def maker_of(one: Instruction, index: tuple[int, ...]) -> Instruction:
+def maker_of(instruction: Instruction, index: tuple[int, ...]) -> Instruction:
     """The instruction whose source line describes a result: within a fusion, the instruction that computes this
     element; for a copy, the instruction that computed the copied value."""
     for _ in range(8):
-        if one.is_fusion:
-            root = one.called[0].root
+        if instruction.is_fusion:
+            root = instruction.called[0].root
             inner = root.operands[index[0]] if root.opcode == "tuple" and index else root
             while not inner.frames and inner.opcode != "parameter" and inner.operands:
                 inner = inner.operands[0]
             if inner.frames:
                 return inner
-            if inner.opcode == "parameter" and not one.frames:
-                one, index = one.operands[inner.number], ()
+            if inner.opcode == "parameter" and not instruction.frames:
+                instruction, index = instruction.operands[inner.number], ()
                 continue
-        if one.frames or not one.operands:
-            return one
-        one, index = one.operands[0], ()
-    return one
+        if instruction.frames or not instruction.operands:
+            return instruction
+        instruction, index = instruction.operands[0], ()
+    return instruction
 
 
 def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Result]:
     """The origins of the result of every instruction, propagated through every operation, in loops until they do not
     change: a cast, gathered or dequantized weight is computed from weights alone, whichever operations XLA inserted, a
     gradient from weights and batch. `of_input` returns the origin of an argument of the program."""
-    found: dict[Instruction, Result] = {}
-    inputs = [one for one in module.entry.instructions if one.opcode == "parameter"]
-    inputs.sort(key=lambda one: one.number)
-    _run(module.entry, [_uniform(one, of_input(one)) for one in inputs], found)
-    return found
+    origins: dict[Instruction, Result] = {}
+    inputs = [instruction for instruction in module.entry.instructions if instruction.opcode == "parameter"]
+    inputs.sort(key=lambda instruction: instruction.number)
+    _run(module.entry, [_uniform(instruction, of_input(instruction)) for instruction in inputs], origins)
+    return origins
 
 
 def union(results: Iterable[Origins]) -> Origins:
     return functools.reduce(operator.or_, results, NOWHERE)
 
 
-def _run(computation: Computation, arguments: Sequence[Result], found: dict[Instruction, Result]) -> Result:
-    for one in computation.instructions:
-        found[one] = arguments[one.number] if one.opcode == "parameter" else _result(one, found)
-    return found[computation.root]
+def _run(computation: Computation, arguments: Sequence[Result], origins: dict[Instruction, Result]) -> Result:
+    for instruction in computation.instructions:
+        origins[instruction] = (
+            arguments[instruction.number] if instruction.opcode == "parameter" else _result(instruction, origins)
+        )
+    return origins[computation.root]
 
 
-def _result(one: Instruction, found: dict[Instruction, Result]) -> Result:
-    operands = [found[operand] for operand in one.operands]
-    match one.opcode:
+def _result(instruction: Instruction, origins: dict[Instruction, Result]) -> Result:
+    operands = [origins[operand] for operand in instruction.operands]
+    match instruction.opcode:
         case "get-tuple-element":
-            return operands[0][one.operands[0].shape.arrays_at((one.number,))]
+            return operands[0][instruction.operands[0].shape.arrays_at((instruction.number,))]
         case "async-done":
-            return operands[0][one.operands[0].shape.arrays_at((1,))]  # the operand is (operands, results, ...)
+            return operands[0][instruction.operands[0].shape.arrays_at((1,))]  # the operand is (operands, results, ...)
         case "tuple":
             return sum(operands, ())
         case "copy" | "optimization-barrier":
             return operands[0]
         case "while":
-            condition, body = sorted(one.called, key=lambda called: called.root.shape.dtype != "bool")
+            condition, body = sorted(instruction.called, key=lambda called: called.root.shape.dtype != "bool")
             state = operands[0]
-            while (after := _either(state, _run(body, [state], found))) != state:
+            while (after := _either(state, _run(body, [state], origins))) != state:
                 state = after
-            _run(condition, [state], found)
+            _run(condition, [state], origins)
             return state
         case "conditional":
-            branches = zip(one.called, operands[1:], strict=True)
-            return _either(*(_run(branch, [argument], found) for branch, argument in branches))
+            branches = zip(instruction.called, operands[1:], strict=True)
+            return _either(*(_run(branch, [argument], origins) for branch, argument in branches))
         case "fusion" | "call":
-            return _run(one.called[0], operands, found)
+            return _run(instruction.called[0], operands, origins)
         case "async-start":
-            started = sum(operands, ()) + _run(one.called[0], operands, found)
-            return started + (NOWHERE,) * (one.shape.arrays - len(started))
+            started = sum(operands, ()) + _run(instruction.called[0], operands, origins)
+            return started + (NOWHERE,) * (instruction.shape.arrays - len(started))
         case _:
-            return _uniform(one, union(map(union, operands)))
+            return _uniform(instruction, union(map(union, operands)))
 
 
-def _uniform(one: Instruction, origins: Origins) -> Result:
-    return (origins,) * one.shape.arrays
+def _uniform(instruction: Instruction, origins: Origins) -> Result:
+    return (origins,) * instruction.shape.arrays
 
 
 def _either(*results: Result) -> Result:

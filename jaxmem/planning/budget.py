@@ -70,14 +70,14 @@ def resolve_remat(
         )
 
     full = estimate(resolved.replace(memory={"remat": "full"}), platform)
-    rest = full.total - full.kinds[SAVED]
+    other_bytes = full.total - full.kinds[SAVED]
     if compiles and not target.is_cpu:
         state = sum(full.parts[part] for part in STATE)
         most = state + round(FILLED_SHARE * (limit - state))
-        chosen = largest_that_fits(ladder, most, needed, rest, MIN_GAIN * layers)
+        chosen = largest_that_fits(ladder, most, needed, other_bytes, MIN_GAIN * layers)
         why = f"auto: the fastest that fits {format_bytes(limit)}"
     else:
-        fitting = [one for one in ladder if rest + one.saved <= (1 - FREE_SHARE) * limit]
+        fitting = [candidate for candidate in ladder if other_bytes + candidate.saved <= (1 - FREE_SHARE) * limit]
         chosen = (fitting or ladder[:1])[-1]
         why = f"auto: the fastest that is estimated to fit {format_bytes(limit)}"
     cfg = cfg.replace(memory={"remat": chosen.remat})
@@ -88,12 +88,12 @@ def largest_that_fits(
     ladder: Sequence[PolicyCandidate],
     limit: int,
     needed: Callable[[PolicyCandidate], int],
-    rest: float,
+    other_bytes: float,
     worth: float = 0.0,
 ) -> PolicyCandidate:
-    """The last candidate that MAX_COMPILES compilations show to fit the limit; if none fits, the first. `rest`: the
-    estimated bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for which a
-    step is compiled."""
+    """The last candidate that MAX_COMPILES compilations show to fit the limit; if none fits, the first. `other_bytes`:
+    the estimated bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for
+    which a step is compiled."""
     known: dict[int, int] = {}  # bytes of compiled candidates, by number
     low, high = -1, len(ladder)  # candidates up to `low` fit; from `high` on they do not
     while high - low > 1 and (len(known) < MAX_COMPILES or low < 0):
@@ -103,8 +103,8 @@ def largest_that_fits(
         if len(last) == 2:  # extrapolates, since not every saved byte is in memory at the peak
             slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
-            rest = known[last[-1]] - slope * ladder[last[-1]].saved
-        guess = sum(slope * one.saved + rest <= limit for one in ladder) - 1
+            other_bytes = known[last[-1]] - slope * ladder[last[-1]].saved
+        guess = sum(slope * candidate.saved + other_bytes <= limit for candidate in ladder) - 1
         if guess <= low and len(last) == 2:
             break  # by extrapolation, the next candidate does not fit
         number = min(max(guess, low + 1), high - 1)
@@ -119,19 +119,19 @@ def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandida
     layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
     rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
     without = cfg.replace(memory={"remat": "none"})
-    found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
+    policies = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
     for remat, saved, flops, elements in _by_name(cfg, layers):
-        found.append(
+        policies.append(
             PolicyCandidate(remat, round(copies * saved), flops / rate + BYTES_PER_ELEMENT * elements / gpu.memory_rate)
         )
     if cfg.mesh.stage == 1 and (cfg.memory.update == "after" or cfg.batch.accumulate == 1):
-        full = next(one.recomputed for one in found if one.remat == "full")
+        full = next(policy.recomputed for policy in policies if policy.remat == "full")
         for remat, saved, flops in _by_schedule(layers):
-            found.append(PolicyCandidate(remat, round(copies * saved), full + flops / rate))
+            policies.append(PolicyCandidate(remat, round(copies * saved), full + flops / rate))
     best: list[PolicyCandidate] = []
-    for one in sorted(found, key=lambda one: (one.saved, one.recomputed)):
-        if not best or one.recomputed < best[-1].recomputed:
-            best.append(one)
+    for policy in sorted(policies, key=lambda policy: (policy.saved, policy.recomputed)):
+        if not best or policy.recomputed < best[-1].recomputed:
+            best.append(policy)
     return best, 3 * sum(layer.count * layer.forward for layer in layers) / rate
 
 
@@ -144,7 +144,7 @@ def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save,
         for names in itertools.combinations(known, count):
             costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]
             saved = sum(n * (boundary + size) for n, boundary, size, *_ in costs)
-            flops, elements = sum(n * flops for n, *_, flops, _ in costs), sum(n * more for n, *_, more in costs)
+            flops, elements = sum(n * flops for n, *_, flops, _ in costs), sum(n * others for n, *_, others in costs)
             yield Save(save=names) if names else "full", saved, flops, elements
 
 

@@ -63,7 +63,7 @@ class Snapshot:
 def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
     """The allocations of a serialized BufferAssignmentProto."""
     proto = BufferAssignmentProto.FromString(serialized)
-    logical = {one.id: one for one in proto.logical_buffers}
+    logical = {value.id: value for value in proto.logical_buffers}
     aliases: dict[int, list[Any]] = defaultdict(list)
     for alias in proto.buffer_aliases:
         aliases[alias.source_buffer_id].append(alias.location)
@@ -75,31 +75,33 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
         number = assigned.logical_buffer_id
         return Buffer(assigned.offset, assigned.size, tuple(map(place, [logical[number].defined_at, *aliases[number]])))
 
-    def allocation(one: Any) -> Allocation:
+    def allocation(stored: Any) -> Allocation:
         kind: Kind = (
-            "argument" if one.is_entry_computation_parameter else
-            "constant" if one.is_constant else
-            "output" if one.maybe_live_out else
+            "argument" if stored.is_entry_computation_parameter else
+            "constant" if stored.is_constant else
+            "output" if stored.maybe_live_out else
             "temporary"
         )  # fmt: skip
-        number = one.parameter_number if kind == "argument" else None
-        return Allocation(kind, one.size, number, one.color == HOST_SPACE, tuple(map(buffer, one.assigned)))
+        number = stored.parameter_number if kind == "argument" else None
+        return Allocation(kind, stored.size, number, stored.color == HOST_SPACE, tuple(map(buffer, stored.assigned)))
 
-    return [allocation(one) for one in proto.buffer_allocations if not one.is_thread_local]
+    return [allocation(stored) for stored in proto.buffer_allocations if not stored.is_thread_local]
 
 
 def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
     """Bytes of a program in device memory or in host memory, from a serialized BufferAssignmentProto alone. Memory that
     an argument shares with an output counts as argument, as output and as aliased."""
     sizes = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 0}
-    for one in BufferAssignmentProto.FromString(serialized).buffer_allocations:
-        if (one.color == HOST_SPACE) != on_host:
+    for allocation in BufferAssignmentProto.FromString(serialized).buffer_allocations:
+        if (allocation.color == HOST_SPACE) != on_host:
             continue
-        is_argument, is_output = one.is_entry_computation_parameter, one.maybe_live_out
-        sizes["arguments"] += one.size * is_argument
-        sizes["outputs"] += one.size * is_output
-        sizes["aliased"] += one.size * (is_argument and is_output)
-        sizes["temporaries"] += one.size * (not (is_argument or is_output or one.is_thread_local or one.is_constant))
+        is_argument, is_output = allocation.is_entry_computation_parameter, allocation.maybe_live_out
+        sizes["arguments"] += allocation.size * is_argument
+        sizes["outputs"] += allocation.size * is_output
+        sizes["aliased"] += allocation.size * (is_argument and is_output)
+        sizes["temporaries"] += allocation.size * (
+            not (is_argument or is_output or allocation.is_thread_local or allocation.is_constant)
+        )
     return sizes
 
 
@@ -109,18 +111,18 @@ class Lifetimes:
     def __init__(self, module: Module) -> None:
         self._time: dict[Instruction, int] = {}
         self._span: dict[Computation, tuple[int, int]] = {}
-        calls = (one for one in module.walk() if one.opcode in ("async-start", "call"))
-        self._callers = {called: one for one in calls for called in one.called}
+        calls = (call for call in module.walk() if call.opcode in ("async-start", "call"))
+        self._callers = {called: call for call in calls for called in call.called}
         self.end = self._number(module.entry, 0)
 
     def _number(self, computation: Computation, time: int) -> int:
         start = time
-        for one in computation.instructions:
-            if not one.is_fusion:
-                for called in one.called:
+        for instruction in computation.instructions:
+            if not instruction.is_fusion:
+                for called in instruction.called:
                     if called not in self._span:
                         time = self._number(called, time)
-            self._time[one] = time
+            self._time[instruction] = time
             time += 1
         self._span[computation] = (start, time)
         return time
@@ -133,31 +135,31 @@ class Lifetimes:
     def of(self, buffer: Buffer) -> Span:
         """The lifetime of a value."""
         first = last = min(
-            self._span[one.computation][0] if one.opcode == "parameter" else self._time[one]
-            for one, _ in buffer.aliases
+            self._span[value.computation][0] if value.opcode == "parameter" else self._time[value]
+            for value, _ in buffer.aliases
         )
         waiting, seen = list(buffer.aliases), set(buffer.aliases)
         while waiting:
-            one, index = waiting.pop()
+            value, index = waiting.pop()
             following = []
-            if one is one.computation.root:
-                last = max(last, self._span[one.computation][1] - 1)
-                if caller := self._callers.get(one.computation):
+            if value is value.computation.root:
+                last = max(last, self._span[value.computation][1] - 1)
+                if caller := self._callers.get(value.computation):
                     following.append((caller, (1, *index) if caller.opcode == "async-start" else index))
-            for user in one.users:
+            for user in value.users:
                 if user.opcode == "get-tuple-element" and index[:1] != (user.number,):
                     continue
                 last = max(last, self._time[user])
                 if user.opcode.endswith("-start"):  # an asynchronous operation reads until it is done
                     last = max(last, *(self._time[done] for done in user.users))
-                following += _forwarded(one, index, user)
+                following += _forwarded(value, index, user)
             waiting += (place for place in following if place not in seen)
             seen.update(following)
         return first, last
 
 
-def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-    """Where the value at `index` in the result of `one` is in the result of `user`; nowhere if `user` copies it."""
+def _forwarded(value: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
+    """Where the value at `index` in the result of `value` is in the result of `user`; nowhere if `user` copies it."""
     if user.opcode in ("bitcast", "optimization-barrier", "all-reduce-done"):
         yield user, index
     elif user.opcode == "get-tuple-element" or user.opcode.endswith("-done"):
@@ -166,7 +168,7 @@ def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tu
             yield user, index[1:]
     elif user.opcode == "tuple":
         for place, operand in enumerate(user.operands):
-            if operand is one:
+            if operand is value:
                 yield user, (place, *index)
 
 
@@ -185,11 +187,11 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
     regions, covered = [], 0
     # If regions overlap without being equal, the common bytes belong to the region that begins first.
     for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
-        own = max(0, offset + size - max(offset, covered))
+        uncovered = max(0, offset + size - max(offset, covered))
         covered = max(covered, offset + size)
-        if own:
-            regions.append(Region(own, tuple(buffers)))
-    return Snapshot(tuple(regions), allocation.size - sum(one.size for one in regions), time)
+        if uncovered:
+            regions.append(Region(uncovered, tuple(buffers)))
+    return Snapshot(tuple(regions), allocation.size - sum(region.size for region in regions), time)
 
 
 def _busiest(spans: Iterable[tuple[Span, Buffer]]) -> int:

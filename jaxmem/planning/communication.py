@@ -48,10 +48,10 @@ class Transfer:
         return LATENCY + self.wire_bytes / gpu.link_rate(self.group, self.group if one_host else self.neighbours)
 
 
-def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None:
+def collective(instruction: Instruction, devices: int, per_host: int) -> Transfer | None:
     """The collective that an instruction runs or starts; None if it is not a collective. There are `devices` in total,
     `per_host` on each host."""
-    inner = one.called[0].root if one.opcode == "async-start" else one
+    inner = instruction.called[0].root if instruction.opcode == "async-start" else instruction
     kind = inner.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
         return None
@@ -64,11 +64,11 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
     else:
         size = sum(operand.shape.bytes for operand in inner.operands) * (group if kind == "all-gather" else 1)
     share = 1.0 if kind in ("collective-permute", "collective-broadcast") else (group - 1) / group
-    backend = one.config.get("collective_backend_config", {})
+    backend = instruction.config.get("collective_backend_config", {})
     return Transfer(
         kind,
         round(size * share * (2 if kind == "all-reduce" else 1)),
-        one.opcode.endswith("-start") and not backend.get("is_sync", False),
+        instruction.opcode.endswith("-start") and not backend.get("is_sync", False),
         group,
         # The host with the fewest devices of the group is the slowest.
         int(np.unique(groups[0] // per_host, return_counts=True)[1].min()),
@@ -76,22 +76,22 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
     )
 
 
-def _dispatched_bytes(one: Instruction, devices: int) -> int:
+def _dispatched_bytes(instruction: Instruction, devices: int) -> int:
     """Bytes of the tokens that chose experts of one of the devices. One array has a row for each token of each device,
     the other one a row for each choice of a token on this device."""
-    choices, tokens = sorted(operand.shape.dims[0] for operand in one.operands[:2])
-    row = one.operands[0].shape.bytes // one.operands[0].shape.dims[0]
+    choices, tokens = sorted(operand.shape.dims[0] for operand in instruction.operands[:2])
+    row = instruction.operands[0].shape.bytes // instruction.operands[0].shape.dims[0]
     return round(tokens * share_of_devices(choices * devices // tokens, devices) * row)
 
 
-def host_copy(one: Instruction) -> Transfer | None:
+def host_copy(instruction: Instruction) -> Transfer | None:
     """The copy between device and host that an instruction runs or starts; None for other instructions. A copy may read
     a slice of an array, or write a slice into one."""
-    if one.opcode == "copy-start":
-        source, target = one.operands[0].shape, one.shape.parts[0]
+    if instruction.opcode == "copy-start":
+        source, target = instruction.operands[0].shape, instruction.shape.parts[0]
         moved = target
     else:
-        inner = one
+        inner = instruction
         while inner.opcode in ("async-start", "fusion", "bitcast"):
             inner = inner.operands[0] if inner.opcode == "bitcast" else inner.called[0].root
         while inner.opcode == "copy" and inner.operands[0].opcode in ("bitcast", "copy", "dynamic-slice"):
@@ -103,7 +103,9 @@ def host_copy(one: Instruction) -> Transfer | None:
         moved = source if is_update else target
     if source.on_host == target.on_host:
         return None
-    return Transfer(TO_HOST if target.on_host else FROM_HOST, moved.bytes, one.opcode in ("copy-start", "async-start"))
+    return Transfer(
+        TO_HOST if target.on_host else FROM_HOST, moved.bytes, instruction.opcode in ("copy-start", "async-start")
+    )
 
 
 def _groups(proto: Any, devices: int) -> np.ndarray:

@@ -92,7 +92,7 @@ def compile_all(
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile, step, here, code)
         sizes = {name: pool.submit(_compile, lower(), here, code) for name, lower in others.items()}
-        return compiled.result(), {name: one.result().total for name, one in sizes.items()}
+        return compiled.result(), {name: sizes_of_step.result().total for name, sizes_of_step in sizes.items()}
 
 
 def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:
@@ -125,13 +125,13 @@ def replicated_arrays() -> Iterator[list[str]]:
     The other lines of the log are written to standard error at the end, except for lines that plans explain."""
     arrays: list[str] = []
 
-    def rest(log: bytes) -> bytes:
-        arrays.extend(dict.fromkeys(one["array"].decode() for one in _REPLICATED.finditer(log)))
+    def other_lines(log: bytes) -> bytes:
+        arrays.extend(dict.fromkeys(match["array"].decode() for match in _REPLICATED.finditer(log)))
         for pattern in (_REPLICATED, _OVER_LIMIT, _NO_DEFAULT_LOG):
             log = pattern.sub(b"", log)
         return log
 
-    with stderr.filtered(rest):
+    with stderr.filtered(other_lines):
         yield arrays
 
 

@@ -71,37 +71,37 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     bands: dict[tuple[int, ...], str] = {}
 
     def bytes_at(moment: int) -> Counter[str]:
-        found = Counter(permanent)
+        bytes_of = Counter(permanent)
         for (allocation, _), lives in zip(breakdown.peaks, in_use, strict=True):
             for region in snapshot(allocation, lives[moment], moment).regions:
                 key = tuple(map(id, region.buffers))
                 if key not in bands:
                     bands[key] = band(breakdown.classify(region))
-                found[bands[key]] += region.size
-        return found
+                bytes_of[bands[key]] += region.size
+        return bytes_of
 
-    peak = max(breakdown.peaks, key=lambda one: one[0].size, default=None)
+    peak = max(breakdown.peaks, key=lambda item: item[0].size, default=None)
     at = peak[1].time if peak else 0
     permanent["other"] += total - bytes_at(at).total()  # gaps between buffers
     steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
     return {
         "seconds": timed.seconds if target.gpu else None,
-        "passes": _passes([_pass(one) for one in breakdown.lifetimes.schedule], edges),
+        "passes": _passes([_pass(item) for item in breakdown.lifetimes.schedule], edges),
         "bands": list(BANDS),
         "columns": _columns((edges[begin], edges[end], bytes_at(begin)) for begin, end in steps),
         "peak": _row((edges[at] + edges[at + 1]) / 2, bytes_at(at)),
-        "largest": [_described(one, breakdown) for one in breakdown.buffers[:LARGEST]],
-        "largest_made": [_described(one, breakdown) for one in breakdown.buffers if one.region][:LARGEST],
+        "largest": [_described(item, breakdown) for item in breakdown.buffers[:LARGEST]],
+        "largest_made": [_described(item, breakdown) for item in breakdown.buffers if item.region][:LARGEST],
     }
 
 
 def _in_use(spans: Sequence[tuple[Span, Buffer]], moments: Sequence[int]) -> dict[int, list[tuple[Span, Buffer]]]:
     """The buffers in use at each of the moments, which are sorted."""
-    found: dict[int, list[tuple[Span, Buffer]]] = {moment: [] for moment in moments}
+    in_use: dict[int, list[tuple[Span, Buffer]]] = {moment: [] for moment in moments}
     for (first, last), buffer in spans:
         for moment in moments[bisect_left(moments, first) : bisect_right(moments, last)]:
-            found[moment].append(((first, last), buffer))
-    return found
+            in_use[moment].append(((first, last), buffer))
+    return in_use
 
 
 def band(buffer: NamedBuffer) -> str:
@@ -125,20 +125,20 @@ def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> lis
 
     def place(computation: Computation, scale: float) -> None:
         placed.add(computation)
-        for one in computation.instructions:
-            own = scale * seconds_in.get(one, 0.0)
-            inside = [] if one.is_fusion else [called for called in one.called if called not in placed]
+        for instruction in computation.instructions:
+            duration = scale * seconds_in.get(instruction, 0.0)
+            inside = [] if instruction.is_fusion else [called for called in instruction.called if called not in placed]
             within = sum(seconds_in.get(inner, 0.0) for called in inside for inner in called.instructions)
             if within:
                 for called in inside:
-                    place(called, own / within)
+                    place(called, duration / within)
             else:
-                durations[one] = own
+                durations[instruction] = duration
 
     place(breakdown.module.entry, 1.0)
     edges, now = [0.0], 0.0
-    for one in order:
-        now += durations[one]
+    for instruction in order:
+        now += durations[instruction]
         edges.append(now)
     return [edge / now for edge in edges] if now else [n / len(order) for n in range(len(order) + 1)]
 
@@ -155,8 +155,8 @@ def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[list[fl
     return [_row(n / COLUMNS, bands) for n, bands in enumerate(most) if n == 0 or bands != most[n - 1]]
 
 
-def _pass(one: Instruction) -> str | None:
-    maker = maker_of(one, ())
+def _pass(instruction: Instruction) -> str | None:
+    maker = maker_of(instruction, ())
     if not maker.op_name.startswith("jit("):
         return None
     return "loss" if is_of_loss(maker.frames) else pass_of(maker.op_name)
@@ -178,8 +178,8 @@ def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[dict[s
             cuts[n] = cuts[n][0] + edges[moment + 1] - edges[moment], cuts[n][1]
     latest = max(range(count), key=lambda n: cuts[n][0])
     begins = [edges[n] for n in cuts[latest][1][: latest + 1]] + [1.0]
-    found = zip(PASSES, begins, begins[1:], strict=False)
-    return [{"name": name, "begin": begin, "end": end} for name, begin, end in found if end > begin]
+    ranges = zip(PASSES, begins, begins[1:], strict=False)
+    return [{"name": name, "begin": begin, "end": end} for name, begin, end in ranges if end > begin]
 
 
 def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
@@ -192,10 +192,10 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
     if buffer.region is None:
         where = path(buffer.what) if buffer.kind == "argument" else buffer.made_by
         return {"where": where, "inside": "", "layers": every}
-    filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
+    filled = [_filled_by(maker, index) for alias in buffer.region.buffers for maker, index in alias.aliases]
     source = max(
-        (maker_of(one, ()) for one in filled),
-        key=lambda one: (any(MODELS in frame.file for frame in one.frames), maker_rank(one)),
+        (maker_of(maker, ()) for maker in filled),
+        key=lambda maker: (any(MODELS in frame.file for frame in maker.frames), maker_rank(maker)),
     )
     if not source.frames:
         return {"where": path(source.op_name), "inside": "", "layers": every}
@@ -204,8 +204,8 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
     if not every and layers and layers > 1 and any(STACK in frame.file for frame in source.frames):
         every = "one layer"
     # The innermost line in a model, otherwise the innermost line that does not apply the stack of layers.
-    own = [frame for frame in source.frames if STACK not in frame.file]
-    frame = next((frame for frame in own if MODELS in frame.file), (own or source.frames)[0])
+    outside_stack = [frame for frame in source.frames if STACK not in frame.file]
+    frame = next((frame for frame in outside_stack if MODELS in frame.file), (outside_stack or source.frames)[0])
     return {"where": line(frame), "inside": inside, "layers": every}
 
 
@@ -228,24 +228,24 @@ def path(name: str) -> str:
     return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", name).removeprefix("state.")
 
 
-def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
+def _filled_by(instruction: Instruction, index: tuple[int, ...]) -> Instruction:
     """The operation that computed a value, before operations that only store, cast or transpose it. For a stack that a
     loop fills, it is an operation in the body of the loop."""
     fusions: list[Instruction] = []
     for _ in range(_STEPS):
-        if one.is_fusion:
-            fusions.append(one)
-            one = one.called[0].root
-        elif one.opcode == "tuple" and index:
-            one, index = one.operands[index[0]], index[1:]
-        elif one.opcode == "get-tuple-element":
-            one, index = one.operands[0], (one.number, *index)
-        elif one.opcode == "dynamic-update-slice":
-            one = one.operands[1]
-        elif one.opcode in _FORWARDING or one.opcode.endswith("-done"):
-            one = one.operands[0]
-        elif one.opcode == "parameter" and fusions:
-            one = fusions.pop().operands[one.number]
+        if instruction.is_fusion:
+            fusions.append(instruction)
+            instruction = instruction.called[0].root
+        elif instruction.opcode == "tuple" and index:
+            instruction, index = instruction.operands[index[0]], index[1:]
+        elif instruction.opcode == "get-tuple-element":
+            instruction, index = instruction.operands[0], (instruction.number, *index)
+        elif instruction.opcode == "dynamic-update-slice":
+            instruction = instruction.operands[1]
+        elif instruction.opcode in _FORWARDING or instruction.opcode.endswith("-done"):
+            instruction = instruction.operands[0]
+        elif instruction.opcode == "parameter" and fusions:
+            instruction = fusions.pop().operands[instruction.number]
         else:
             break
-    return one
+    return instruction

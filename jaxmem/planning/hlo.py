@@ -112,9 +112,9 @@ class Instruction:
     def inner(self) -> Iterator[Instruction]:
         """The instructions of the computations that it calls, nested calls included."""
         for called in self.called:
-            for one in called.instructions:
-                yield one
-                yield from one.inner()
+            for instruction in called.instructions:
+                yield instruction
+                yield from instruction.inner()
 
 
 @dataclass(eq=False)
@@ -137,8 +137,8 @@ class Module:
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after the computations that they call
-            for one in caller.instructions:
-                for called, count in zip(one.called, runs_of_called(one), strict=True):
+            for instruction in caller.instructions:
+                for called, count in zip(instruction.called, runs_of_called(instruction), strict=True):
                     times[called] += times[caller] * count
         return times
 
@@ -148,19 +148,19 @@ class Module:
             yield from computation.instructions
 
 
-def runs_of_called(one: Instruction, *, time: bool = False) -> list[Fraction | int]:
+def runs_of_called(instruction: Instruction, *, time: bool = False) -> list[Fraction | int]:
     """The number of runs of each called computation in one run of an instruction. With `time`, the time in which this
     device waits for others (a pipeline stage for its neighbours) counts as further runs.
 
     In a scope `run_count(1, 200)` a conditional's true branch runs 1 of 200 times and its false branch the other times;
     without a scope each branch counts once.
     """
-    if one.opcode == "while":
-        return [trip_count(one, time=time)] * len(one.called)
-    share = mean_runs(one.op_name.removesuffix("/cond")) if one.opcode == "conditional" else 1
+    if instruction.opcode == "while":
+        return [trip_count(instruction, time=time)] * len(instruction.called)
+    share = mean_runs(instruction.op_name.removesuffix("/cond")) if instruction.opcode == "conditional" else 1
     if share == 1:
-        return [1] * len(one.called)
-    truth_first = one.operands[0].shape.dtype == "bool"  # otherwise the operand is the index of a branch
+        return [1] * len(instruction.called)
+    truth_first = instruction.operands[0].shape.dtype == "bool"  # otherwise the operand is the index of a branch
     return [share, 1 - share] if truth_first else [1 - share, share]
 
 
@@ -172,40 +172,42 @@ def trip_count(loop: Instruction, *, time: bool = False) -> Fraction | int:
     return mean_runs(loop.op_name.removesuffix("/while"), time=time)
 
 
-def dot_flops(one: Instruction) -> int:
+def dot_flops(instruction: Instruction) -> int:
     """FLOPs of one matrix multiplication, convolution or kernel of jaxmem; 0 for other instructions."""
     # A custom call may return a workspace in addition to its result.
-    result = one.shape.parts[0] if one.shape.parts else one.shape
-    if one.opcode == "dot":
-        contracted = list(one.proto.dot_dimension_numbers.lhs_contracting_dimensions)
-    elif one.opcode == "convolution":
-        kernel = one.operands[1].shape
-        features = one.proto.convolution_dimension_numbers.kernel_output_feature_dimension
+    result = instruction.shape.parts[0] if instruction.shape.parts else instruction.shape
+    if instruction.opcode == "dot":
+        contracted = list(instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions)
+    elif instruction.opcode == "convolution":
+        kernel = instruction.operands[1].shape
+        features = instruction.proto.convolution_dimension_numbers.kernel_output_feature_dimension
         return 2 * result.elements * kernel.elements // max(kernel.dims[features], 1)
-    elif one.opcode == "custom-call" and "gemm_backend_config" in one.config:
-        dims = one.config["gemm_backend_config"]["dot_dimension_numbers"]
+    elif instruction.opcode == "custom-call" and "gemm_backend_config" in instruction.config:
+        dims = instruction.config["gemm_backend_config"]["dot_dimension_numbers"]
         contracted = [int(dim) for dim in dims["lhs_contracting_dimensions"]]
-    elif is_kernel(one):
-        return round(float(one.attributes["flops_per_output"]) * result.elements)
+    elif is_kernel(instruction):
+        return round(float(instruction.attributes["flops_per_output"]) * result.elements)
     else:
         return 0
-    return 2 * result.elements * math.prod(one.operands[0].shape.dims[dim] for dim in contracted)
+    return 2 * result.elements * math.prod(instruction.operands[0].shape.dims[dim] for dim in contracted)
 
 
-def is_kernel(one: Instruction) -> bool:
+def is_kernel(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel whose metadata states its FLOPs (`jaxmem.kernels`)."""
-    has_flops = one.opcode == "custom-call" and "flops_per_output" in one.attributes
-    return has_flops and one.proto.custom_call_target != "AllocateBuffer"
+    has_flops = instruction.opcode == "custom-call" and "flops_per_output" in instruction.attributes
+    return has_flops and instruction.proto.custom_call_target != "AllocateBuffer"
 
 
 def total_flops(module: Module) -> int:
     """FLOPs of all matrix multiplications in one run."""
-    return round(sum(dot_flops(one) * module.executions[one.computation] for one in module.walk()))
+    return round(
+        sum(dot_flops(instruction) * module.executions[instruction.computation] for instruction in module.walk())
+    )
 
 
 def recomputed_values(module: Module) -> int:
     """The number of values that XLA recomputes by itself, which it names `NAME.remat`."""
-    return sum(".remat" in one.name for one in module.walk())
+    return sum(".remat" in instruction.name for instruction in module.walk())
 
 
 def read_module(serialized: bytes) -> Module:
@@ -215,8 +217,8 @@ def read_module(serialized: bytes) -> Module:
     order = {entry.key: entry.value.instruction_ids for entry in proto.schedule.sequences}
     by_id: dict[int, Instruction] = {}
     computations: dict[int, Computation] = {}
-    for one in proto.computations:  # callees before their callers
-        own = {
+    for computation in proto.computations:  # callees before their callers
+        by_number = {
             raw.id: Instruction(
                 id=raw.id,
                 name=raw.name,
@@ -227,18 +229,20 @@ def read_module(serialized: bytes) -> Module:
                 proto=raw,
                 frames=stack(raw.metadata.stack_frame_id),
             )
-            for raw in one.instructions
+            for raw in computation.instructions
         }
-        for raw in one.instructions:
-            own[raw.id].operands = [own[i] for i in raw.operand_ids]
-            own[raw.id].called = [computations[i] for i in raw.called_computation_ids]
-            for operand in own[raw.id].operands:
-                operand.users.append(own[raw.id])
-        in_order = [own[i] for i in order.get(one.id, own)]
-        computations[one.id] = Computation(one.id, one.name, in_order, own[one.root_id])
-        by_id |= own
+        for raw in computation.instructions:
+            by_number[raw.id].operands = [by_number[i] for i in raw.operand_ids]
+            by_number[raw.id].called = [computations[i] for i in raw.called_computation_ids]
+            for operand in by_number[raw.id].operands:
+                operand.users.append(by_number[raw.id])
+        in_order = [by_number[i] for i in order.get(computation.id, by_number)]
+        computations[computation.id] = Computation(
+            computation.id, computation.name, in_order, by_number[computation.root_id]
+        )
+        by_id |= by_number
         for instruction in in_order:
-            instruction.computation = computations[one.id]
+            instruction.computation = computations[computation.id]
     return Module(list(computations.values()), computations[proto.entry_computation_id], by_id)
 
 

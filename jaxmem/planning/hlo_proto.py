@@ -32,8 +32,8 @@ def _message_classes() -> dict[str, Any]:
             )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found = message_factory.GetMessageClassesForFiles([file.name], pool)
-    return {name.rpartition(".")[2]: found_class for name, found_class in found.items()}
+    classes = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return {name.rpartition(".")[2]: found_class for name, found_class in classes.items()}
 
 
 _CLASSES = _message_classes()

@@ -30,5 +30,5 @@ def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
     return [
         NamedValue(name, layer.count, round(rows * layer.bytes_of(name)), round(rows * layer.flops_of(name)))
         for layer in layers_of(cfg, aim.platform)
-        for name in dict.fromkeys(one.name for one in layer.operations if one.name)
+        for name in dict.fromkeys(operation.name for operation in layer.operations if operation.name)
     ]

@@ -71,8 +71,8 @@ class Plan:
     @property
     def kernels(self) -> dict[str, dict[str, str]]:
         """The implementation of each operation that has a fused form, and why, by setting."""
-        found = self.program.model.kernels
-        return {key: {"implementation": one.implementation, "why": one.why} for key, one in found.items()}
+        choices = self.program.model.kernels
+        return {key: {"implementation": choice.implementation, "why": choice.why} for key, choice in choices.items()}
 
     @property
     def choices(self) -> list[str]:
@@ -82,7 +82,7 @@ class Plan:
         saved = f"saves {', '.join(remat.save)}" if isinstance(remat, Save) else remat
         lines = [f"recompute: {saved} ({self.remat_why})"] if self.remat_why else []
         if not self.target.is_cpu:
-            lines += (f"{key}: {one['implementation']} ({one['why']})" for key, one in self.kernels.items())
+            lines += (f"{key}: {choice['implementation']} ({choice['why']})" for key, choice in self.kernels.items())
         return lines
 
     @cached_property
@@ -228,15 +228,15 @@ class Plan:
             "host_transfers": self._traffic_as_json((TO_HOST, FROM_HOST), "bytes"),
             "messages": [
                 {
-                    "kind": one.message.kind,
-                    "devices": one.message.group,
-                    "made_by": one.instruction.op_name,
-                    "executed": one.executed,
-                    "wire_bytes": one.traffic.wire_bytes,
-                    "exposed_bytes": one.traffic.exposed_bytes,
-                    "kernels_beside": one.kernels,
+                    "kind": transmission.message.kind,
+                    "devices": transmission.message.group,
+                    "made_by": transmission.instruction.op_name,
+                    "executed": transmission.executed,
+                    "wire_bytes": transmission.traffic.wire_bytes,
+                    "exposed_bytes": transmission.traffic.exposed_bytes,
+                    "kernels_beside": transmission.kernels,
                 }
-                for one in timeline.collectives
+                for transmission in timeline.collectives
             ],
             # What each pipeline stage does in each tick.
             "schedule": pipeline
@@ -252,9 +252,9 @@ class Plan:
         return {
             kind: {
                 bytes_key if key == "wire_bytes" else key: value if has_speed or "seconds" not in key else None
-                for key, value in one._asdict().items()
+                for key, value in traffic._asdict().items()
             }
-            for kind, one in self.timeline.traffic.items()
+            for kind, traffic in self.timeline.traffic.items()
             if kind in kinds
         }
 
@@ -297,5 +297,5 @@ def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
     step = steps.pop(built.cfg.data.sequence_length)
     target = local_target(list(built.layout.mesh.devices.flat))
-    totals = {step_at(length): one.total for length, one in steps.items()}
+    totals = {step_at(length): size.total for length, size in steps.items()}
     return Plan(built, target, step, time.perf_counter() - start, others=totals, shorter=steps, remat_why=remat_why)

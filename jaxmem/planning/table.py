@@ -42,9 +42,9 @@ class TargetList:
 def named_values_table(values: Sequence[NamedValue]) -> Table:
     title = r"Per layer and device, for memory.remat: {save: \[names]}"
     table = _table(title, "", "saved", "all layers", "FLOPs to recompute")
-    for one in values:
-        size, flops = one.bytes_per_layer, one.flops_per_layer
-        table.add_row(one.name, format_bytes(size), format_bytes(size * one.layers), f"{flops:.3g}")
+    for value in values:
+        size, flops = value.bytes_per_layer, value.flops_per_layer
+        table.add_row(value.name, format_bytes(size), format_bytes(size * value.layers), f"{flops:.3g}")
     return table
 
 
@@ -131,10 +131,10 @@ class PlanTable:
     def _communication(self, *, wide: bool) -> Iterator[RenderableType]:
         time, network = self.plan.timeline, self.plan.timeline.network
         table = _table("Communication per device and step", "", *(("count",) if wide else ()), "bytes", "exposed")
-        for kind, one in sorted(time.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
+        for kind, traffic in sorted(time.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
             if kind in COLLECTIVES:
-                count = (f"{one.executed:,}",) if wide else ()
-                table.add_row(kind, *count, format_bytes(one.wire_bytes), format_bytes(one.exposed_bytes))
+                count = (f"{traffic.executed:,}",) if wide else ()
+                table.add_row(kind, *count, format_bytes(traffic.wire_bytes), format_bytes(traffic.exposed_bytes))
         yield table
         if self.plan.estimated_step_seconds is not None:
             yield Text(f"{network.exposed_share:.1%} of {format_seconds(network.seconds)} of communication is exposed")

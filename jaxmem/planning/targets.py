@@ -68,19 +68,19 @@ def parse_target(text: str) -> Target:
     (128, 16, 8, 'H100')
     """
     name, _, amount = text.partition(":")
-    found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
-    hosts, size = (int(found[1] or 1), int(found[2])) if found else (0, 0)
-    if not found or not hosts * size:
+    match = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
+    hosts, size = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    if not match or not hosts * size:
         raise UserError(f"target {text}: {amount} must be a number of devices above 0, or HOSTSxDEVICES such as 16x8")
     if name == "cpu":
-        if found[1]:
+        if match[1]:
             raise UserError(f"target {text}: simulated devices share one host; use cpu:{hosts * size}")
         share = devices.main_memory() // size
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
         raise UserError(f"target {text}: unknown device {name}{nearest(name, [*GPUS, 'cpu'])}")
-    per_host = size if found[1] else min(size, PER_HOST)
+    per_host = size if match[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
         near = f"{name}:{count - count % per_host}"
@@ -99,7 +99,7 @@ def local_target(seen: Sequence[Any]) -> Target:
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
     spills = devices.is_spilling()
-    total = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
+    total = min(device["memory"] for device in devices.nvidia_gpus()) if spills else reported
     gpu = gpus.find(first.device_kind, total)
     # jax reports the bytes that it may use; the table of GPUs has the total.
     memory = max(gpu.memory, total) if gpu else total

@@ -59,8 +59,8 @@ class Transmission:
 
 
 def traffic_of(transmissions: Iterable[Transmission]) -> Traffic:
-    found = [one.traffic for one in transmissions]
-    return Traffic(*map(sum, zip(*found, strict=True))) if found else Traffic(0, 0, 0, 0.0, 0.0)
+    traffics = [transmission.traffic for transmission in transmissions]
+    return Traffic(*map(sum, zip(*traffics, strict=True))) if traffics else Traffic(0, 0, 0, 0.0, 0.0)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def collectives(self) -> list[Transmission]:
-        return [one for one in self.transmissions if one.message.kind in COLLECTIVES]
+        return [transmission for transmission in self.transmissions if transmission.message.kind in COLLECTIVES]
 
     @property
     def network(self) -> Traffic:
@@ -88,13 +88,18 @@ class Timeline:
     @property
     def host_copies(self) -> Traffic:
         """All copies between the device and host memory."""
-        return traffic_of(one for one in self.transmissions if one.message.kind not in COLLECTIVES)
+        return traffic_of(
+            transmission for transmission in self.transmissions if transmission.message.kind not in COLLECTIVES
+        )
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """The transmissions of each kind: collectives, and copies by direction."""
-        kinds = sorted({one.message.kind for one in self.transmissions})
-        return {kind: traffic_of(one for one in self.transmissions if one.message.kind == kind) for kind in kinds}
+        kinds = sorted({transmission.message.kind for transmission in self.transmissions})
+        return {
+            kind: traffic_of(transmission for transmission in self.transmissions if transmission.message.kind == kind)
+            for kind in kinds
+        }
 
     @property
     def roofline(self) -> float:
@@ -113,9 +118,9 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
     """Simulates a module on one of `devices`, `per_host` of them on each host. Without a `gpu`, only bytes and
     executions are counted, and all communication is exposed."""
     simulation = _Simulation(module, gpu, devices, per_host)
-    found = simulation.timeline
-    found.seconds, found.flops = simulation.run(module.entry), total_flops(module)
-    return found
+    result = simulation.timeline
+    result.seconds, result.flops = simulation.run(module.entry), total_flops(module)
+    return result
 
 
 @dataclass
@@ -128,23 +133,23 @@ class _Clock:
 
     def work(self, seconds: float) -> None:
         self.now += seconds
-        for one in self.pending.values():
-            one.kernels += seconds > 0
+        for transmission in self.pending.values():
+            transmission.kernels += seconds > 0
 
-    def start(self, one: Transmission, seconds: float) -> None:
+    def start(self, transmission: Transmission, seconds: float) -> None:
         """Starts a transfer on its link as soon as the link is free."""
-        link = one.message.link
-        one.begins = max(self.now, self.link_free[link])
-        self.link_free[link] = one.ends = one.begins + seconds
-        self.pending[one.instruction] = one
-        if not one.message.is_asynchronous:
-            self.wait_for(one.instruction)
+        link = transmission.message.link
+        transmission.begins = max(self.now, self.link_free[link])
+        self.link_free[link] = transmission.ends = transmission.begins + seconds
+        self.pending[transmission.instruction] = transmission
+        if not transmission.message.is_asynchronous:
+            self.wait_for(transmission.instruction)
 
     def wait_for(self, instruction: Instruction) -> None:
         """Waits until a transfer ends. All transfers that run during the wait are exposed."""
         until = max(self.now, self.pending[instruction].ends)
-        for one in self.pending.values():
-            one.exposed += max(0.0, min(one.ends, until) - max(one.begins, self.now))
+        for transmission in self.pending.values():
+            transmission.exposed += max(0.0, min(transmission.ends, until) - max(transmission.begins, self.now))
         del self.pending[instruction]
         self.now = until
 
@@ -164,39 +169,43 @@ class _Simulation:
             return self.known[computation]
         clock, times = _Clock(), self.module.executions[computation]
         executed = float(times) if times % 1 else int(times)
-        for one in computation.instructions:
+        for instruction in computation.instructions:
             before = clock.now
-            if one.opcode in ("while", "call", "conditional"):
-                counts = runs_of_called(one, time=True)
-                each = [float(count) * self.run(called) for count, called in zip(counts, one.called, strict=True)]
+            if instruction.opcode in ("while", "call", "conditional"):
+                counts = runs_of_called(instruction, time=True)
+                durations = [
+                    float(count) * self.run(called) for count, called in zip(counts, instruction.called, strict=True)
+                ]
                 # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
-                most = one.opcode == "conditional" and sum(counts) > 1
-                clock.work(max(each) if most else sum(each, 0.0))
-            elif message := collective(one, self.devices, self.per_host) or host_copy(one):
-                sent = Transmission(one, message, executed)
+                most = instruction.opcode == "conditional" and sum(counts) > 1
+                clock.work(max(durations) if most else sum(durations, 0.0))
+            elif message := collective(instruction, self.devices, self.per_host) or host_copy(instruction):
+                sent = Transmission(instruction, message, executed)
                 self.timeline.transmissions.append(sent)
                 clock.start(sent, message.seconds(self.gpu) if self.gpu else 0.0)
-            elif one.opcode == "async-start":  # a kernel on another stream
-                clock.work(self.run(one.called[0]))
-            elif one.opcode.endswith("-done") and one.operands[0] in clock.pending:
-                clock.wait_for(one.operands[0])
+            elif instruction.opcode == "async-start":  # a kernel on another stream
+                clock.work(self.run(instruction.called[0]))
+            elif instruction.opcode.endswith("-done") and instruction.operands[0] in clock.pending:
+                clock.wait_for(instruction.operands[0])
             elif self.gpu:
-                clock.work(self._kernel(one, self.gpu, times))
+                clock.work(self._kernel(instruction, self.gpu, times))
             if clock.now > before:
-                self.timeline.seconds_in[one] = clock.now - before
+                self.timeline.seconds_in[instruction] = clock.now - before
         self.known[computation] = clock.now
         return clock.now
 
-    def _kernel(self, one: Instruction, gpu: Gpu, times: int | Fraction) -> float:
-        if one.opcode in _FREE_OPERATIONS or one.opcode.endswith(("-start", "-done")):
+    def _kernel(self, instruction: Instruction, gpu: Gpu, times: int | Fraction) -> float:
+        if instruction.opcode in _FREE_OPERATIONS or instruction.opcode.endswith(("-start", "-done")):
             return 0.0
-        matmuls = [part for part in (one, *(one.inner() if one.is_fusion else ())) if dot_flops(part)]
+        matmuls = [
+            part for part in (instruction, *(instruction.inner() if instruction.is_fusion else ())) if dot_flops(part)
+        ]
         arithmetic = sum(
             dot_flops(part) / (gpu.kernel_rate if is_kernel(part) else gpu.matmul_rate)(part.operands[0].shape.dtype)
             for part in matmuls
         )
-        memory = moved_bytes(one) / gpu.memory_rate
-        self.timeline.kernel_bytes += round(times * moved_bytes(one))
+        memory = moved_bytes(instruction) / gpu.memory_rate
+        self.timeline.kernel_bytes += round(times * moved_bytes(instruction))
         seconds = LAUNCH_SECONDS + max(arithmetic, memory)
         if arithmetic > memory:
             self.timeline.arithmetic += times * seconds
@@ -205,19 +214,23 @@ class _Simulation:
         return seconds
 
 
-def moved_bytes(one: Instruction) -> int:
+def moved_bytes(instruction: Instruction) -> int:
     """Bytes that a kernel reads and writes. If it reads or writes (in place) a slice of an array, only the slice
     counts."""
-    if not one.is_fusion:
-        if one.opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * one.shape.bytes
-        if one.opcode in ("dynamic-update-slice", "scatter"):
-            return 2 * one.operands[-1 if one.opcode == "scatter" else 1].shape.bytes
-        written = one.shape.bytes
-        if one.opcode == "custom-call" and one.shape.parts and one.shape.parts[-1].dtype == "uint8":
-            written -= one.shape.parts[-1].bytes  # the workspace, most of which the library does not use
-        return written + sum(operand.shape.bytes for operand in one.operands)
-    body = one.called[0]
+    if not instruction.is_fusion:
+        if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * instruction.shape.bytes
+        if instruction.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * instruction.operands[-1 if instruction.opcode == "scatter" else 1].shape.bytes
+        written = instruction.shape.bytes
+        if (
+            instruction.opcode == "custom-call"
+            and instruction.shape.parts
+            and instruction.shape.parts[-1].dtype == "uint8"
+        ):
+            written -= instruction.shape.parts[-1].bytes  # the workspace, most of which the library does not use
+        return written + sum(operand.shape.bytes for operand in instruction.operands)
+    body = instruction.called[0]
     roots = body.root.operands if body.root.opcode == "tuple" else [body.root]
     written = sum(_written_bytes(root) for root in roots)
     read = sum(_read(part) for part in body.instructions if part.opcode == "parameter")

@@ -50,9 +50,9 @@ class Chart:
     def script(self) -> str:
         """The readouts as JSON for `page.js`."""
         data = {
-            "begin": [round(one.begin, 5) for one in self.readouts],
-            "at": [round(one.at, 5) for one in self.readouts],
-            "texts": [list(one.texts) for one in self.readouts],
+            "begin": [round(readout.begin, 5) for readout in self.readouts],
+            "at": [round(readout.at, 5) for readout in self.readouts],
+            "texts": [list(readout.texts) for readout in self.readouts],
             "rest": list(self.default.texts),
         }
         return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -103,24 +103,24 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> li
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 4))
-    found: list[tuple[float, float]] = []
+    points_kept: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         low, high = min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])
-        found += sorted({part[0], low, high, part[-1]})
-    return found
+        points_kept += sorted({part[0], low, high, part[-1]})
+    return points_kept
 
 
 def _steps(edges: Sequence[float], heights: Sequence[float], top: float) -> list[tuple[float, float]]:
     """The corners of a step function; equal neighbours are merged."""
-    found: list[tuple[float, float]] = []
+    corners: list[tuple[float, float]] = []
     for begin, end, height in zip(edges, edges[1:], heights, strict=False):
         y = round(height / top, 5)
-        if found and found[-1][1] == y:
-            found[-1] = (end, y)
+        if corners and corners[-1][1] == y:
+            corners[-1] = (end, y)
         else:
-            found += [(begin, y), (end, y)]
-    return found
+            corners += [(begin, y), (end, y)]
+    return corners
 
 
 def _joined(points: Sequence[tuple[float, float]]) -> str:

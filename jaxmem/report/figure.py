@@ -67,11 +67,11 @@ def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -
             fontweight="bold",
         )
         strip.set(xlim=(0, scale), ylim=(0, 1), yticks=[])
-        for one in memory["passes"]:
-            strip.axvspan(scale * one["begin"], scale * one["end"], color=SHADES[one["name"]], lw=0)
-            if one["end"] - one["begin"] > 0.08:
-                middle = scale * (one["begin"] + one["end"]) / 2
-                strip.text(middle, 0.45, one["name"], ha="center", va="center", fontsize=8, color="white")
+        for item in memory["passes"]:
+            strip.axvspan(scale * item["begin"], scale * item["end"], color=SHADES[item["name"]], lw=0)
+            if item["end"] - item["begin"] > 0.08:
+                middle = scale * (item["begin"] + item["end"]) / 2
+                strip.text(middle, 0.45, item["name"], ha="center", va="center", fontsize=8, color="white")
         strip.spines[:].set_visible(False)
         strip.set_xlabel("estimated seconds of a step" if seconds else "% of a step, by arithmetic and memory traffic")
         axes.tick_params(labelbottom=False, bottom=False)
@@ -94,8 +94,8 @@ def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -
         axes.spines[["top", "right"]].set_visible(False)
         words.axis("off")
         rows = [
-            (format_bytes(one["size"]), one["band"], one["what"], one["where"], one["layers"])
-            for one in memory["largest"]
+            (format_bytes(item["size"]), item["band"], item["what"], item["where"], item["layers"])
+            for item in memory["largest"]
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]

@@ -111,7 +111,7 @@ def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, A
     bands = {band: n for n, band in enumerate(memory["bands"], 1) if any(column[n] for column in columns)}
 
     def readout(begin: float, at: float, head: str, column: Sequence[float]) -> Readout:
-        inside = next((one["name"] for one in memory["passes"] if one["begin"] <= at < one["end"]), "")
+        inside = next((phase["name"] for phase in memory["passes"] if phase["begin"] <= at < phase["end"]), "")
         when = f"{head} {time(at)}{f', {inside}' if inside else ''}:"
         sizes = [column[n] for n in reversed(bands.values())]
         return Readout(begin, at, [when, format_bytes(sum(column[1:])), *map(format_bytes, sizes)])
@@ -179,7 +179,7 @@ def _curve(series: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[Chart, 
     for n, (step, value) in enumerate(points):
         begin = 0.0 if n == 0 else (at(points[n - 1][0]) + at(step)) / 2
         near = [min(line, key=lambda point: abs(point[0] - step))[1] for _, line in others]
-        texts = [f"{one:,.0f}" if abs(one) >= 1000 else f"{one:.4g}" for one in (value, *near)]
+        texts = [f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.4g}" for y in (value, *near)]
         readouts.append(Readout(begin, at(step), [f"step {step:,.0f}", *texts]))
     colours = dict(zip(series, ("var(--accent)", "var(--second)"), strict=False))
     chart = Chart(

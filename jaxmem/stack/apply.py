@@ -96,8 +96,8 @@ def apply_stack(
     """
     graphdef, state = nnx.split(blocks)
 
-    def run(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
-        return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, one, shared)
+    def run(weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, Any]:
+        return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, layer_input, shared)
 
     experts = (path for path, variable in nnx.to_flat_state(state) if "expert" in variable.get_metadata()["axes"])
     streamed = frozenset(experts if options.expert_groups > 1 else ())
@@ -150,7 +150,11 @@ def _apply(
         return by_schedule(call)
     if hooks_in_place(call.weights):
         return _scan_with_hooks(call)
-    return jax.lax.scan(lambda x, one: call.run(one[0], x, one[1], call.shared), call.x, (call.weights, call.inputs))
+    return jax.lax.scan(
+        lambda x, layer_arrays: call.run(layer_arrays[0], x, layer_arrays[1], call.shared),
+        call.x,
+        (call.weights, call.inputs),
+    )
 
 
 def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
@@ -160,16 +164,16 @@ def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
     hooked = {n: w for n, w in enumerate(leaves) if is_in_place(w)}
 
     def step(carry: tuple[Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
-        (x, at), (own, one, layer) = carry, of_layer
+        (x, at), (stored, layer_input, layer) = carry, of_layer
         for n, w in hooked.items():
-            own[n], at[n] = _hooked_layer(w.hook, own[n], at[n], layer)
-        x, output = call.run(jax.tree.unflatten(form, own), x, one, call.shared)
+            stored[n], at[n] = _hooked_layer(w.hook, stored[n], at[n], layer)
+        x, output = call.run(jax.tree.unflatten(form, stored), x, layer_input, call.shared)
         return (x, at), output
 
-    own = [w.stored if n in hooked else w for n, w in enumerate(leaves)]
+    stored = [w.stored if n in hooked else w for n, w in enumerate(leaves)]
     numbers = jnp.arange(call.layers, dtype=jnp.int32)
     begin = call.x, {n: w.proxy for n, w in hooked.items()}
-    (x, at), outputs = jax.lax.scan(step, begin, (own, call.inputs, numbers))
+    (x, at), outputs = jax.lax.scan(step, begin, (stored, call.inputs, numbers))
     return _with_first_gradient(x, at, {n: w.argument for n, w in hooked.items()}), outputs
 
 
@@ -219,8 +223,8 @@ def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: For
 
 
 def _with_boundary_name(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    def with_name(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
-        return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), one, shared)
+    def with_name(weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, Any]:
+        return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), layer_input, shared)
 
     return with_name
 
@@ -255,13 +259,14 @@ class LayerRange:
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if _has_stored(leaf) else None for leaf in leaves]
 
-        def run(own: list[Any], x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
-            (number, one), (frozen, shared) = one, shared
+        def run(trainable_leaves: list[Any], x: Any, numbered: Any, shared: Any) -> tuple[Any, Any]:
+            number, layer_input = numbered
+            frozen, shared_inputs = shared
             layer = [
-                at if rest is None else StoredWeight(take_layer(rest.stored, number), at)
-                for at, rest in zip(own, frozen, strict=True)
+                at if frozen_leaf is None else StoredWeight(take_layer(frozen_leaf.stored, number), at)
+                for at, frozen_leaf in zip(trainable_leaves, frozen, strict=True)
             ]
-            return call.run(jax.tree.unflatten(form, layer), x, one, shared)
+            return call.run(jax.tree.unflatten(form, layer), x, layer_input, shared_inputs)
 
         inputs = numbers, jax.tree.map(lambda x: x[self.start : self.stop], call.inputs)
         trainable = [self._trainable(leaf) for leaf in leaves]

@@ -68,11 +68,12 @@ class ForwardPass:
             carried, g, ahead, fetched = state
             layer = self.layers - 1 - turn
             stacked = visitor.weights(carried)
-            own, one = layer_with(stacked, layer, fetched), take_layer(self.applied.inputs, layer)
+            weights = layer_with(stacked, layer, fetched)
+            layer_input = take_layer(self.applied.inputs, layer)
             fetched = fetch_layer(stacked, layer - 1)
             saved, ahead = self.residuals(layer, stacked, ahead)
             result = visitor.fetch(carried, layer)
-            dw, dx = self._gradients(own, split_micro_batches(one, self.micro), shared, saved, g)
+            dw, dx = self._gradients(weights, split_micro_batches(layer_input, self.micro), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
             layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
             return visitor.visit(carried, layer, dw, result), dx, ahead, fetched
@@ -82,10 +83,10 @@ class ForwardPass:
         carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 
-    def _gradients(self, weights: Any, one: Any, shared: Any, saved: Any, g: Any) -> tuple[Any, Any]:
+    def _gradients(self, weights: Any, layer_input: Any, shared: Any, saved: Any, g: Any) -> tuple[Any, Any]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
-            return self.derivative(self.differentiable(weights), weights, one, shared, saved)(g)
+            return self.derivative(self.differentiable(weights), weights, layer_input, shared, saved)(g)
 
         def add(total: Any, xs: Any) -> tuple[Any, Any]:
             *residuals, g = xs
@@ -93,7 +94,7 @@ class ForwardPass:
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.differentiable(weights))
-        return jax.lax.scan(add, zeros, (one, shared, saved, g))
+        return jax.lax.scan(add, zeros, (layer_input, shared, saved, g))
 
 
 def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
@@ -115,42 +116,45 @@ class LayerDerivative:
         # weights, inputs of the layer, shared inputs). None: it must be saved.
         self._sources: list[int | None] = []
 
-    def forward(self, weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, list[jax.Array]]:
+    def forward(self, weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, list[jax.Array]]:
         """Returns the output of the layer and the arrays to save."""
-        own = self._at(weights)
-        y, derivative = jax.vjp(lambda at, x: self._run(with_gradients(weights, at), x, one, shared)[0], own, x)
+        at = self._at(weights)
+        y, derivative = jax.vjp(lambda at, x: self._run(with_gradients(weights, at), x, layer_input, shared)[0], at, x)
         leaves, self._tree = jax.tree.flatten(derivative)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((own, weights, one, shared)))}
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, layer_input, shared)))}
         self._sources = [places.get(id(leaf)) for leaf in leaves]
         return y, [jnp.asarray(leaf) for leaf, place in zip(leaves, self._sources, strict=True) if place is None]
 
-    def from_saved(self, own: Any, weights: Any, one: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
-        """The derivative, from what was saved. `own`: the arrays to differentiate with respect to."""
-        known, rest = jax.tree.leaves((own, weights, one, shared)), iter(saved)
-        leaves = [next(rest) if place is None else known[place] for place in self._sources]
+    def from_saved(self, at: Any, weights: Any, layer_input: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
+        """The derivative, from what was saved. `at`: the arrays to differentiate with respect to."""
+        known = jax.tree.leaves((at, weights, layer_input, shared))
+        remaining = iter(saved)
+        leaves = [next(remaining) if place is None else known[place] for place in self._sources]
         derivative: Derivative = jax.tree.unflatten(self._tree, leaves)
         return derivative
 
-    def recomputed(self, own: Any, weights: Any, one: Any, shared: Any, x: Any) -> Derivative:
+    def recomputed(self, at: Any, weights: Any, layer_input: Any, shared: Any, x: Any) -> Derivative:
         """The derivative, from the input of the layer."""
 
         def run(at: Any, x: Any) -> Any:
-            return self._run(with_gradients(weights, at), x, one, shared)[0]
+            return self._run(with_gradients(weights, at), x, layer_input, shared)[0]
 
-        return jax.vjp(run, own, x)[1]
+        return jax.vjp(run, at, x)[1]
 
 
 def differentiable_weights(trainable: Any, dtype: DTypeLike | None) -> Callable[[Any], Any]:
     """A function: weights of a layer -> the arrays to differentiate with respect to; None for frozen weights."""
-    return lambda weights: differentiable(jax.tree.map(lambda own, w: w if own else None, trainable, weights), dtype)
+    return lambda weights: differentiable(
+        jax.tree.map(lambda is_trainable, w: w if is_trainable else None, trainable, weights), dtype
+    )
 
 
 def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> ForwardPass:
     """Every layer saves the residuals of its derivative."""
     of_layer = LayerDerivative(applied.run, at)
 
-    def step(shared: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
-        y, saved = of_layer.forward(weights, x, one, shared)
+    def step(shared: Any, layer_input: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
+        y, saved = of_layer.forward(weights, x, layer_input, shared)
         return y, shared, applied.save(saved)
 
     def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
@@ -198,11 +202,11 @@ def merge_micro_batches(tree: Any, micro: int) -> Any:
     if micro == 1:
         return tree
 
-    def one(x: jax.Array) -> jax.Array:
+    def merge(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x.reshape(micro, over, -1, *x.shape[2:]), 0, 1)
         return x.reshape(-1, *x.shape[3:])
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(merge, tree)
 
 
 def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
@@ -212,11 +216,11 @@ def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
     if micro == 1:
         return tree
 
-    def one(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         before, after = x.shape[:dim], x.shape[dim + 1 :]
         if x.ndim <= dim:  # x is the same for all rows
             return jnp.broadcast_to(x, (micro, *x.shape))
         x = jnp.moveaxis(x.reshape(*before, over, micro, -1, *after), dim + 1, 0)
         return x.reshape(micro, *before, -1, *after)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(split, tree)

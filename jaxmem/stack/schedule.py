@@ -56,14 +56,14 @@ def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
         steps += [(low + i, slot + min(i, 1), slot + 1) for i in range(far)]
         todo += [(low, low + far, slot), (low + far, high, slot + 1)]
     # The forward pass computes all that is needed for the backward pass of the last layer.
-    own = layers - 1
-    first = [0] + [target for _, _, target in steps[:own]]
+    before_last = layers - 1
+    first = [0] + [target for _, _, target in steps[:before_last]]
     slots = 1 + max(target for _, _, target in steps)
     return Schedule(
         slots,
         tuple(first),
         tuple(at),
-        tuple(max(at - own, 0) for at in begin),
-        tuple(max(at - own, 0) for at in end),
-        tuple(steps[own:]),
+        tuple(max(at - before_last, 0) for at in begin),
+        tuple(max(at - before_last, 0) for at in end),
+        tuple(steps[before_last:]),
     )

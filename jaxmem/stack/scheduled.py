@@ -24,8 +24,8 @@ from jaxmem.stack.schedule import Schedule
 def first_pass(call: StackCall, plan: Schedule) -> tuple[Any, Any, Any]:
     """Returns (x, stacked outputs, saved boundaries)."""
 
-    def step(slots: Any, one: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
-        of_layer, slot = one
+    def step(slots: Any, input_and_slot: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
+        of_layer, slot = input_and_slot
         boundary = call.save(x)
         slots = slots if plan.saves_all else put_layer(slots, slot, boundary)
         x, output = call.run(weights, x, of_layer, call.shared)
@@ -49,9 +49,9 @@ def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, in
     stacked outputs). Weights in host memory are copied one layer ahead."""
 
     def scanned(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
-        (x, carried, fetched), (own, one, layer) = carry, of_layer
+        (x, carried, fetched), (stored, layer_input, layer) = carry, of_layer
         following = fetch_layer(weights, layer + 1)
-        x, carried, output = step(carried, one, fill(fill(own, fetched), streamed_leaves(weights, layer)), x)
+        x, carried, output = step(carried, layer_input, fill(fill(stored, fetched), streamed_leaves(weights, layer)), x)
         return (x, carried, following), output
 
     numbers = jnp.arange(jax.tree.leaves((weights, inputs))[0].shape[0], dtype=jnp.int32)
@@ -73,8 +73,8 @@ def recompute(
 
     def again(i: jax.Array, slots: Any) -> Any:
         layer, source, target = steps[i]
-        weights, one = take_layer((call.weights, call.inputs), layer) if read is None else read(layer)
-        x, _ = call.run(weights, call.load(take_layer(slots, first + source)), one, call.shared)
+        weights, layer_input = take_layer((call.weights, call.inputs), layer) if read is None else read(layer)
+        x, _ = call.run(weights, call.load(take_layer(slots, first + source)), layer_input, call.shared)
         return put_layer(slots, first + target, call.save(x))
 
     with jax.named_scope(run_count(plan.runs, len(plan.at))):
@@ -88,8 +88,8 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
 
     @jax.custom_vjp
     def apply(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
-        def step(_: None, one: Any, weights: Any, x: Any) -> tuple[Any, None, Any]:
-            x, output = run(weights, x, one, shared)
+        def step(_: None, layer_input: Any, weights: Any, x: Any) -> tuple[Any, None, Any]:
+            x, output = run(weights, x, layer_input, shared)
             return x, None, output
 
         x, _, outputs = scan_layers(step, None, weights, x, inputs)
@@ -105,28 +105,28 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
         weights = jax.tree.map(lambda w: w.stored if is_in_place(w) else w, stored, is_leaf=is_in_place)
         saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
 
-        def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+        def step(carry: tuple[Any, ...], of_step: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
             slots, ahead, fetched, g, of_shared, results = carry
-            layer, at, of_output = one
+            layer, at, of_output = of_step
             slots = recompute(saved_call, slots, layer)
             x = ahead if plan.saves_all else call.load(take_layer(slots, at))
             # The previous layer is copied while this layer computes.
             ahead = call.load(take_layer(slots, jnp.maximum(at - 1, 0))) if plan.saves_all else None
             following = fetch_layer(weights, layer - 1)
             derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), shared)
-            of_weights, g, of_input, more = derivative(g, of_output)
+            of_weights, g, of_input, of_layer_shared = derivative(g, of_output)
             if hooks is not None:
                 put = lambda w, x, g: put_layer(x, layer, w.hook(g, take_layer(x, layer)))  # noqa: E731
                 of_weights, results = None, jax.tree.map(put, hooks, results, of_weights, is_leaf=is_in_place)
-            of_shared = jax.tree.map(jnp.add, of_shared, more)
+            of_shared = jax.tree.map(jnp.add, of_shared, of_layer_shared)
             return (slots, ahead, following, g, of_shared, results), (of_weights, of_input)
 
         zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
-        each = [jnp.asarray(values, jnp.int32) for values in (range(call.layers), plan.at)]
+        numbers, slots_at = (jnp.asarray(values, jnp.int32) for values in (range(call.layers), plan.at))
         ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
         results = jax.tree.map(lambda w: w.argument, hooks, is_leaf=is_in_place)
         carry = (slots, ahead, fetch_layer(weights, last), gradients[0], zeros, results)
-        carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
+        carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (numbers, slots_at, gradients[1]), reverse=True)
         *_, g, of_shared, results = carry
         if hooks is not None:
             like = lambda w, x: replace(w, stored=None, proxy=x, argument=None)  # noqa: E731
@@ -149,9 +149,9 @@ def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ..
     # rows, and the mapped function is differentiated.
     @of_group.def_vmap
     def _(groups: int, batched: Any, arguments: Any, g: Any) -> tuple[Any, Any]:
-        in_axes = jax.tree.map(lambda own: 0 if own else None, batched[0])
+        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[0])
         mapped = jax.vmap(run, in_axes=tuple(in_axes), axis_name=GROUPS, spmd_axis_name=layout.vmapped)
-        every = lambda x, own: x if own else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
+        every = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
         gradients = _gradients(mapped, arguments, jax.tree.map(every, g, batched[1]))
         # The gradient of an argument that all groups share is the sum over groups, and not batched.
         return gradients, inexact_leaves(arguments, batched[0])

@@ -14,8 +14,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmem import stack
 from jaxmem.estimate.share import KnownShapes, known_shapes
+from jaxmem.pipeline import Pipeline
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
@@ -285,7 +285,7 @@ def test_an_array_that_it_moves_in_parts() -> None:
 
 
 def with_stages(**sizes: int) -> SimpleNamespace:
-    pipeline = stack.Pipeline(**sizes)
+    pipeline = Pipeline(**sizes)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     blocks = jax.ShapeDtypeStruct((pipeline.stored, 64), jnp.float32, sharding=place)
     state = {"blocks": blocks, "head": blocks}
