@@ -119,9 +119,6 @@ def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | 
             prompt(model, length=cfg.virtual_tokens, key=key)
         if cfg.token_indices:
             tokens(model, cfg.token_indices)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear):
-            module.dequant_matmul = None if cfg.matmul in ("auto", "dequantize") else cfg.matmul
 
 
 def base_of(tree: Any) -> Any:

@@ -58,7 +58,6 @@ app.command()(info.schema)
 
 bench = typer.Typer(help="Measure the speed of kernels, compared with other implementations.", rich_markup_mode=None)
 bench.command("kernels")(benches.bench_kernels)
-bench.command("tune")(benches.bench_tune)
 app.add_typer(bench, name="bench")
 
 

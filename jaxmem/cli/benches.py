@@ -8,7 +8,6 @@ import typer
 
 from jaxmem.cli.options import Json
 from jaxmem.cli.start import only_json, show
-from jaxmem.errors import UserError
 from jaxmem.machine import devices
 
 Shapes = Annotated[
@@ -37,12 +36,6 @@ Seconds = Annotated[float, typer.Option(min=0.1, metavar="S", help="Approximate 
 def bench_kernels(
     shapes: Shapes = None,
     operation: Operation = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Show which implementation is chosen for each shape, and why, without measuring."
-        ),
-    ] = False,
     check: Annotated[
         bool,
         typer.Option("--check", help="Check results without measuring, with each option of a kernel (e.g. a window)."),
@@ -62,47 +55,10 @@ def bench_kernels(
     from jaxmem.lab.bench.kernels import BenchSelection
 
     selection = BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
-    if explain:
-        with only_json(as_json):
-            choices = kernels.explain(selection)
-        if as_json:
-            show({"choices": choices})
-            return
-        for row in choices:
-            print(f"{row['operation']:14} {row['shape']:20} {row['implementation']:10} {row['why']}")
-        return
     with only_json(as_json):
         here, *rows = _collect(kernels.bench_kernels(selection, check=check, write=write), as_json)
     if as_json:
         show(here | {"rows": rows})
-
-
-def bench_tune(
-    shapes: Shapes = None,
-    operation: Operation = None,
-    only: Only = None,
-    without: Without = None,
-    again: Annotated[bool, typer.Option("--again", help="Also measure entries that are already in FILE.")] = False,
-    seconds: Seconds = 5.0,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The table of results. [default: kernels/tuned.json]")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure kernels, and store the fastest implementations."""
-    devices.use_cpu_without_gpu()
-    from jaxmem.kernels import choice
-    from jaxmem.lab.bench import tune
-    from jaxmem.lab.bench.kernels import BenchSelection
-
-    path = write or Path(choice.__file__).with_name("tuned.json")
-    if write is None and not devices.has_nvidia_gpu():
-        raise UserError("bench tune: no GPU on this machine; use --write FILE for a dry run on the CPU")
-    with only_json(as_json):
-        selection = BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
-        rows = _collect(tune.tune(path, selection, again=again), as_json)
-    if as_json:
-        show({"rows": rows})
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
@@ -129,8 +85,6 @@ def _describe(row: dict[str, Any]) -> str:
     checked = f", {row['check']}" if "check" in row else ""
     if "why_not" in row:
         return f"not{checked}: {row['why_not']}"
-    if "implementation" in row:
-        return f"the fastest: {row['implementation']}"
     if "rate" not in row:
         error = "infinite" if row["error"] is None else f"{row['error']:.1f} steps"
         return f"{'right' if row['right'] else 'WRONG'}{checked}, error {error}"

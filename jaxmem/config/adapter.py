@@ -63,11 +63,6 @@ class Adapter(Section):
         None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
     )
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
-    matmul: Literal["auto", "dequantize", "sliced", "triton"] = setting(
-        "auto",
-        "matmul with quantized weights; dequantize: the full matrix; sliced: 8 M elements at a time;"
-        " triton: inside the kernel; auto: triton for few tokens on GPUs, else dequantize",
-    )
     virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")
     base_run: str | None = setting(

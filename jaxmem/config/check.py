@@ -132,9 +132,9 @@ def _own(cfg: Config) -> Iterator[str]:
     if cfg.own.model is None or cfg.own.passes_execution:
         return
     memory, adapter, plain = cfg.memory, cfg.adapter, Adapter()
-    for field in ("kind", "dropout", "lora_bias", "matmul"):
+    for field in ("kind", "dropout", "lora_bias"):
         value = getattr(adapter, field)
-        if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns", "dequantize"):
+        if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns"):
             yield f"adapter.{field}={as_yaml(value)} requires jaxmem's layers, model(rngs, execution); remove it"
     if cfg.own.layers:
         return

@@ -107,7 +107,7 @@ CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and ac
 
 def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
-    for key in ("memory.attention", "memory.experts", "optimizer.kernel", "adapter.matmul"):
+    for key in ("memory.attention", "memory.experts", "optimizer.kernel"):
         if value_of(cfg, key) == "triton" and find_spec("jax_triton") is None:
             yield f"{key}=triton requires jax-triton; run pip install 'jaxmem[cuda13]', or use {key}=auto"
     yield from _offload(cfg)
@@ -196,9 +196,6 @@ def _update(cfg: Config) -> Iterator[str]:
             yield unsupported("memory.update=during", f"{accumulate} with {other}", f"{use}, or memory.update=after")
 
 
-MATMUL_FORMATS = ("nf4", "fp4", "mxfp4", "int4", "int8")  # formats that kernels.dequant_matmul supports
-
-
 def check_adapter(cfg: Config) -> Iterator[str]:
     adapter = cfg.adapter
     if adapter.kind == "none":
@@ -217,9 +214,6 @@ def check_adapter(cfg: Config) -> Iterator[str]:
     if adapter.kind == "last_layers" and adapter.layers > layers:
         of = "blocks of the last stage" if isinstance(cfg.model, Convnet) else "layers of the model"
         yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use adapter.layers={layers} or less"
-    if adapter.matmul != "auto" and cfg.base_precision.parameters not in MATMUL_FORMATS:
-        base = cfg.base_precision.parameters
-        yield required(f"adapter.matmul={adapter.matmul}", "adapter.base", MATMUL_FORMATS, base)
     yield from _base(cfg)
     if isinstance(cfg.model, Decoder):
         yield from _vocabulary(cfg, cfg.model)

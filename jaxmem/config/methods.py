@@ -76,7 +76,7 @@ METHODS = {
 _PRECISION = ("parameters", "block_size", "gradients", "master", "rounding", "loss_scale")
 # Hyperparameters are reset to their defaults: the method's optimizer may lack those of the config's optimizer.
 _OPTIMIZER = ("kernel", *(field for field, info in Optimizer.model_fields.items() if info.default is None))
-_ADAPTER = ("kind", "base", "double_quant", "matmul")
+_ADAPTER = ("kind", "base", "double_quant")
 _REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
 
 

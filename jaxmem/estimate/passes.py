@@ -109,7 +109,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     )
     if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
-        shape = shape.replace(adapter={"kind": kind, "base": "bfloat16", "double_quant": True, "matmul": "auto"})
+        shape = shape.replace(adapter={"kind": kind, "base": "bfloat16", "double_quant": True})
     shape, tensor = one_share(shape, cfg), cfg.mesh.tensor
     # Each half is traced once for all configs in which it is equal.
     of_layers = shape.replace(memory={"loss_chunk": "auto"})

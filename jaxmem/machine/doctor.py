@@ -44,7 +44,7 @@ from jaxmem.step.kernel_choice import kernel_choices
 cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit"], method="qlora", sequence_length=4096)
 
 def kernels(device):
-    found = kernel_choices(cfg, device.platform, capability(device), device.device_kind)
+    found = kernel_choices(cfg, device.platform, capability(device))
     return {setting: f"{one.implementation} ({one.why})" for setting, one in found.items()}
 
 seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats(), kernels=kernels(d))

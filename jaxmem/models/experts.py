@@ -60,7 +60,7 @@ class ExpertLinear(Linear):
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str, str], *, bias: bool = False):
         self.weight = new_weight(rngs, shape, ("expert", *axes), scale=shape[1] ** -0.5)
         self.bias = new_constant(0.0, (shape[0], shape[2]), ("expert", axes[1])) if bias else None
-        self.lora, self.dequant_matmul = nnx.data(None), None
+        self.lora = nnx.data(None)
 
     def frozen(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has no gradient; quantized weights are not dequantized, streamed weights not copied."""

@@ -1,4 +1,4 @@
-"""The linear layer, and its matmuls: with a weight, with a frozen quantized weight, and fused with dequantization."""
+"""The linear layer, and its matmuls: with a weight, and with a frozen quantized weight."""
 
 from functools import partial
 from typing import Any
@@ -9,10 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmem.config.recompute import MATMUL
-from jaxmem.errors import UserError
 from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, current, gather, gather_quantized, map_devices
+from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.weights import StoredWeight
 
 
@@ -23,8 +22,6 @@ class Linear(nnx.Module):
         self.weight = new_weight(rngs, (inputs, outputs), axes)
         self.bias = new_constant(0.0, (outputs,), axes[1:]) if bias else None
         self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters
-        # The implementation of matmuls with a frozen quantized weight (kernels.dequant_matmul); None: dequantize.
-        self.dequant_matmul: str | None = None
 
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
         """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
@@ -32,10 +29,8 @@ class Linear(nnx.Module):
         if frozen is None:
             own, w = fetch_for(x, self.weight, x.dtype)
             y = matmul(own, w)
-        elif self.dequant_matmul is None:
-            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2))
         else:
-            y = fused_dequant_matmul(x, frozen, axes_of(self.weight, 2), self.dequant_matmul, False)
+            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2))
         y = checkpoint_name(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
@@ -80,42 +75,4 @@ def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
 dequantizing_matmul.defvjp(
     lambda x, q, axes: (dequantizing_matmul(x, q, axes), q),
     lambda axes, q, g: (g @ _dequantized_after(g, q, axes).T, None),
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: str, transposed: bool) -> jax.Array:
-    """`kernels.dequant_matmul` of x [*batch, inputs] with a frozen weight. The codes of the weight are gathered, and
-    gathered again for the gradient; each device multiplies its own tokens. A complete dequantized weight never
-    exists."""
-    from jaxmem import kernels
-
-    x, q = jax.lax.optimization_barrier((x, q))  # gathers only when x is available
-    q, layout = gather_quantized(q, axes), current()
-    double_quant = isinstance(q.scale, QTensor)
-    scale = kernels.QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scales
-    run = partial(
-        kernels.dequant_matmul,
-        format=q.format,
-        block_size=q.block_size,
-        inputs=q.shape[0],
-        transposed=transposed,
-        implementation=implementation,
-    )
-    try:
-        if layout is not None:
-            tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
-            specs = (tokens, layout.spec("compute", (None, None)), layout.spec("compute", ()))
-            run = map_devices(run, specs, tokens)
-        return run(x, q.codes, scale)
-    except ValueError as error:
-        raise UserError(f"adapter.matmul: {error}; use adapter.matmul=auto") from error
-
-
-fused_dequant_matmul.defvjp(
-    lambda x, q, *options: (fused_dequant_matmul(x, q, *options), q),
-    lambda axes, implementation, transposed, q, g: (
-        fused_dequant_matmul(g, q, axes, implementation, not transposed),
-        None,
-    ),
 )

@@ -159,7 +159,7 @@ class Mixture:
 
 def matrices(w: jax.Array | QTensor) -> Any:
     """The weight as the kernel reads it."""
-    from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices
+    from jaxmem.kernels.grouped_matmul.quantized_tiles import QuantizedMatrices
     from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall, QuantizedScales
 
     if not isinstance(w, QTensor):

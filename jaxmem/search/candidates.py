@@ -206,7 +206,7 @@ def resolved_on(cfg: Config, target: Target) -> Config:
     """The config with the kernels that `auto` selects on a target."""
     gpu = target.gpu
     capability = round(10 * float(gpu.compute_capability)) if gpu else None
-    return resolve_kernels(cfg, target.platform, capability, gpu.kind if gpu else "")
+    return resolve_kernels(cfg, target.platform, capability)
 
 
 def estimated(cfg: Config, target: Target) -> Estimate:

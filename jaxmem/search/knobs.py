@@ -205,7 +205,6 @@ KNOBS = (
     Knob("chunks", _mlp_chunks),
     Knob(KERNELS, _kernels("memory.attention")),
     Knob(KERNELS, _experts),
-    Knob(KERNELS, _kernels("adapter.matmul")),
     Knob(KERNELS, _kernels("optimizer.kernel")),
     Knob("precision", constant(*_STORED)),
     Knob("precision", listed("precision.master")),

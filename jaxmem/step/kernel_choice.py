@@ -1,54 +1,55 @@
 """Chooses the implementation of each operation that has a fused kernel, and says why. The settings are
-`memory.attention`, `memory.experts`, `adapter.matmul` and `optimizer.kernel`. `mesh.context_method`, the communication
-of attention over `context`, is chosen together with attention."""
+`memory.attention`, `memory.experts` and `optimizer.kernel`. `mesh.context_method`, the communication of attention over
+`context`, is chosen together with attention."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem.config import Config, Decoder, ImageText, Vit
-from jaxmem.config.check_sections import MATMUL_FORMATS
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice, triton_refusal
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.kernels.fused_attention.context import METHODS
-from jaxmem.kernels.fused_attention.support import Request, choose, refusal
+from jaxmem.kernels.fused_attention.support import NONE_FAILED, Request, choose, refusal
 from jaxmem.kernels.quantized_matmul import FORMS
 from jaxmem.quant import FORMATS
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.quant.qtensor import even_block_size
 from jaxmem.sharding.weights import MIN_BLOCK
 
-ATTENTION, EXPERTS = "memory.attention", "memory.experts"
-MATMUL, UPDATE = "adapter.matmul", "optimizer.kernel"
-# For fewer tokens, the fused kernel is estimated to be faster than dequantizing first. On an H100, dequantizing first
-# moves 4.5 bytes per weight at 2.8 TB/s and then multiplies at 690 TFLOP/s. The fused kernel moves 0.5 bytes,
-# multiplies at 530 TFLOP/s, and decodes each weight once per 128 tokens in about 10 of 33 T instructions/s.
-FEW_TOKENS = 400
+ATTENTION, EXPERTS, UPDATE = "memory.attention", "memory.experts", "optimizer.kernel"
 
 
-def kernel_choices(cfg: Config, platform: str, capability: int | None, device: str) -> dict[str, Any]:
+# The implementations that failed their check on this device, and the reasons: {setting: {implementation: reason}}.
+Failures = Mapping[str, Mapping[str, str]]
+NO_FAILURES: Failures = {}
+
+
+def kernel_choices(
+    cfg: Config, platform: str, capability: int | None, failures: Failures = NO_FAILURES
+) -> dict[str, Any]:
     """The choice for each operation of the config, by setting. The arguments are those of `attention_choice`."""
-    found = {
-        ATTENTION: attention_choice(cfg, platform, capability, device),
-        EXPERTS: experts_choice(cfg, platform, capability),
-        MATMUL: matmul_choice(cfg, platform, capability),
-        UPDATE: update_choice(cfg, capability),
+    attention, experts, update = (failures.get(setting, NONE_FAILED) for setting in (ATTENTION, EXPERTS, UPDATE))
+    choices = {
+        ATTENTION: attention_choice(cfg, platform, capability, attention),
+        EXPERTS: experts_choice(cfg, platform, capability, experts),
+        UPDATE: update_choice(cfg, capability, update),
     }
-    return {setting: one for setting, one in found.items() if one is not None}
+    return {setting: choice for setting, choice in choices.items() if choice is not None}
 
 
-def resolve_kernels(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
+def resolve_kernels(cfg: Config, platform: str, capability: int | None) -> Config:
     """The config with `auto` replaced, in these settings and in `mesh.context_method`, by the choice for the given
     device. The setting of an operation that the config does not have stays `auto`."""
-    found = kernel_choices(cfg, platform, capability, device)
+    found = kernel_choices(cfg, platform, capability)
     names = {setting: one.implementation for setting, one in found.items()}
     attention = found.get(ATTENTION)
     return cfg.replace(
         memory={"attention": names.get(ATTENTION, "auto"), "experts": names.get(EXPERTS, "auto")},
         mesh={"context_method": attention.context_method if attention else "auto"},
-        adapter={"matmul": names.get(MATMUL, "auto")},
         optimizer={"kernel": names.get(UPDATE, "auto")},
     )
 
@@ -58,12 +59,9 @@ def _rows(cfg: Config) -> int:
     return max(1, cfg.batch.global_size // (cfg.batch.accumulate * max(1, cfg.mesh.row_shards)))
 
 
-def _tokens(cfg: Config) -> int:
-    """Tokens of a micro-batch on one device."""
-    return _rows(cfg) * (cfg.row_length if cfg.reads_text else 1) // max(1, cfg.mesh.context)
-
-
-def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
+def experts_choice(
+    cfg: Config, platform: str, capability: int | None, failed: Mapping[str, str] = NONE_FAILED
+) -> Choice | None:
     """The choice for the matmuls of experts, or None if the config has no experts."""
     model, form = cfg.model, cfg.expert_precision.parameters
     if not isinstance(model, Decoder) or model.experts is None:
@@ -71,12 +69,11 @@ def experts_choice(cfg: Config, platform: str, capability: int | None) -> Choice
     compute = compute_dtype(cfg.precision, platform).name
     stays_quantized = cfg.expert_precision.is_quantized and bool(cfg.trainable_patterns)
     kind = f"{form if stays_quantized else 'dense'} {compute}"
-    sizes = (_tokens(cfg) * model.experts.top_k, model.experts.count, model.embed, model.mlp)
-    reason = triton_refusal("experts", capability)
+    reason = failed.get("triton") or triton_refusal(capability)
     if reason is None and stays_quantized:
         reason = _no_quantized_experts(cfg, model)
     why = "all experts at once; blockwise computes one block of tokens after the other"
-    return _resolve(cfg, EXPERTS, Choice("triton", why, kind, sizes), "blockwise", reason)
+    return _resolve(cfg, EXPERTS, Choice("triton", why, kind), "blockwise", reason)
 
 
 def _resolve(cfg: Config, setting: str, triton: Choice, plain: str, reason: str | None) -> Choice:
@@ -101,40 +98,16 @@ def _no_quantized_experts(cfg: Config, model: Decoder) -> str | None:
     return None
 
 
-def matmul_choice(cfg: Config, platform: str, capability: int | None) -> Choice | None:
-    """The choice for matmuls with frozen quantized weights, or None if the config has no such weights."""
-    base, mesh, tokens = cfg.base_precision, cfg.mesh, _tokens(cfg)
-    if cfg.adapter.kind == "none" or base.parameters not in MATMUL_FORMATS:
-        return None
-    reason, count = triton_refusal(MATMUL, capability), f"{tokens:,} tokens per matmul"
-    if tokens >= FEW_TOKENS:
-        reason = f"{count}; triton is estimated to be faster below {FEW_TOKENS}"
-    elif mesh.tensor != 1:
-        reason = "triton does not support mesh.tensor"
-    elif not _has_even_blocks(cfg):
-        reason = "triton needs blocks of one size"
-    kind = f"{base.parameters} {compute_dtype(cfg.precision, platform).name}"
-    triton = Choice("triton", f"{count}, estimated to be faster", kind, (tokens,))
-    return _resolve(cfg, MATMUL, triton, "dequantize", reason)
-
-
-def _has_even_blocks(cfg: Config) -> bool:
-    model, block = cfg.model, cfg.base_precision.block_size or FORMATS[cfg.base_precision.parameters].block_size
-    if not isinstance(model, Decoder) or block % 32:
-        return False
-    return all(width % (8 * block) == 0 for width in (model.embed, model.mlp, model.heads * model.head_dim))
-
-
-def update_choice(cfg: Config, capability: int | None) -> Choice | None:
+def update_choice(cfg: Config, capability: int | None, failed: Mapping[str, str] = NONE_FAILED) -> Choice | None:
     """The choice for updates of 8-bit Adam's state and of int8 weights, or None if the config has neither."""
     has_state, has_weights = cfg.optimizer.name == "adamw8bit", cfg.precision.parameters == "int8"
     if not has_state and not has_weights:
         return None
     kind = " and ".join(["adamw8bit"] * has_state + ["int8 weights"] * has_weights)
-    reason = triton_refusal(UPDATE, capability)
+    reason = failed.get("triton") or triton_refusal(capability)
     if has_weights and not cfg.precision.stochastic_rounding:
         reason = f"triton does not support precision.rounding={cfg.precision.rounding}"
-    triton = Choice("triton", "reads and writes less than half of the bytes of plain JAX", kind, ())
+    triton = Choice("triton", "reads and writes less than half of the bytes of plain JAX", kind)
     return _resolve(cfg, UPDATE, triton, "none", reason)
 
 
@@ -152,9 +125,12 @@ class AttentionChoice(Choice):
     context_method: str = "ring"
 
 
-def attention_choice(cfg: Config, platform: str, capability: int | None, device: str) -> AttentionChoice | None:
+def attention_choice(
+    cfg: Config, platform: str, capability: int | None, failed: Mapping[str, str] = NONE_FAILED
+) -> AttentionChoice | None:
     """The choice for attention, or None without attention. `capability`: that of the GPU (90 for 9.0), or None for a
-    CPU. `device`: its name. Raises UserError if the config names an implementation that does not support the call."""
+    CPU. `failed`: implementations that failed their check, and the reasons. Raises UserError if the config names an
+    implementation that does not support the call."""
     call = attention_request(cfg, platform)
     if call is None:
         return None
@@ -162,10 +138,10 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
     def kernel(call: Request) -> Choice:
         named = cfg.memory.attention
         if named == "auto":
-            return choose(call, capability, device)
+            return choose(call, capability, failed)
         if capability is not None and (why := refusal(named, call, capability)):
             raise UserError(f"memory.attention={named}: {why}; use memory.attention=auto")
-        return Choice(named, ATTENTION, call.kind, call.sizes)
+        return Choice(named, ATTENTION, call.kind)
 
     if cfg.mesh.context == 1:
         return AttentionChoice(**vars(kernel(call)))

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
-from jaxmem.config import Adapter, Config, Convnet, Memory, Precision, Save
+from jaxmem.config import Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
 from jaxmem.config.networks import OwnModel, Quantization, pipelined_layers
 from jaxmem.config.recompute import policy_of
@@ -36,7 +36,6 @@ class ModelSpec:
     cfg: Config
     platform: str  # the platform of the devices; determines the compute dtype for `precision.compute: auto`
     capability: int | None = None  # the compute capability of GPUs: 90 for 9.0
-    device: str = ""  # the name of the GPU
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -196,17 +195,17 @@ class ModelSpec:
         """The weights of the model with new adapters."""
         network, adapter_key = nnx.eval_shape(partial(self._build, key)), jax.random.fold_in(key, _ADAPTER_KEY)
         if self.flax_model is not None:
-            adapters.attach(network, self._adapter, adapter_key)
+            adapters.attach(network, self.cfg.adapter, adapter_key)
             added = {path: x for path, x in own.variables_of(network).items() if "lora" in path}
             new = {p: own.store(p, x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
             return unflatten_dict(flatten_dict(base) | new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):
-            adapters.attach(network, self._adapter, adapter_key, self.layer_order)
+            adapters.attach(network, self.cfg.adapter, adapter_key, self.layer_order)
         return nnx.to_pure_dict(nnx.state(network))
 
     def _with_new_adapters(self, network: Any) -> Any:
-        adapters.attach(network, self._adapter, jax.random.key(0))
+        adapters.attach(network, self.cfg.adapter, jax.random.key(0))
         return network
 
     def _build(self, key: jax.Array) -> models.Network:
@@ -231,12 +230,7 @@ class ModelSpec:
         """The choice of the implementation of each operation that has a fused kernel (`Choice`), by setting."""
         from jaxmem.step.kernel_choice import kernel_choices
 
-        return kernel_choices(self.cfg, self.platform, self.capability, self.device)
-
-    @property
-    def _adapter(self) -> Adapter:
-        chosen = self.kernels.get("adapter.matmul")
-        return self.cfg.adapter if chosen is None else self.cfg.adapter.replace(matmul=chosen.implementation)
+        return kernel_choices(self.cfg, self.platform, self.capability)
 
     @property
     def _execution(self) -> models.Execution:

@@ -66,7 +66,7 @@ class Program:
         from jaxmem.kernels.choice import capability
 
         device = self.layout.mesh.devices.flat[0]
-        return ModelSpec(self.cfg, self.platform, capability(device), device.device_kind)
+        return ModelSpec(self.cfg, self.platform, capability(device))
 
     @cached_property
     def spec(self) -> StateSpec:
@@ -77,7 +77,7 @@ class Program:
         """The config with `auto` resolved for these devices, in the settings of kernels and `mesh.context_method`."""
         from jaxmem.step.kernel_choice import resolve_kernels
 
-        return resolve_kernels(self.cfg, self.platform, self.model.capability, self.model.device)
+        return resolve_kernels(self.cfg, self.platform, self.model.capability)
 
     @property
     def platform(self) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ import numpy as np
 
 from jaxmem import kernels
 from jaxmem.config import Config
+from jaxmem.config.combinations import value_of
 from jaxmem.errors import UserError, one_line
-from jaxmem.kernels import choice, triton_launch
+from jaxmem.kernels import triton_launch
+from jaxmem.kernels.choice import Choice
 from jaxmem.kernels.fused_attention.support import Request
 from jaxmem.kernels.grouped_matmul import map_groups, sort_rows, sum_of_groups
 from jaxmem.kernels.validation import PLAIN
@@ -29,7 +31,7 @@ from jaxmem.machine.devices import cudnn_remedy
 from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
-from jaxmem.step.kernel_choice import attention_request
+from jaxmem.step.kernel_choice import attention_request, kernel_choices
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
@@ -44,35 +46,45 @@ def refuse_gpu_kernels(cfg: Config) -> None:
         "memory.attention": cfg.memory.attention,
         "memory.experts": cfg.memory.experts,
         "optimizer.kernel": cfg.optimizer.kernel,
-        "adapter.matmul": cfg.adapter.matmul,
     }
     for key, value in named.items():
         if value in ("cudnn", "mosaic", "triton") and triton_launch.INTERPRETER is None:
             raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
 
 
-def checked_kernels(build: Callable[[], Program], agree: Callable[[bool], bool] = bool) -> Iterator[str]:
-    """Replaces implementations that fail their check, and yields a line for each. `build` returns the program, whose
-    choice excludes failed implementations. `agree` returns whether a check failed in any process."""
-    while (failed := _first_failed(build(), agree)) is not None:
-        setting, name, is_named, why = failed
-        if is_named:
+def checked_kernels(cfg: Config, built: Program, agree: Callable[[bool], bool] = bool) -> tuple[Config, list[str]]:
+    """The config with the next choice in place of each kernel that failed its check, and a line for each failure.
+    `built`: the program of the config. `agree` returns whether a check failed in any process."""
+    failures: dict[str, dict[str, str]] = {}
+    lines: list[str] = []
+    while True:
+        choices = kernel_choices(built.cfg, built.platform, built.model.capability, failures)
+        failed = _first_failed(built, choices, agree)
+        if failed is None:
+            break
+        setting, name, why = failed
+        if value_of(built.cfg, setting) != "auto":
             raise UserError(f"{setting}={name} failed its check on this device: {why}; use {setting}=auto")
-        choice.FAILURES[setting.removeprefix("memory."), name] = f"{name} failed its check: {why}"
-        yield f"warning: {setting}={name} failed its check and is not used: {why}"
+        failures.setdefault(setting, {})[name] = f"{name} failed its check: {why}"
+        lines.append(f"warning: {setting}={name} failed its check and is not used: {why}")
+    for setting in failures:
+        section, key = setting.split(".")
+        cfg = cfg.replace(**{section: {key: choices[setting].implementation}})
+    return cfg, lines
 
 
-def _first_failed(built: Program, agree: Callable[[bool], bool]) -> tuple[str, str, bool, str] | None:
-    for setting, chosen in built.model.kernels.items() if built.platform == "gpu" else ():
+def _first_failed(
+    built: Program, choices: Mapping[str, Choice], agree: Callable[[bool], bool]
+) -> tuple[str, str, str] | None:
+    """The setting and the name of the first kernel that fails its check in any process, and the reason."""
+    for setting, chosen in choices.items():
         name = chosen.implementation
-        if name in (*PLAIN, "none", "dequantize"):
+        if name in (*PLAIN, "none"):
             continue
         call: Any = attention_request(built.cfg, built.platform) if setting == "memory.attention" else chosen.kind
         why = failure(setting, name, call)
         if agree(why is not None):
-            section, key = setting.split(".")
-            is_named = getattr(getattr(built.cfg, section), key) != "auto"
-            return setting, name, is_named, why or "it failed in another process"
+            return setting, name, why or "it failed in another process"
     return None
 
 
@@ -141,19 +153,6 @@ def _attention(call: Request, implementation: str) -> dict[str, jax.Array]:
     return dict(zip(("output", "dq", "dk", "dv"), jax.jit(both)(*arrays), strict=True))
 
 
-def _matmul(kind: str, implementation: str) -> dict[str, jax.Array]:
-    form, dtype = kind.split()
-    q = quantize(_random_normal(ROWS, COLUMNS), form, FORMATS[form].block_size, 0)
-    options = {"format": form, "block_size": q.block_size, "implementation": implementation}
-
-    def both(x: jax.Array, g: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda x: kernels.dequant_matmul(x, q.codes, q.scales, **options), x)
-        return out, *pull(g)
-
-    results = jax.jit(both)(_random_normal(LENGTH, ROWS, dtype=dtype), _random_normal(LENGTH, COLUMNS, dtype=dtype))
-    return dict(zip(("result", "gradient"), results, strict=True))
-
-
 def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
     from jaxmem.kernels.grouped_matmul import triton
 
@@ -199,7 +198,6 @@ def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
 _CHECKS: dict[str, tuple[str, Callable[[Any, str], dict[str, jax.Array]]]] = {
     "memory.attention": ("blockwise", _attention),
     "memory.experts": ("blockwise", _experts),
-    "adapter.matmul": ("sliced", _matmul),
     "optimizer.kernel": ("reference", _updates),
 }
 

@@ -110,7 +110,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     cache_compiled_programs(cfg.output)
     _preflight(cfg)
     devices = jax.devices() if devices is None else devices
-    _check_kernels(cfg, devices)
+    cfg = _check_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
     built = program(resolved, devices)
     cfg, elastic, directory = built.cfg, lines.elastic_line(cfg, built.cfg), Path(cfg.output, cfg.name)
@@ -224,14 +224,17 @@ def _preflight(cfg: Config) -> None:
             print(*found, sep="\n", flush=True)
 
 
-def _check_kernels(cfg: Config, devices: Sequence[Any]) -> None:
+def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
+    """The config with kernels that passed their check on these devices."""
     from jaxmem.training.kernel_check import checked_kernels, refuse_gpu_kernels
 
     if devices[0].platform == "cpu":
         refuse_gpu_kernels(cfg)
-        return
-    for line in checked_kernels(lambda: program(cfg, devices), any_process):
+        return cfg
+    checked, failures = checked_kernels(cfg, program(cfg, devices), any_process)
+    for line in failures:
         print(line, flush=True)
+    return checked
 
 
 def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:

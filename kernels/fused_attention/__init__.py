@@ -40,7 +40,7 @@ def attention(
     1/sqrt(dim) by default. `soft_cap` bounds the scores, cap tanh(score / cap). `deterministic`: equal inputs have
     bitwise equal gradients. Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster;
     all other implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads,
-    queries] in float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
+    queries] in float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: `blockwise`.
     `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
     one of them, so layers of one scan may differ in it. `window_share`, for the planner: (number of calls to which the
     window applies, number of all calls). `sinks`: a logit for each head, [heads], that is part of each softmax without
@@ -58,8 +58,6 @@ def attention(
         implementation,
         lambda module: Implementation(module).attend(*arrays, checked, extras),
         (arrays, extras),
-        kind=request.kind,
-        sizes=request.sizes,
-        refusal=lambda name: refusal(name, request, capability()),
+        lambda name: refusal(name, request, capability()),
     )
     return (out, lse) if with_lse else out

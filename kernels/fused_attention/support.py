@@ -1,22 +1,22 @@
 """Which implementations support a call of attention, and which one is chosen, before anything is compiled.
 
-The first of these that supports the call is chosen: the fastest that was measured on this kind of device; cuDNN;
-`mosaic` on Hopper; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
+The first of these that supports the call is chosen: cuDNN; `mosaic` on Hopper; `triton` on NVIDIA GPUs from Ampere on;
+plain JAX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxmem.kernels import choice
-from jaxmem.kernels.choice import Choice
+from jaxmem.kernels.choice import Choice, triton_refusal
 from jaxmem.kernels.validation import FLOATS
 
 from .arguments import Extras, Options
 
 OPERATION = "attention"
+NONE_FAILED: Mapping[str, str] = {}
 ORDER = {  # the reason to choose each implementation
     "cudnn": "cuDNN supports this attention",
     "mosaic": "the kernel for compute capability 9.0",
@@ -70,12 +70,8 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """The properties that an entry of `tuned.json` must have in common with a call."""
+        """The dtype and the kind of mask."""
         return f"{self.dtype} {'causal' if self.masked else 'full'}"
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.queries, self.keys, self.heads, self.dim
 
 
 Limits = Iterator[tuple[bool, str, str]]  # (whether a rule is broken, the value, the values that are supported)
@@ -155,31 +151,25 @@ def _has(capability: int | None) -> str:
 _RULES: dict[str, Callable[[Request, int | None], Limits]] = {"cudnn": _cudnn, "mosaic": _mosaic, "triton": _triton}
 
 
-def choose(call: Request, capability: int | None, device: str) -> Choice:
-    """The implementation of a call that names no implementation, and why. `device`: the device's name in `tuned.json`.
+def choose(call: Request, capability: int | None, failed: Mapping[str, str] = NONE_FAILED) -> Choice:
+    """The implementation of a call that names no implementation, and why. `failed`: implementations that failed their
+    check on this device, and the reasons.
 
-    >>> choose(Request("bfloat16", 4096, 4096, 32, 128), 90, "NVIDIA H100").implementation
+    >>> choose(Request("bfloat16", 4096, 4096, 32, 128), 90).implementation
     'cudnn'
     >>> documents = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segments=32)
-    >>> choose(documents, None, "cpu").why
+    >>> choose(documents, None).why
     'no NVIDIA GPU'
     """
-
-    def chosen(name: str, why: str) -> Choice:
-        return Choice(name, why, call.kind, call.sizes)
-
     if capability is None:
-        return chosen(PLAIN, "no NVIDIA GPU")
-    measured = choice.nearest_entry(choice.tuned(), OPERATION, device, call.kind, call.sizes, (*ORDER, PLAIN))
-    fastest = () if measured is None else (measured["implementation"],)
+        return Choice(PLAIN, "no NVIDIA GPU", call.kind)
     refused: list[str] = []
-    for name in (*fastest, *ORDER):
-        missing = choice.triton_refusal(OPERATION, capability) if name == "triton" else None
-        why = choice.FAILURES.get((OPERATION, name)) or missing or refusal(name, call, capability)
+    for name, reason in ORDER.items():
+        missing = triton_refusal(capability) if name == "triton" else None
+        why = failed.get(name) or missing or refusal(name, call, capability)
         if why is None:
-            reason = "the fastest that was measured" if name in fastest else ORDER[name]
-            return chosen(name, "; ".join([reason, *refused]))
+            return Choice(name, "; ".join([reason, *refused]), call.kind)
         value, _, allowed = why.partition("; ")
         why = allowed if allowed and any(one.startswith(value) for one in refused) else why  # the value is stated once
         refused.append(why if name in why else f"{name}: {why}")
-    return chosen(PLAIN, "; ".join(refused))
+    return Choice(PLAIN, "; ".join(refused), call.kind)

@@ -3,11 +3,11 @@ al., arXiv:2211.15841).
 
 A table, computed in the program, has the rows and the group of each tile; only the last tile of a group is padded. Rows
 are read through their index, so rows of x are not copied into the order of groups. Codes of quantized matrices are
-dequantized in registers, as in `quantized_matmul`. Sums are in float32. Arrays are as large as results: [sorted,
+dequantized in registers (`quantized_tiles.py`). Sums are in float32. Arrays are as large as results: [sorted,
 outputs], [groups, inputs, outputs] for the gradient of matrices, and the gradient of x for all sorted rows before it is
 summed over the groups of each row."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,38 +16,40 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmem.kernels.launch import block_size
-from jaxmem.kernels.quantized_matmul import MatmulCall
-from jaxmem.kernels.quantized_matmul import triton as one_matrix
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
 
 from .blocks import Groups, block_table, sum_of_groups, usual_rows
+from .quantized_tiles import BACKWARD, FORWARD, QuantizedMatrices, TileSizes
 
 PROGRAMS = "jaxmem.kernels.grouped_matmul.triton_programs"
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class QuantizedMatrices:
-    """Frozen quantized matrices of all groups: the arrays of `dequant_matmul`, with a leading dimension of groups."""
-
-    codes: Any  # an array
-    scale: Any  # an array, float32 or uint8 (E8M0), or QuantizedScales
-    call: MatmulCall = field(metadata={"static": True})
 
 
 Weight = jax.Array | QuantizedMatrices
 # Tile sizes for weights in 2 bytes: 128 x 128 results, in steps of 64.
 USUAL = {
-    "grouped_matmul": one_matrix.TileSizes(128, 64, 128, 8, 3),
-    "grouped_matmul_of_inputs": one_matrix.TileSizes(128, 128, 64, 8, 3),
-    "grouped_matmul_of_weights": one_matrix.TileSizes(64, 128, 128, 8, 3),
+    "grouped_matmul": TileSizes(128, 64, 128, 8, 3),
+    "grouped_matmul_of_inputs": TileSizes(128, 128, 64, 8, 3),
+    "grouped_matmul_of_weights": TileSizes(64, 128, 128, 8, 3),
 }
 
 
 @dataclass(frozen=True)
-class GroupedTiling(one_matrix.MatmulTiling):
-    """Compile-time values of a program. `tokens`: rows of x."""
+class GroupedTiling:
+    """Compile-time values of a program. The properties of codes and blocks are 1 for weights that are not quantized."""
 
+    tokens: int  # rows of x
+    outputs: int
+    code_rows: int
+    blocks: int  # number of blocks (scales) along the rows
+    blocks_of_group: int
+    tile_tokens: int
+    rows: int
+    tile_outputs: int
+    unit: int  # rows of codes that share a scale
+    together: int  # codes per byte
+    steps: int
+    listed: bool
+    double: bool
     sorted: int
     groups: int
     tiles: int
@@ -57,6 +59,14 @@ class GroupedTiling(one_matrix.MatmulTiling):
     has_shares: bool
     scale_groups: int  # groups of scales of a matrix, with double quantization
     means: int  # number of means of a matrix: 1 with double quantization
+
+    @property
+    def reads_each_row(self) -> bool:
+        return self.rows % self.unit != 0 != self.unit % self.rows
+
+    @property
+    def blocks_of_tile(self) -> int:
+        return self.rows if self.reads_each_row else max(1, self.rows // self.unit)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -149,12 +159,8 @@ def _prepare(
     length, count = groups.rows.shape[0], groups.starts.shape[0]
     properties: dict[str, Any]
     if isinstance(weight, QuantizedMatrices):
-        call, scale = weight.call, weight.scale
-        # Half as many rows as for one matrix, since their index needs registers too.
-        usual = one_matrix.USUAL["forward" if name == "grouped_matmul" else "backward"]
-        usual = usual._replace(tokens=usual.tokens // 2)
-        sizes = one_matrix.fitting(call, usual.tokens, usual)
-        arrays, properties = one_matrix.weight_arrays(call, weight.codes, scale)
+        sizes = weight.tile_sizes(FORWARD if name == "grouped_matmul" else BACKWARD)
+        arrays, properties = weight.arrays()
     else:
         sizes = USUAL[name]
         if x.dtype.itemsize == 4:  # half the depth of a step, for the shared memory

@@ -1,13 +1,61 @@
 """The Triton programs of the matmuls; `triton.py` launches them. `s`: `triton.GroupedTiling`, known at compile time.
 
 `tiles_ptr` is the table [3, tiles] of `blocks.block_table`: the first row of each tile, the row after its last, and its
-group. The group `s.groups` has the rows that belong to no group; their results are zeros."""
+group. The group `s.groups` has the rows that belong to no group; their results are zeros. `s.together` is the number of
+codes per byte of a quantized weight. `listed_ptr`: the values of a format with a codebook, e.g. nf4."""
 
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
 
-from jaxmem.kernels.quantized_matmul.triton_programs import decoded
-from jaxmem.kernels.triton_functions import program
+from jaxmem.kernels.triton_functions import dynamic8_value, program
+
+
+@program
+def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
+    """The block scales of a tile of codes, [rows, outputs]. The tile is inside one block or has several; if its rows
+    begin and end within blocks, a scale is read for each row."""
+    several: tl.constexpr = s.blocks_of_tile
+    if s.reads_each_row:
+        block = (tile * s.rows + tl.arange(0, several)) // s.unit
+    else:
+        block = tile * s.rows // s.unit + tl.arange(0, several)
+    real = (block < s.blocks)[:, None] & (output < s.outputs)[None, :]
+    own = tl.load(scale_ptr + block[:, None] * s.outputs + output[None, :], mask=real, other=0)
+    if s.double:
+        group = tl.minimum(block, s.blocks - 1) // s.blocks_of_group
+        of_group = tl.load(groups_ptr + group[:, None] * s.outputs + output[None, :], mask=real, other=0.0)
+        own = dynamic8_value(own, True) * of_group + tl.load(mean_ptr)
+    elif own.dtype == tl.uint8:  # E8M0: exponents of two
+        own = (own.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    if several > 1 and not s.reads_each_row:
+        own = tl.broadcast_to(own[:, None, :], (several, s.rows // several, s.tile_outputs))
+        own = tl.reshape(own, (s.rows, s.tile_outputs))
+    return own
+
+
+@program
+def decoded(tile, output, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
+    """A tile of the weight in float32, as two arrays: the values of the first and of the second code of each byte. For
+    int8, with one code per byte, both are the same. Rows and columns beyond the end of the weight have arbitrary finite
+    values."""
+    row = tile * s.rows + tl.arange(0, s.rows)
+    real = (row < s.code_rows)[:, None] & (output < s.outputs)[None, :]
+    codes_ptr += row.to(tl.int64)[:, None] * s.outputs + output[None, :]
+    codes = tl.load(codes_ptr, mask=real, other=0).to(tl.int32)
+    scale = scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s)
+    if s.together == 1:
+        first = codes.to(tl.float32) * (scale * (1.0 / s.steps))
+        second = first
+    else:
+        high = (codes >> 4) & 15
+        low = codes & 15
+        if s.listed:
+            first = tl.load(listed_ptr + high) * scale
+            second = tl.load(listed_ptr + low) * scale
+        else:
+            first = (high - s.steps).to(tl.float32) * (scale * (1.0 / s.steps))
+            second = (low - s.steps).to(tl.float32) * (scale * (1.0 / s.steps))
+    return first, second
 
 
 @program

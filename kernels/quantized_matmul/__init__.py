@@ -18,7 +18,7 @@ from jaxmem.kernels.choice import Operation
 from jaxmem.kernels.codes import E2M1, FP4, NF4
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
-IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "sliced", "triton")}
+IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "sliced")}
 
 
 class QuantizedScales(NamedTuple):
@@ -135,8 +135,7 @@ def dequant_matmul(
     `format`: nf4, fp4, mxfp4, int4 (two codes per byte along `inputs`, the first in the high bits, uint8) or int8.
     `scale` has a float32 for each `block_size` inputs of each output, or is `QuantizedScales`. Values are dequantized
     in float32 and rounded to the dtype of x; sums are in float32. Only x has a gradient, computed from the same codes.
-    `inputs`: by default the size in x, or in the codes. `implementation`: a name in IMPLEMENTATIONS; None: chosen by
-    `kernels.choice`.
+    `inputs`: by default the size in x, or in the codes. `implementation`: a name in IMPLEMENTATIONS; None: `sliced`.
     """
     transposed = Validator("dequant_matmul").flag("transposed", transposed)
     x, codes, scale, call = check_arguments(x, codes, scale, format, block_size, inputs, transposed)
@@ -144,8 +143,6 @@ def dequant_matmul(
         implementation,
         lambda module: _matmul(module, call, transposed, x.reshape(-1, x.shape[-1]), codes, scale),
         (x, codes, scale),
-        kind=f"{format} {x.dtype.name}",
-        sizes=(x.size // x.shape[-1], call.inputs, call.outputs),
     )
     return product.reshape(*x.shape[:-1], product.shape[1])
 

@@ -116,7 +116,7 @@ def adam8_update(
         checks.require(0.0 <= beta < 1.0, f"{name} is {beta}; it should be in [0, 1)")
     checks.require(adam.epsilon >= 0.0, f"epsilon is {adam.epsilon}; it should not be negative")
     run = lambda module: module.adam8(adam, blocks, g, state, unbiased)  # noqa: E731
-    return _run("adam8_update", implementation, run, g, (g, state, unbiased), blocks)
+    return _run("adam8_update", implementation, run, (g, state, unbiased))
 
 
 def int8_add(
@@ -138,19 +138,11 @@ def int8_add(
     checks = Validator("int8_add")
     update, found, blocks = check_arguments(checks, "update", update, numbers, scales, axis, block_size)
     arrays = found["codes"], found["scale"], update, found["seeds"]
-    return _run("int8_add", implementation, lambda module: module.int8_add(blocks, *arrays), update, arrays, blocks)
+    return _run("int8_add", implementation, lambda module: module.int8_add(blocks, *arrays), arrays)
 
 
-def _run(
-    name: str,
-    implementation: Any,
-    call: Callable[[Any], Any],
-    like: jax.Array,
-    arrays: tuple[Any, ...],
-    blocks: ScaleBlocks,
-) -> Any:
-    kind, sizes = f"{like.dtype.name} along {blocks.along}", (like.size, blocks.size)
-    return Operation(name, IMPLEMENTATIONS, "reference").run(implementation, call, arrays, kind=kind, sizes=sizes)
+def _run(name: str, implementation: Any, call: Callable[[Any], Any], arrays: tuple[Any, ...]) -> Any:
+    return Operation(name, IMPLEMENTATIONS, "reference").run(implementation, call, arrays)
 
 
 class UpdateShape(NamedTuple):

@@ -31,7 +31,7 @@ LOSSES = {
             x, CODES.astype(jnp.int8), jnp.ones((1, 20)), format="int8", block_size=16, implementation=way
         ),
         (),
-        ("triton", "sliced"),
+        ("sliced",),
     ),
 }
 NONE = {

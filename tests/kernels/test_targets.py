@@ -25,7 +25,6 @@ from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
 from jaxmem.lab.sliding_max import sliding_max
 from jaxmem.planning.compile import without_cache
-from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
 from tests.support.tiers import cases, exhaustive
@@ -34,17 +33,12 @@ TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 # One GPU of each compute capability: 8.0, 8.6, 8.9, 9.0, 10.0, 12.0.
 TARGETS = ("a100-40gb", "a6000-48gb", "rtx4090-24gb", "h100-80gb", "b200-180gb", "rtx5090-32gb")
 KERNELS = {"triton", "shared", "straight"}  # implementations that are not plain JAX
-PRODUCTS, UPDATES = {"dequant_matmul", "dequant_matmul_of_activations"}, {"adam8_update", "int8_add"}
+UPDATES = {"adam8_update", "int8_add"}
 GROUPED = {"grouped_matmul", "grouped_matmul_of_inputs", "grouped_matmul_of_weights"}
 WINDOWS = {"sliding_max_straight", "sliding_max_shared"}
 CALL = "triton_kernel_call"  # jax-triton's kernels in HLO
-# What a program has: codes, how blocks run that are updated, and its kernels. fp4 is decoded
-# as nf4 is, with constants as those of int4.
-PROGRAMS = {
-    "nf4": (-1, PRODUCTS | UPDATES | WINDOWS),
-    "int8": (-2, PRODUCTS | UPDATES),
-    "int4": (None, PRODUCTS),
-}
+# The dimension of blocks that are updated, and the kernels of a program.
+PROGRAMS = {"rows": (-1, UPDATES | WINDOWS), "columns": (-2, UPDATES)}
 
 
 def product(way, x, g, q):
@@ -64,30 +58,27 @@ def updates(way, weight, blocks):
     return new, int8_add(blocks.codes, blocks.scale, u, seeds, **options)
 
 
-def program(ways, own, x, g, weight, coded, blocks, numbers):
-    """By these implementations the operations of `own`; attention has a test of its own."""
-    made = []
-    if own >= PRODUCTS:
-        made += [product(way, x, g, coded) for way in ways & set(DEQUANT_MATMUL)]
-    if own >= UPDATES:
-        made += [updates(way, weight, blocks) for way in ways & set(ADAM8_UPDATE)]
-    if own >= WINDOWS:
+def program(ways, kernels, x, g, weight, coded, blocks, numbers):
+    """Operations by these implementations; attention and grouped matmuls have tests of their own."""
+    made = [product(way, x, g, coded) for way in ways & set(DEQUANT_MATMUL)]
+    made += [updates(way, weight, blocks) for way in ways & set(ADAM8_UPDATE)]
+    if kernels >= WINDOWS:
         made += [sliding_max(numbers, 64, implementation=way) for way in ways & set(SLIDING_MAX)]
     return made
 
 
-def compiled(ways, form, target, options):
-    along, own = PROGRAMS[form]
+def compiled(ways, along, target, options):
+    axis, kernels = PROGRAMS[along]
     mesh = Mesh(np.array(target_devices(parse_target(target), 8 * 2**30)[:1]), ("one",))
     place, whole = NamedSharding(mesh, PartitionSpec()), PartitionSpec()
 
     def made():
         w = jnp.zeros((INPUTS, OUTPUTS), jnp.float32)
         tokens = (jnp.zeros((TOKENS, size), jnp.bfloat16) for size in (INPUTS, OUTPUTS))
-        coded, blocks = quantize(w, form, 64, -2, double_quant=form == "nf4"), quantize(w, "int8", 128, along or -1)
+        coded, blocks = quantize(w, "nf4", 64, -2, double_quant=True), quantize(w, "int8", 128, axis)
         return (*tokens, w.astype(jnp.bfloat16), coded, blocks, w[0])
 
-    run = functools.partial(program, set(ways), own)
+    run = functools.partial(program, set(ways), kernels)
     cut = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), jax.eval_shape(made))
     with without_cache():  # jax cannot read a program for devices that are not installed from its cache
@@ -95,35 +86,26 @@ def compiled(ways, form, target, options):
 
 
 @pytest.mark.parametrize(
-    ("form", "target"),
+    ("along", "target"),
     cases(
-        [
-            *(("nf4", target) for target in TARGETS),  # every kernel
-            *(("int8", target) for target in ("a100-40gb", "rtx4090-24gb", "b200-180gb")),
-            *(("int4", target) for target in ("h100-80gb", "rtx5090-32gb")),
-        ],
-        ("nf4", "h100-80gb"),
-        ("int4", "rtx5090-32gb"),
+        [*(("rows", target) for target in TARGETS), *(("columns", target) for target in ("a100-40gb", "b200-180gb"))],
+        ("rows", "h100-80gb"),
     ),
 )
-def test_every_kernel_fits_each_gpu(form, target, tmp_path, monkeypatch):
+def test_every_kernel_fits_each_gpu(along, target, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
-    made = compiled(KERNELS, form, target, {})
+    compiled(KERNELS, along, target, {})
 
     found = spills(tmp_path, target)
-    _, own = PROGRAMS[form]
-    assert set(found) == own
+    assert set(found) == PROGRAMS[along][1]
     assert all(set(stores) == {"0"} for stores in found.values()), found
-    # The metadata that a plan counts.
-    module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    assert total_flops(module) == pytest.approx(2 * 2 * TOKENS * INPUTS * OUTPUTS, rel=1e-6)
 
 
 @pytest.mark.parametrize("target", [TARGETS[0], exhaustive(TARGETS[-1])])
 def test_plain_jax_compiles_for_each_gpu(target):
     ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
     assert ways == {"reference", "sliced"}
-    assert CALL not in compiled(ways, "nf4", target, {}).as_text()
+    assert CALL not in compiled(ways, "rows", target, {}).as_text()
 
 
 def lowered(run, target, *shapes):
@@ -138,20 +120,6 @@ def held(run, *shapes):
     with without_cache():
         made = lowered(run, "h100-80gb", *shapes).compile(compiler_options={"xla_gpu_autotune_level": "0"})
     return made.memory_analysis().temp_size_in_bytes
-
-
-def test_the_product_holds_no_weight():
-    tokens, inputs, outputs = 256, 4096, 14336
-
-    def both(x, g, codes, scale):
-        options = {"format": "nf4", "block_size": 64, "implementation": "triton"}
-        y, pull = jax.vjp(lambda x: dequant_matmul(x, codes, scale, **options), x)
-        return y, pull(g)
-
-    arrays = ((tokens, inputs), (tokens, outputs)), ((inputs // 2, outputs), jnp.uint8)
-    shapes = [*((one, jnp.bfloat16) for one in arrays[0]), arrays[1], ((inputs // 64, outputs), jnp.float32)]
-    copies = 2 * 2 * tokens * inputs  # of x, and of its gradient, by even and odd columns
-    assert held(both, *shapes) < 1.1 * copies < 0.1 * (2 * inputs * outputs)
 
 
 @pytest.mark.exhaustive

@@ -28,7 +28,7 @@ def test_values_come_from_the_config() -> None:
 def test_by_default_the_mathematics_does_not_change() -> None:
     kept = {key for knob in allowed(DEFAULT_ALLOW) for change in knob.choices(config(), EIGHT) for key in change}
     memory = {f"memory.{field}" for field in ("remat", "offload", "update", "loss_chunk", "mlp_chunk")}
-    kernels = {"memory.attention", "adapter.matmul", "optimizer.kernel"}
+    kernels = {"memory.attention", "optimizer.kernel"}
     assert kept == memory | kernels | {"zero", "batch.accumulate", "pipeline.rounds", "pipeline.schedule"} | {
         *(f"mesh.{axis}" for axis in MESH_AXES if axis != "expert")
     }

@@ -1,4 +1,4 @@
-"""The implementations of matmuls with a quantized base and of updates that `auto` chooses."""
+"""The implementations of experts and of updates that `auto` chooses."""
 
 import pytest
 
@@ -10,33 +10,26 @@ from jaxmem.step import program
 from jaxmem.step.kernel_choice import kernel_choices, resolve_kernels
 from tests.planning.conftest import SMALL, config
 
-SHORT = ["data.sequence_length=256"]
-PLAIN = ("dequantize", "none")
-
 
 @pytest.mark.parametrize(
     ("capability", "overrides", "chosen"),
     [
-        (90, [], ("dequantize", "triton")),
-        (80, SHORT, ("triton", "triton")),
-        (120, [*SHORT, "batch.global_size=2"], ("dequantize", "triton")),
-        (90, [*SHORT, "mesh.tensor=2"], ("dequantize", "triton")),
-        (90, [*SHORT, "adapter.base=int8"], ("triton", "triton")),
-        (75, SHORT, PLAIN),
-        (None, SHORT, PLAIN),
-        (90, [*SHORT, "adapter.matmul=dequantize", "optimizer.kernel=none"], PLAIN),
-        (90, ["adapter.matmul=triton", "optimizer.kernel=triton"], ("triton", "triton")),
+        (90, [], "triton"),
+        (80, [], "triton"),
+        (75, [], "none"),
+        (None, [], "none"),
+        (90, ["optimizer.kernel=none"], "none"),
     ],
 )
 def test_the_choice_and_its_reason(capability, overrides, chosen):
     cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit", *overrides], method="qlora")
     platform = "cpu" if capability is None else "gpu"
-    found = kernel_choices(cfg, platform, capability, "")
-    assert tuple(found[key].implementation for key in ("adapter.matmul", "optimizer.kernel")) == chosen
-    assert all(one.why for one in found.values())
-    run = resolve_kernels(cfg, platform, capability, "")
-    assert (run.adapter.matmul, run.optimizer.kernel) == chosen
-    assert resolve_kernels(run, platform, capability, "") == run
+    choices = kernel_choices(cfg, platform, capability)
+    assert choices["optimizer.kernel"].implementation == chosen
+    assert all(choice.why for choice in choices.values())
+    run = resolve_kernels(cfg, platform, capability)
+    assert run.optimizer.kernel == chosen
+    assert resolve_kernels(run, platform, capability) == run
 
 
 @pytest.mark.parametrize(
@@ -49,7 +42,7 @@ def test_the_choice_and_its_reason(capability, overrides, chosen):
     ],
 )
 def test_updates_that_have_a_fused_form(sections, chosen):
-    found = kernel_choices(config(**sections), "gpu", 90, "").get("optimizer.kernel")
+    found = kernel_choices(config(**sections), "gpu", 90).get("optimizer.kernel")
     assert (found and found.implementation) == chosen
 
 
@@ -68,11 +61,11 @@ def test_updates_that_have_a_fused_form(sections, chosen):
 def test_experts(capability, overrides, chosen, why):
     cfg = run_config("qwen3-30b-a3b", overrides, method="qlora")
     platform = "cpu" if capability is None else "gpu"
-    found = kernel_choices(cfg, platform, capability, "")["memory.experts"]
+    found = kernel_choices(cfg, platform, capability)["memory.experts"]
     assert found.implementation == chosen
     assert why in found.why
-    assert resolve_kernels(cfg, platform, capability, "").memory.experts == chosen
-    assert "memory.experts" not in kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability, "")
+    assert resolve_kernels(cfg, platform, capability).memory.experts == chosen
+    assert "memory.experts" not in kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability)
 
 
 @pytest.mark.exhaustive

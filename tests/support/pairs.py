@@ -153,7 +153,6 @@ adapter.base=int8 adapter.kind=qlora
 adapter.double_quant=false adapter.kind=qlora
 adapter.lora_bias=true adapter.kind=lora
 adapter.lora_plus_ratio=4 adapter.kind=lora
-adapter.matmul=sliced adapter.kind=qlora
 adapter.virtual_tokens=8 adapter.kind=prompt data.packing=false
 adapter.layers=2 adapter.kind=last_layers
 mesh.stage=2
@@ -194,7 +193,7 @@ UNTRIED = {
     "adapter.base_run": "reads a directory",
 }
 # Settings of memory and communication: the loss is the same without them.
-NEUTRAL = ("memory.", "mesh.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=", "adapter.matmul=")
+NEUTRAL = ("memory.", "mesh.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=")
 SLOW = "galore"  # compiles up to ten times as long: only in rows that begin with it
 LONGEST = 20  # settings of a row
 UPDATES = 2

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.kernels import choice, grouped_matmul, quantized_matmul, quantized_update, triton_launch
+from jaxmem.kernels import grouped_matmul, quantized_update, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
-from jaxmem.kernels.fused_attention.support import Request, choose
-from jaxmem.step.kernel_choice import update_choice
+from jaxmem.kernels.fused_attention.support import Request
 from jaxmem.training import kernel_check
 from jaxmem.training.kernel_check import checked_kernels, failure
 from tests.kernels.test_cudnn import emulated
@@ -23,7 +23,6 @@ CALL = Request("bfloat16", 4096, 4096, 32, 16, has_segments=True, max_segments=3
 @pytest.fixture(autouse=True)
 def own_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choice, "FAILURES", {})
 
 
 def test_a_right_kernel_passes_once(monkeypatch):
@@ -49,7 +48,6 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "kind", "module", "function", "output"),
     [
-        ("adapter.matmul", "nf4 bfloat16", quantized_matmul.__name__ + ".triton", "of_activations", "gradient"),
         exhaustive(
             "memory.experts", "dense bfloat16", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"
         ),
@@ -87,11 +85,15 @@ def test_a_kernel_that_raises_has_failed(monkeypatch):
     assert failure("memory.attention", "cudnn", CALL) == "nvidia-cudnn-cu13 is missing"
 
 
-def built(attention="auto"):
-    """A program on a Hopper GPU, as far as the check looks at it."""
-    cfg = load_config({"name": "x", "model": {"preset": "llama3-8b"}, **OPTIMIZER, "memory": {"attention": attention}})
-    kernels = {"memory.attention": choose(CALL, 90, "H100"), "optimizer.kernel": update_choice(cfg, 90)}
-    return SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(kernels=kernels))
+def config(attention="auto"):
+    raw = {"name": "x", "model": {"preset": "llama3-8b"}, **OPTIMIZER, "memory": {"attention": attention}}
+    return for_devices(load_config(raw), 1)
+
+
+def checked(cfg, **options):
+    """`checked_kernels` on a Hopper GPU."""
+    built = SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(capability=90))
+    return checked_kernels(cfg, built, **options)
 
 
 def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
@@ -101,21 +103,23 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
         ("optimizer.kernel", "triton"): "it is off by 2",
     }
     monkeypatch.setattr(kernel_check, "failure", lambda key, name, _: wrong.get(name) or wrong.get((key, name)))
-    lines = list(checked_kernels(built))
-    named = ("memory.attention=cudnn", "memory.attention=mosaic", "optimizer.kernel=triton")
-    for line, name in zip(lines, named, strict=True):
-        assert line.startswith(f"warning: {name} failed its check")
-    chosen = built().model.kernels
-    assert [one.implementation for one in chosen.values()] == ["triton", "none"]
-    for one, why in zip(chosen.values(), ("it is off by 1", "it is off by 2"), strict=True):
-        assert why in one.why
+    cfg, lines = checked(config())
+    names = ("memory.attention=cudnn", "memory.attention=mosaic", "optimizer.kernel=triton")
+    for line, name, why in zip(lines, names, wrong.values(), strict=True):
+        assert line == f"warning: {name} failed its check and is not used: {why}"
+    assert (cfg.memory.attention, cfg.optimizer.kernel) == ("triton", "none")
+
+
+def test_kernels_that_pass_leave_the_config_as_it_is(monkeypatch):
+    monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
+    cfg = config()
+    assert checked(cfg) == (cfg, [])
 
 
 def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
     kernels = SimpleNamespace(
         memory=SimpleNamespace(attention="auto", experts="auto"),
         optimizer=SimpleNamespace(kernel="triton"),
-        adapter=SimpleNamespace(matmul="auto"),
     )
     monkeypatch.setattr(triton_launch, "INTERPRETER", None)
     with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=auto"):
@@ -125,11 +129,11 @@ def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
 def test_a_failure_in_another_process_counts(monkeypatch):
     answers = iter([True, False, False])
     monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
-    (line,) = checked_kernels(built, agree=lambda _: next(answers))
+    _, (line,) = checked(config(), agree=lambda _: next(answers))
     assert "another process" in line
 
 
 def test_a_kernel_that_is_named_is_not_replaced(monkeypatch):
     monkeypatch.setattr(kernel_check, "failure", lambda *_: "it is off")
     with pytest.raises(UserError, match=r"memory\.attention=cudnn failed its check .*: it is off; use .*=auto"):
-        list(checked_kernels(lambda: built("cudnn")))
+        checked(config("cudnn"))

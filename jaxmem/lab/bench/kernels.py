@@ -20,7 +20,7 @@ import jax
 from jaxmem.errors import UserError, nearest
 from jaxmem.lab.bench import contest
 from jaxmem.lab.bench.contest import CEILING, MAX_ERROR, Contestant, Row, Say, ceilings, error_line, take_turns
-from jaxmem.lab.bench.operations import OPERATIONS, choice_for
+from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.work import BenchOperation
 from jaxmem.machine import devices
 
@@ -63,7 +63,6 @@ class Job:
     selection: BenchSelection
     dry: bool = False
     check: bool = False  # only check results, with every option
-    known: tuple[Row, ...] = ()  # entries of the table that are not measured again
 
     @property
     def sizes(self) -> Any:
@@ -85,16 +84,6 @@ def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path
             with write.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
         yield row
-
-
-def explain(selection: BenchSelection) -> list[Row]:
-    """For each operation and shape the implementation that is chosen on this device, and why."""
-    rows = []
-    for operation in [selection.operation] if selection.operation else OPERATIONS:
-        for name in selection.shapes or check_selection(operation, selection).shapes:
-            one = choice_for(operation, name)
-            rows.append({"operation": operation, "shape": name, "implementation": one.implementation, "why": one.why})
-    return rows
 
 
 def device_row() -> Row:

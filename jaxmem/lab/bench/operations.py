@@ -1,5 +1,4 @@
-"""The operations that are measured: their arrays, passes, exact results in float64, and amounts of work; and the
-implementation that a call chooses."""
+"""The operations that are measured: their arrays, passes, exact results in float64, and amounts of work."""
 
 import dataclasses
 import time
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
-from jaxmem.kernels.choice import Choice, record_choices
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTIONS
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.kernels.fused_attention.arguments import ATTENTION_SHAPES, AttentionShape, check_arguments
@@ -88,19 +86,6 @@ def _run_attention(
 
 BF16 = jnp.bfloat16
 DEQUANTIZED = "decoded before"  # a matmul with a weight that was dequantized before the measurement
-
-
-def choice_for(operation: str, name: str) -> Choice:
-    """The implementation that a call of this shape chooses on this device, and why. Nothing is computed."""
-    own = OPERATIONS[operation]
-
-    def traced() -> Any:
-        work = own.work(own.shapes[name])
-        return next(iter(work.passes.values())).run(None, *work.arrays)
-
-    with record_choices() as choices:
-        jax.eval_shape(traced)
-    return choices[-1]
 
 
 def random_key() -> jax.Array:

@@ -132,5 +132,5 @@ def sliding_max(x: ArrayLike, window: int, *, implementation: str | None = None)
         1 <= window <= x.shape[0], f"window is {window}; it should be from 1 to {x.shape[0]}, the length of x"
     )
     return Operation("sliding_max", IMPLEMENTATIONS, "reference").run(
-        implementation, lambda maximum: maximum(x, window), (x,), kind="float32", sizes=(x.shape[0], window)
+        implementation, lambda maximum: maximum(x, window), (x,)
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.kernels import Moments8, choice
+from jaxmem.kernels import Moments8
 from jaxmem.kernels import attention as operation
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
@@ -299,23 +299,6 @@ def test_what_a_run_updates_in_place_is_measured_so(operation):
     assert not any(x.is_deleted() for x in jax.tree.leaves((second, given.arrays)))
 
 
-def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
-    rows = kernels.explain(BenchSelection())
-    assert {row["operation"] for row in rows} == set(kernels.OPERATIONS)
-    assert all("was not measured" in row["why"] for row in rows)
-    names = {row["operation"]: row["implementation"] for row in rows}
-    assert names["attention"] == "blockwise"
-    assert names["dequant_matmul"] == "sliced"
-
-    choice_of = operations.choice_for("dequant_matmul", "llama3-8b up")
-    winner = {"kind": choice_of.kind, "sizes": list(choice_of.sizes), "implementation": "triton"}
-    table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
-    monkeypatch.setattr(choice, "tuned", lambda: table)
-    (row,) = kernels.explain(BenchSelection(("llama3-8b up, long",), "dequant_matmul"))
-    assert row["implementation"] == "triton"
-    assert row["why"].startswith("the fastest of [512, 4096, 14336] on ")
-
-
 def test_an_operation_has_to_be_known():
     with pytest.raises(UserError, match=r"unknown operation atention.*attention"):
-        kernels.explain(BenchSelection(operation="atention"))
+        next(kernels.bench_kernels(BenchSelection(operation="atention")))
