@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
-from jaxmem.config.renamed import rename
 from jaxmem.errors import UserError, as_yaml
 
 # All other fields may change: settings of the machine (mesh, zero, memory, batch.accumulate, precision.compute; the
@@ -53,7 +52,7 @@ def changed(
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
     """
-    before, after = _flat(rename(old)[0]), _flat(new)
+    before, after = _flat(old), _flat(new)
     return [
         f"{field} was {as_yaml(before.get(field))}, is {as_yaml(after.get(field))}"
         for field in {**before, **after}

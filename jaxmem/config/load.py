@@ -20,7 +20,6 @@ from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.own import ScriptParts
 from jaxmem.config.presets import PRESETS, preset_of, refuse_preset
-from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest
 
@@ -94,14 +93,9 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The settings of a file or dict with `key=value` overrides, unchecked."""
-    raw, changes = rename(_copy(source) if isinstance(source, Mapping) else _read(Path(source)))
-    if set(Config.model_fields) <= set(raw):  # saved by a run: nobody has to edit it, so there is no warning
-        changes.clear()
+    raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
     for override in overrides:
         _override(raw, override)
-        raw, more = rename(raw)
-        changes += more
-    warn_of(changes)
     return raw
 
 
