@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,7 @@ from jaxmem.machine import devices
 
 if TYPE_CHECKING:
     from jaxmem.config import Config
+    from jaxmem.planning import Plan
 
 
 def plan(
@@ -65,10 +68,8 @@ def plan(
         values = named_values(cfg, target)
         show({"names": [dataclasses.asdict(one) for one in values]} if as_json else named_values_table(values))
         return
-    from rich.console import Console
-
-    with only_json(as_json), Console(stderr=True).status("compiling the step ...", spinner="line"):
-        planned = planning.plan(cfg, target, reserve_gib=reserve)
+    with only_json(as_json), _status() as progress:
+        planned = planning.plan(cfg, target, reserve_gib=reserve, progress=progress)
         if html:
             report.write_page(planned, html)
         if png:
@@ -187,18 +188,36 @@ def _config(
     return cfg
 
 
-def _advise(planned: Any, command: list[str], method: str | None) -> None:
-    """Prints slow settings to standard error; for a plan that does not fit, commands for configs that fit, and exits
-    with code 3. `command`: the command of the plan; `method`: its --method."""
+def _advise(planned: Plan, command: list[str], method: str | None) -> None:
+    """Prints slow settings to standard error; for a plan that does not fit, commands for configs that fit, each as soon
+    as it is compiled, and exits with code 3. `command`: the command of the plan; `method`: its --method."""
     from jaxmem.search import nearest
 
     for line in nearest.slower_settings(planned):
         _progress(f"slow: {line}")
-    if not planned.fits:
-        _progress("searching for configs that fit ...")
-        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        _progress(nearest.suggestions(planned, lambda one: one.command(command, method, width)))
-        raise typer.Exit(3)
+    if planned.fits:
+        return
+    _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    has_any = False
+    for near in nearest.nearest_fitting(planned):
+        _progress(f"{near}\n{near.command(command, method, width)}")
+        has_any = True
+    if not has_any:
+        _progress("no similar config that fits was found; `jaxmem fit` searches among more configs")
+    raise typer.Exit(3)
+
+
+@contextlib.contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done: in a terminal a line that changes, otherwise a line for each text."""
+    if not sys.stderr.isatty():
+        yield _progress
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading the config ...", spinner="line") as status:
+        yield status.update
 
 
 def _progress(line: str) -> None:

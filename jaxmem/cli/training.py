@@ -1,5 +1,6 @@
 """`jaxmem train`, `jaxmem launch` for several processes on one host, and `jaxmem tokenize`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +16,26 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
     with requeued_before_training():
         cfg = load(config, overrides, simulate)
         with joined(cfg):
+            from jaxmem.training.memory_check import DoesNotFitError
             from jaxmem.training.run import run
 
-            done = run(cfg)
+            try:
+                done = run(cfg)
+            except DoesNotFitError as error:
+                command = _fit_command(config, overrides, simulate)
+                raise DoesNotFitError(str(error).replace("jaxmem fit CONFIG", command)) from error
             if is_first_process() and done.compiled:
                 from jaxmem.report import report_run
 
                 report_run(done.directory)
     raise typer.Exit(done.exit_code)
+
+
+def _fit_command(config: Path, overrides: list[str] | None, simulate: int | None) -> str:
+    """The command that searches for settings of a run that fit."""
+    file = config / "config.yaml" if config.is_dir() else config
+    target = ["--target", f"cpu:{simulate}"] if simulate else []
+    return shlex.join(["jaxmem", "fit", str(file), *(overrides or ()), *target])
 
 
 def launch(

@@ -19,6 +19,7 @@ from typing import Any
 from jaxmem.config import Config, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
+from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.parts import SAVED
@@ -51,10 +52,16 @@ class PolicyCandidate:
 
 
 def resolve_remat(
-    cfg: Config, target: Target, reserve_gib: float | None = None, *, compiles: bool = True
+    cfg: Config,
+    target: Target,
+    reserve_gib: float | None = None,
+    *,
+    compiles: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Config, str | None]:
     """The config with a policy instead of `memory.remat: auto`, and the reason for it; (the same config, None) if
-    `memory.remat` is not auto. `compiles`: False to choose by the estimate alone, with some memory left free."""
+    `memory.remat` is not auto. `compiles`: False to choose by the estimate alone, with some memory left free.
+    `progress` is called with a line of text for each step that is compiled."""
     if cfg.memory.remat != "auto":
         return cfg, None
     limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
@@ -65,6 +72,8 @@ def resolve_remat(
     devices = target_devices(target, UNLIMITED_FACTOR * limit)
 
     def needed(candidate: PolicyCandidate) -> int:
+        policy = candidate.remat.model_dump() if isinstance(candidate.remat, Save) else candidate.remat
+        progress(f"compiling the step with memory.remat={as_yaml(policy)} ...")
         return compiled_size(
             program(cfg.replace(memory={"remat": candidate.remat}), devices).lower_step(), here=target.is_here
         )
@@ -82,6 +91,21 @@ def resolve_remat(
         why = f"auto: the fastest that is estimated to fit {format_bytes(limit)}"
     cfg = cfg.replace(memory={"remat": chosen.remat})
     return cfg, f"{why}, recomputes {chosen.recomputed / layers:.0%} of the time of the layers"
+
+
+def check_size(cfg: Config, target: Target) -> None:
+    """Refuses to plan for the CPU of this machine if weights and optimizer state are larger than its memory: the run is
+    meant for other devices, and compiling it for a CPU takes minutes."""
+    if not target.is_cpu:
+        return
+    resolved = for_devices(cfg.replace(memory={"remat": "full"}), target.count)  # no policy changes the state
+    parts = estimate(resolved, target.platform).parts
+    if (size := sum(parts[part] for part in STATE)) > target.memory:
+        raise UserError(
+            f"{cfg.name} needs {format_bytes(size)} per device for weights and optimizer state, more than this machine"
+            f" has ({target.name}, {format_bytes(target.memory)}); name the devices of the run, such as --target"
+            f" h100-80gb:8 (`jaxmem plan --target list`), or --target {target.name} to plan for this CPU"
+        )
 
 
 def largest_that_fits(

@@ -1,7 +1,7 @@
 """A plan: the bytes of one device in each phase of a run, the time of a step, and warnings; as JSON and as a table."""
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Unpack
@@ -15,7 +15,7 @@ from jaxmem.estimate.parts import PARTS
 from jaxmem.estimate.share import known_shapes
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import Breakdown
-from jaxmem.planning.budget import resolve_remat
+from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, total_of
@@ -266,24 +266,33 @@ class Plan:
 
 
 def plan(
-    source: RunSource, target: str | None = None, *, reserve_gib: float | None = None, **options: Unpack[RunOptions]
+    source: RunSource,
+    target: str | None = None,
+    *,
+    reserve_gib: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    **options: Unpack[RunOptions],
 ) -> Plan:
     """Plan every phase of a run for a target such as `h100-80gb:16x8`, by default for the devices of this machine.
 
     `source`: a config, a preset such as `llama3-8b`, or a Hugging Face directory. `options`: `method` (a name in
     `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`. `reserve_gib`: memory of each GPU outside the
-    compiled program, by default `jaxmem.machine.gpus.reserved`.
+    compiled program, by default `jaxmem.machine.gpus.reserved`. `progress` is called with lines of text.
     """
     start = time.perf_counter()
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = run_config(source, devices=aim.count, **options)
+    if target is None:
+        check_size(cfg, aim)
     limit = usable_memory(aim, cfg, reserve_gib)
-    cfg, why = resolve_remat(cfg, aim, reserve_gib)
+    cfg, why = resolve_remat(cfg, aim, reserve_gib, progress=progress)
     built = program(cfg, target_devices(aim, limit))
     with replicated_arrays() as replicated:
+        progress(f"compiling {cfg.name} for {aim.name} ...")
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
         unlimited = None
         if recomputed_values(step.module) and not aim.is_here:
+            progress("compiling the step without a memory limit, at which XLA recomputes values ...")
             free = program(cfg, target_devices(aim, 1000 * limit))
             unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
     seconds = time.perf_counter() - start

@@ -67,11 +67,15 @@ class CompilerPool:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:  # do not wait for programs that are being compiled
-            for process in self._started:
-                process.kill()
+            self.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._idle:
             process.stop()
+
+    def kill(self) -> None:
+        """Ends all processes. What they compile is refused."""
+        for process in self._started:
+            process.kill()
 
     def step(self, cfg: Config) -> StepCost:
         return StepCost(**self._answer("step", cfg))

@@ -4,24 +4,27 @@ Candidates are estimated as in a search, but only a few configs are compiled: fo
 change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of training.
 """
 
+import dataclasses
 import itertools
 import shlex
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, format_bytes
-from jaxmem.planning.units import format_command
+from jaxmem.planning import Plan, Target, format_bytes
+from jaxmem.planning.units import format_command, format_seconds
 from jaxmem.search.candidates import Candidate, candidates, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
+from jaxmem.search.worker import StepCost
 
 MAX_SUGGESTIONS = 3  # configs to suggest
 MAX_COMPILES = 6  # configs to compile at most
-MAX_SECONDS = 60.0  # no config is compiled after this time
+MAX_SECONDS = 60.0  # duration of a search at most
 SLOW_RATIO = 1.5  # a setting is reported if a step takes more than this multiple of its time with another value
 
 
@@ -33,10 +36,17 @@ class Nearest:
     method: str | None  # another method of training; None: the method of the config
     of_method: list[str]  # overrides in addition to --method
     total: int  # compiled bytes per device
+    seconds: float | None  # estimated seconds of a step; None for CPUs
 
     def __str__(self) -> str:
-        method = f" (another method: {self.method})" if self.method else ""
-        return f"{shlex.join(self.overrides)}    {format_bytes(self.total)}{method}"
+        """One line with the bytes, the seconds and the settings that differ.
+
+        >>> str(Nearest(["memory.remat=full"], None, [], 2**30, 0.5))
+        '1.0 GiB, 500 ms per step: memory.remat=full'
+        """
+        step = "" if self.seconds is None else f", {format_seconds(self.seconds)} per step"
+        changes = f"another method, {self.method}" if self.method else shlex.join(self.overrides)
+        return f"{format_bytes(self.total)}{step}: {changes}"
 
     def command(self, plan: Sequence[str], method: str | None, width: int | None) -> str:
         """The command that plans this config. `plan`: the command of the plan that does not fit; `method`: its method
@@ -44,40 +54,47 @@ class Nearest:
         words = [*plan, "--method", self.method, *self.of_method] if self.method else [*plan, *self.overrides]
         if method and not self.method:
             words += ["--method", method]
-        changes = f"another method: {self.method}" if self.method else shlex.join(self.overrides)
-        return f"{format_bytes(self.total)}, {changes}\n{format_command(words, width)}"
+        return format_command(words, width)
 
 
-def suggestions(plan: Plan, text: Callable[[Nearest], str] = "  {}".format) -> str:
-    """The nearest configs that fit, each as a text; by default its overrides and bytes."""
-    near = nearest_fitting(plan)
-    if not near:
-        return "no similar config fits; `jaxmem fit` searches among more configs"
-    return "\n".join(["nearest configs that fit (compiled):", *map(text, near)])
-
-
-def nearest_fitting(plan: Plan) -> list[Nearest]:
-    """Up to MAX_SUGGESTIONS configs: configs with the fewest changes first, other methods of training last."""
-    start, found = time.perf_counter(), list[Nearest]()
+def nearest_fitting(plan: Plan) -> Iterator[Nearest]:
+    """Up to MAX_SUGGESTIONS configs, each as soon as it is compiled: configs with the fewest changes first, other
+    methods of training last. After MAX_SECONDS the search ends, also while a config is being compiled."""
+    start, count = time.perf_counter(), 0
     promising = itertools.islice(_fitting_by_estimate(plan), MAX_COMPILES)
-    with CompilerPool(plan.target, plan.reserve_gib) as compilers:
+    with CompilerPool(_other_process(plan.target), plan.reserve_gib) as compilers:
+        timer = threading.Timer(MAX_SECONDS, compilers.kill)
+        timer.daemon = True
+        timer.start()
 
-        def compiled(cfg: Config) -> tuple[int, int]:
-            """Bytes per device in the largest phase, and bytes of host memory per device."""
+        def compiled(cfg: Config) -> tuple[StepCost, int]:
+            """The cost of a step, and bytes per device in the largest phase."""
             cost = compilers.step(cfg)
-            return max(cost.total, *compilers.phases(cfg).values()), cost.host
+            return cost, max(cost.total, *compilers.phases(cfg).values())
 
-        while len(found) < MAX_SUGGESTIONS and time.perf_counter() - start < MAX_SECONDS:
-            chosen = list(itertools.islice(promising, compilers.processes))
-            answers = dict(compilers.each(compiled, [one.cfg for one, _ in chosen]))
-            for one, method in chosen:
-                answer = answers[one.cfg]
-                if not isinstance(answer, RefusedError) and _fits(plan, *answer):
-                    changes = overrides(difference(plan.program.cfg, one.cfg))
-                    found.append(Nearest(changes, method, one.overrides, answer[0]))
-            if not chosen:
-                break
-    return found[:MAX_SUGGESTIONS]
+        try:
+            while time.perf_counter() - start < MAX_SECONDS:
+                chosen = {one.cfg: (one, method) for one, method in itertools.islice(promising, compilers.processes)}
+                for cfg, answer in compilers.each(compiled, chosen):
+                    if isinstance(answer, RefusedError):
+                        continue
+                    (cost, total), (one, method) = answer, chosen[cfg]
+                    if count < MAX_SUGGESTIONS and _fits(plan, total, cost.host):
+                        changes = overrides(difference(plan.program.cfg, cfg))
+                        yield Nearest(changes, method, one.overrides, total, cost.seconds if plan.target.gpu else None)
+                        count += 1
+                if not chosen or count == MAX_SUGGESTIONS:
+                    break
+        finally:
+            timer.cancel()
+
+
+def _other_process(target: Target) -> Target:
+    """The target without jax's devices, so that other processes compile and can be ended. A GPU that is not in the
+    table of GPUs can only be compiled for in this process."""
+    if target.here is None or (target.gpu is None and not target.is_cpu):
+        return target
+    return dataclasses.replace(target, here=None)
 
 
 def slower_settings(plan: Plan) -> list[str]:

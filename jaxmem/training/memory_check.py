@@ -4,7 +4,6 @@ A plan counts the memory that XLA allocates. It does not include the memory of o
 NCCL and fragmentation take beyond the reserve.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import jax
 
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import is_spilling
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Plan, format_bytes
 from jaxmem.training.progress import device_memory
 
@@ -31,21 +31,16 @@ class DoesNotFitError(UserError):
     exit_code = 3
 
 
-class OutOfMemoryError(UserError):
+class OutOfMemoryError(DoesNotFitError):
     """Raised instead of XLA's error."""
-
-    exit_code = 3
 
 
 def check_fits(plan: Plan) -> None:
-    """Stops a run that does not fit, and prints its plan and the nearest configs that fit to standard error."""
+    """Stops a run that does not fit, and prints its plan to standard error."""
     if plan.fits:
         return
     from rich.console import Console
 
-    from jaxmem.search.nearest import suggestions
-
-    nearest = suggestions(plan)
     if jax.process_index() == 0:
         Console(stderr=True).print(plan.table())
     cfg = plan.program.cfg
@@ -55,32 +50,27 @@ def check_fits(plan: Plan) -> None:
     limit = "available" if cfg.memory.budget is None else "allowed by memory.budget"
     raise DoesNotFitError(
         f"{cfg.name} does not fit: phase {phase} needs {format_bytes(size)} per device, {format_bytes(plan.limit)} are"
-        f" {limit}; the largest part of a step is {largest} with {format_bytes(parts[largest])}\n{nearest}"
+        f" {limit}; the largest part of a step is {largest} with {format_bytes(parts[largest])};"
+        " `jaxmem fit CONFIG` searches for settings that fit"
     )
 
 
 @contextmanager
 def explained_out_of_memory(plan: Plan) -> Iterator[None]:
-    """A context for everything that runs with this plan; explains out-of-memory errors. The search for configs that fit
-    takes up to a minute. With several processes there is no search: only the failed process would search, and XLA's
-    autotuning waits for all processes."""
+    """A context for everything that runs with this plan; explains out-of-memory errors."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in (message := str(error)):
             raise
-        in_use, requested, nearest = device_memory().get("bytes_in_use"), _requested(message), ""
-        if jax.process_count() == 1:
-            from jaxmem.search.nearest import suggestions
-
-            memory = _available(plan, in_use, requested) + plan.reserved
-            nearest = suggestions(dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=memory)))
+        in_use, requested = device_memory().get("bytes_in_use"), _requested(message)
+        budget = _available(plan, in_use, requested) / GIB
         observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
         observed += f"; {format_bytes(requested)} more were requested" if requested else ""
         raise OutOfMemoryError(
             f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(plan.peak)} of"
-            f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`"
-            f"\n{nearest}"
+            f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem"
+            f" doctor`. `jaxmem fit CONFIG memory.budget={budget:.3g}` searches for settings that fit"
         ) from error
 
 

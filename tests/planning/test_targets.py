@@ -9,6 +9,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxmem import planning
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
@@ -177,3 +178,8 @@ def test_the_list_shows_every_target_whole(width: int) -> None:
     text = console.file.getvalue()
     assert all(name in text for name in GPUS)
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_model_larger_than_this_cpu_is_planned_for_a_target() -> None:
+    with pytest.raises(UserError, match=r"llama3-70b needs .* more than this machine .* --target h100-80gb:8"):
+        planning.plan("llama3-70b")

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import shlex
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from jaxmem.planning import Target, format_bytes
 from jaxmem.search import fit, nearest
 from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.comparison import Comparison, compare
+from jaxmem.search.compilers import RefusedError
 from jaxmem.search.fit import search
 from jaxmem.search.knobs import allowed
+from jaxmem.search.worker import StepCost
 
 from .conftest import SMALL, FakeCompilers, config, with_memory
 
@@ -159,28 +162,53 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 @pytest.mark.exhaustive
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    monkeypatch.setattr(nearest, "MAX_SECONDS", float("inf"))
+    monkeypatch.setattr(nearest, "MAX_SECONDS", 3600.0)
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", WORDS)
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
-    near = nearest.nearest_fitting(planned(cfg, int(0.8 * total)))
+    near = list(nearest.nearest_fitting(planned(cfg, int(0.8 * total))))
     assert len(near) == nearest.MAX_SUGGESTIONS
-    assert all(one.method is None and one.total <= 0.8 * total for one in near)
+    assert all(one.method is None and one.total <= 0.8 * total and one.seconds for one in near)
     wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
     full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
     every = candidates(full, with_memory("h100-80gb", 1), allowed(WORDS))
-    others = nearest.nearest_fitting(planned(full, int(0.9 * min(one.estimate.total for one in every)), 1))
+    others = list(nearest.nearest_fitting(planned(full, int(0.9 * min(one.estimate.total for one in every)), 1)))
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:
         assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
-        words = shlex.split(one.command(["jaxmem", "plan", "a.yaml"], "full", None).partition("\n")[2])
+        words = shlex.split(one.command(["jaxmem", "plan", "a.yaml"], "full", None))
         settings = [word for word in words if "=" in word]
         method = words[words.index("--method") + 1]
         assert method == (one.method or "full")
         near = run_config(run_config(full, method=method) if one.method else full, settings)
         assert for_devices(near, 1) == for_devices(run_config(full, one.overrides), 1)
-    assert "no similar config fits" in nearest.suggestions(planned(cfg, 1000))
+    assert list(nearest.nearest_fitting(planned(cfg, 1000))) == []
+
+
+def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[SlowCompilers] = []
+
+    class SlowCompilers(FakeCompilers):
+        def __init__(self, target: Target, _: float | None) -> None:
+            super().__init__(target)
+            self.killed = threading.Event()
+            pools.append(self)
+
+        def kill(self) -> None:
+            self.killed.set()
+
+        def step(self, _: Config) -> StepCost:
+            assert self.killed.wait(30)
+            raise RefusedError("killed")
+
+    monkeypatch.setattr(nearest, "CompilerPool", SlowCompilers)
+    monkeypatch.setattr(nearest, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("remat",))
+    monkeypatch.setattr(nearest, "METHODS", {})
+    cfg = config()
+    assert list(nearest.nearest_fitting(planned(cfg, int(0.8 * planned(cfg, 1).compiled_step.total)))) == []
+    assert pools[0].killed.is_set()
 
 
 @pytest.mark.exhaustive
