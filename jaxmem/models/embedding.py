@@ -8,8 +8,10 @@ all-gather sends (D - 1) B.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -189,11 +191,10 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
 
 @dataclass(frozen=True)
 class _Shards:
-    """The mesh axes, of size above 1, that shard the matrix, grouped by what else they shard."""
+    """The mesh axes, of size above 1, that shard the matrix."""
 
     rows: tuple[str, ...]  # the rows of the matrix
-    batch: tuple[str, ...]  # its columns, and the batch
-    time: tuple[str, ...]  # its columns, and the sequence
+    columns: tuple[tuple[int, tuple[str, ...]], ...]  # its columns, outermost first, and the dimension of tokens of each
     tokens: Axes
 
     @classmethod
@@ -205,26 +206,27 @@ class _Shards:
         same_tokens = set(layout.over("activations", "stream")) - set(time)
         if not set(columns) <= {*batch, *time} or not set(rows) <= same_tokens:
             return None
-        batch, time = (tuple(axis for axis in columns if axis in tokens) for tokens in (batch, time))
-        return cls(rows, batch, time, ("batch", "time" if rows else "stream"))
+        by_dim = tuple((dim, tuple(over)) for dim, over in groupby(columns, key=lambda axis: int(axis in time)))
+        return cls(rows, by_dim, ("batch", "time" if rows else "stream"))
 
     def lookup(self, matrix: Matrix, ids: Int[Array, "b t"], dtype: DTypeLike) -> Float[Array, "b s embed"]:
         """The rows of the tokens of each device."""
-        for dim, over in enumerate((self.batch, self.time)):
-            ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True) if over else ids
+        for dim, over in self.columns:
+            ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True)
         if self.rows:
             entries = jax.tree.leaves(matrix)[0].shape[0]
             ids = ids - jax.lax.axis_index(self.rows) * entries
             inside = (ids >= 0) & (ids < entries)
             x = jnp.where(inside[..., None], take_rows(matrix, ids, dtype, "clip"), jnp.zeros((), dtype))
-            # The sequence has one part for each device of `time`. Each part is scattered over `rows`, so that the
-            # all-to-all below sends each device its own tokens.
-            parts = jax.lax.axis_size(self.time) if self.time else 1
+            # The sequence has one part for each device that it was gathered from. Each part is scattered over `rows`,
+            # so that the all-to-all below sends each device its own tokens.
+            parts = math.prod(jax.lax.axis_size(over) for dim, over in self.columns if dim == 1)
             x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
             x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)
             x = x.reshape(ids.shape[0], -1, x.shape[-1])
         else:
             x = take_rows(matrix, ids, dtype)
-        for dim, over in ((1, self.time), (0, self.batch)):
-            x = jax.lax.all_to_all(x, over, dim, 2, tiled=True) if over else x
+        # Innermost first: shards along it are neighbours, so the columns are concatenated in their order in the matrix.
+        for dim, over in reversed(self.columns):
+            x = jax.lax.all_to_all(x, over, dim, 2, tiled=True)
         return x

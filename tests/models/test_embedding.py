@@ -1,0 +1,36 @@
+"""The lookup in a sharded embedding matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.models.embedding import lookup
+from jaxmem.sharding import layout_for
+from tests.step.conftest import config
+
+# The mesh axes of the columns, outermost first: (fsdp, context), (context, fsdp), (fsdp, context, replica), and with
+# rows over tensor.
+COLUMNS = (
+    ({"embed": ["fsdp", "context"]}, {"fsdp": 2, "context": 2, "tensor": 2}),
+    ({"embed": ["context", "fsdp"]}, {"fsdp": 2, "context": 2, "tensor": 2}),
+    ({"optimizer": ["replica"]}, {"replica": 2, "context": 2, "tensor": 2}),
+    ({"optimizer": ["replica"]}, {"replica": 2, "fsdp": 2, "context": 2}),
+)
+
+
+@pytest.mark.parametrize(("rules", "mesh"), COLUMNS)
+def test_rows_and_their_gradients_are_those_of_one_device_for_any_order_of_mesh_axes(rules, mesh):
+    draw = np.random.default_rng(0)
+    matrix, ids = jnp.asarray(draw.random((264, 32), np.float32)), draw.integers(0, 264, (8, 24), np.int32)
+    weights = draw.random((8, 24, 32), np.float32)
+
+    def weighted(matrix, ids):
+        rows = lookup(matrix, ids, ("vocab", "embed"), jnp.float32)
+        return jnp.sum(rows * weights), rows
+
+    with layout_for(config(rules=rules, mesh=mesh), jax.devices()):
+        (_, rows), gradient = jax.jit(jax.value_and_grad(weighted, has_aux=True))(matrix, ids)
+    np.testing.assert_array_equal(rows, matrix[ids])
+    expected = jax.grad(lambda matrix: jnp.sum(matrix[ids] * weights))(matrix)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
