@@ -1,24 +1,33 @@
 """Every two settings together: a config with both trains to the plain config's loss, or is refused in one line.
 
-    python -m tests.support.pairs                      # all pairs: about 100 configs, an hour on two cores
-    python -m tests.support.pairs --rows 10 --seed 7   # some others
+    python -m tests.support.pairs --results FILE       # all pairs; a stopped command continues where it was
+    python -m tests.support.pairs --rows 10 --seed 7   # ten rows
     python -m tests.support.pairs --try memory.remat=sqrt precision.parameters=int8
 
 A row is a config with a setting for many fields, drawn so that it has many pairs that no row before it has (a covering
-array). It makes two updates of a tiny model; its losses must be those of the same row on one device without any of the
-settings that change memory and communication only (NEUTRAL). With --reduce a row that fails is reduced to the fewest
-settings that still fail.
+array). It trains a tiny model for three updates, evaluates it and, if it saves checkpoints, resumes before the last
+update. Its losses must be those of the same row on one device without any of the settings that change memory and
+communication only (NEUTRAL). FILE has a line of JSON per row; a row in it that failed is tried again. With --reduce a
+row that fails is reduced to the fewest settings that still fail.
 """
 
 import argparse
+import atexit
+import contextlib
+import functools
 import gc
+import io
 import itertools
+import json
 import math
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -37,25 +46,35 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.errors import UserError
 from jaxmem.kernels import triton_launch
-from jaxmem.step import program
+from jaxmem.training.run import run
 from tests.kernels import interpreter
-from tests.step.golden import rows as batch_rows
 
 triton_launch.INTERPRETER = interpreter.interpret
 
+UPDATES = 3
 BASE: dict[str, Any] = {
     "name": "pairs",
     "model": {"preset": "tiny", "vocab": 264, "layers": 5, "embed": 32, "mlp": 64, "heads": 8, "kv_heads": 4,
               "head_dim": 8},
-    "data": {"sequence_length": 24},
+    "data": {"source": "jsonl", "path": "DATA/texts.jsonl", "sequence_length": 24, "held_out": 0.2},
     "batch": {"global_size": 8},
     "optimizer": {"learning_rate": 1e-2},
-    "train": {"steps": 10},
+    "train": {"steps": UPDATES, "log_every": 1},
 }  # fmt: skip
 PICTURES = (
-    "model={family:\\ vit,layers:\\ 5,embed:\\ 32,mlp:\\ 64,heads:\\ 4,outputs:\\ 1} data={source:\\ digits}"
-).replace("\\ ", "\0")
-# One setting a line: an override, and others that it requires. Values without an entry are the defaults.
+    'model={"family":"vit","layers":5,"embed":32,"mlp":64,"heads":4,"outputs":1} data.source=digits data.path=null'
+)
+CHAT = "data.source=chat data.path=DATA/chats.jsonl data.chat_template=DATA/template.jinja"
+DPO = "objective.name=dpo data.source=preference data.path=DATA/preferences.jsonl data.packing=false"
+EXPERTS = "model.experts.count=4 model.experts.top_k=2"
+LATENT = 'model.latent={"kv_rank":16,"rope_dim":4,"value_dim":8} model.kv_heads=8'
+GEMMA = (
+    "model.norms=both model.activation=gelu_tanh model.norm_offset=true model.scale_embeddings=true"
+    " model.tie_embeddings=true model.window=8 model.layer_types=[sliding_attention,full_attention]"
+    " model.query_pre_attn_scalar=4"
+)
+# One setting a line: an override, and others that it requires. Values without an entry are the defaults. A line that
+# begins with `architecture` sets fields that no published architecture has without the others.
 SETTINGS = f"""
 memory.remat=full
 memory.remat=dots
@@ -169,7 +188,7 @@ zero=1
 zero=2
 batch.accumulate=2
 batch.accumulate=4
-objective.name=dpo data.source=preference data.path=x data.packing=false
+{DPO}
 objective.name=classify model.outputs=10 {PICTURES}
 objective.name=binary {PICTURES}
 objective.name=regress_l1 {PICTURES}
@@ -178,28 +197,157 @@ objective.name=contrastive {PICTURES}
 objective.label_smoothing=0.1
 objective.z_loss=1e-3
 objective.temperature=0.5 objective.name=contrastive {PICTURES}
-objective.beta=0.5 objective.name=dpo data.source=preference data.path=x data.packing=false
+objective.beta=0.5 {DPO}
+rules.embed=[fsdp]
+rules.embed=[context]
+rules.embed=[context,fsdp]
+rules.embed=[]
+rules.vocab=[]
+rules.heads=[] rules.kv_heads=[]
+rules.heads=[tensor,fsdp,context]
+rules.heads=[context,fsdp,tensor]
+rules.kv_heads=[]
+rules.kv_heads=[tensor,fsdp]
+rules.mlp=[]
+rules.mlp=[tensor,fsdp,context]
+rules.mlp=[context,fsdp,tensor]
+rules.logits=[fsdp]
+rules.replicated=[attention]
+rules.replicated=[head]
+rules.replicated=[gate_up,down]
+rules.replicated=[experts] {EXPERTS}
+rules.optimizer=[replica]
+architecture=gemma2 {GEMMA} model.attention_soft_cap=5 model.logit_soft_cap=5
+architecture=gemma3 {GEMMA} model.qk_norm=true model.sliding_rope={{"theta":100}}
+architecture=olmo2 model.norms=post model.qk_norm=all_heads
+architecture=qwen2 model.attention_bias=true model.tie_embeddings=true
+architecture=qwen3 model.qk_norm=true
+architecture=qwen2_moe model.experts.shared=32 model.attention_bias=true model.experts.renormalize=false {EXPERTS}
+architecture=qwen3_moe model.experts.every=2 model.experts.dense_mlp=48 model.qk_norm=true {EXPERTS}
+architecture=dense_first model.experts.dense_layers=[0] model.experts.dense_mlp=48 model.qk_norm=true {EXPERTS}
+architecture=mixtral {EXPERTS}
+architecture=gpt_oss model.activation=swiglu_clamped model.mlp_bias=true model.attention_sinks=true model.attention_bias=true model.output_bias=true model.window=8 model.layer_types=[sliding_attention,full_attention] {EXPERTS}
+architecture=deepseek {LATENT} model.experts.shared=64 model.experts.shared_gate=false model.experts.scale=2 model.experts.groups=2 model.experts.renormalize=false model.experts.dense_layers=[0] model.experts.dense_mlp=48 model.rope.mscale_all_dim=1 model.rope.mscale=0.7 model.rope.scaling=yarn model.rope.factor=2 model.rope.original_length=16 {EXPERTS}
+model.norm_epsilon=1e-3
+model.window=8
+model.dropout=0.2
+model.mlp_bias=true
+model.rope.theta=1000
+model.rope.share=0.5
+model.rope.scaling=linear model.rope.factor=2
+model.rope.scaling=llama3 model.rope.factor=2 model.rope.original_length=16 model.rope.low_frequency=2 model.rope.high_frequency=3
+model.rope.scaling=yarn model.rope.factor=2 model.rope.original_length=16 model.rope.truncate=false model.rope.beta_fast=16 model.rope.beta_slow=2
+model.rope.scaling=longrope model.rope.factor=2 model.rope.original_length=16 model.rope.short_factors=[1,1.1,1.2,1.3] model.rope.long_factors=[1.5,2,3,4]
+model.rope.attention_factor=1.2 model.rope.scaling=yarn model.rope.factor=2 model.rope.original_length=16
+model.experts.capacity_factor=1.5 {EXPERTS}
+model.experts.balance_loss=0.1 {EXPERTS}
+model.experts.z_loss=0.1 {EXPERTS}
+memory.experts=blockwise {EXPERTS}
+memory.experts=triton {EXPERTS}
+memory.expert_groups=2 memory.offload=frozen adapter.kind=qlora memory.remat=full {EXPERTS}
+mesh.expert=2 {EXPERTS}
+adapter.experts=mxfp4 adapter.kind=qlora {EXPERTS}
+adapter.experts=int4 adapter.kind=qlora {EXPERTS}
+adapter.shared_a=true adapter.kind=lora {EXPERTS}
+mesh.fsdp=4
+batch.global_size=16
+data.source=text data.path=DATA/texts.txt
+{CHAT}
+data.mixture=[{{"source":"jsonl","path":"DATA/texts.jsonl"}},{{"source":"text","path":"DATA/texts.txt","weight":2.0}}] data.path=null data.source=stdlib
+data.field=other data.path=DATA/texts.jsonl data.source=jsonl
+data.sequence_length=32
+data.packing=false
+data.documents_per_row=2
+data.buckets=[8,16] data.packing=false
+data.epochs=1
+data.streaming=true
+data.on_overlong=drop {CHAT}
+data.on_invalid=skip
+data.held_out=0.4
+data.shuffle=false
+train.tokens={24 * 8 * UPDATES} train.steps=null
+train.evaluate_every=1
+train.evaluate_batches=1 train.evaluate_every=1
+train.on_nan=skip
+train.on_nan=rollback checkpoint.every=1
+train.max_skipped=2
+train.on_spike=rollback checkpoint.every=1
+train.on_spike=stop
+train.spike_threshold=20 train.on_spike=stop
+train.deterministic=true
+train.check_replicas=1
+checkpoint.every=1
+checkpoint.keep=1 checkpoint.every=1
+checkpoint.keep_best=true checkpoint.every=1 train.evaluate_every=1
+checkpoint.resume=never checkpoint.every=1
+checkpoint.on_failure=continue checkpoint.every=1
+cluster.elastic=true
+cluster.preflight=false
 """.strip().splitlines()
 # Fields without a setting above, and why.
 UNTRIED = {
+    "name": "a directory",
+    "output": "a directory",
+    "checkpoint.path": "a directory",
+    "seed": "other losses",
     "memory.budget": "planning replaces it by a policy of memory.remat",
     "memory.spill": "CUDA only",
-    "adapter.hf": "reads a directory",
-    "adapter.experts": "a mixture of experts: tests/step/test_experts.py",
-    "adapter.shared_a": "a mixture of experts: tests/step/test_experts.py",
-    "memory.experts": "a mixture of experts: tests/step/test_experts.py",
-    "memory.expert_groups": "a mixture of experts: tests/step/test_experts.py",
-    "mesh.expert": "a mixture of experts: tests/step/test_experts.py",
-    "adapter.base_run": "reads a directory",
+    "adapter.hf": "reads a directory: tests/hf",
+    "adapter.base_run": "reads a directory: tests/training",
+    "adapter.matmul": "tests/step/test_in_codes.py",
+    "model.hf": "reads a directory: tests/hf",
+    "model.quantization": "set by model.hf",
+    "model.preset": "sets other fields",
+    "model.sliding_rope": "the fields of model.rope",
+    "data.weight": "of a source in data.mixture",
+    "data.tokenizer": "other ids: tests/data/test_tokenizer.py",
+    "data.reference_logprobs": "a file: tests/training/test_preference.py",
+    "train.log_every": "the losses are read from the log",
+    "train.profile": "tests/training/test_run.py",
+    "train.trackers": "tests/training/test_trackers.py",
+    "cluster.heartbeat_timeout": "several processes: tests/distributed",
+    "cluster.start_timeout": "several processes: tests/distributed",
+    "generate.kv_cache": "no training: tests/inference",
+    "generate.prefill_chunk": "no training: tests/inference",
 }
-# Settings of memory and communication: the loss is the same without them.
-NEUTRAL = ("memory.", "mesh.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=")
+# Settings of memory and communication, and of saving: the loss is the same without them.
+NEUTRAL = ("memory.", "mesh.", "rules.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=", "checkpoint.",
+           "cluster.", "train.on_nan=", "train.on_spike=", "train.spike_threshold=", "train.max_skipped=",
+           "train.deterministic=", "train.check_replicas=")  # fmt: skip
 SLOW = "galore"  # compiles up to ten times as long: only in rows that begin with it
-LONGEST = 20  # settings of a row
-UPDATES = 2
+LONGEST = 28  # settings of a row
 DEVICES = 8  # at most
 
 Row = tuple[str, ...]  # settings, at most one per field
+
+
+@functools.cache
+def data_folder() -> Path:
+    """The files of `DATA` in settings."""
+    folder = Path(tempfile.mkdtemp(prefix="jaxmem-pairs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abcdefgh \n", k=draw.randint(3, 40))) for _ in range(120)]
+    answers = [draw.choice(("yes", "no", "maybe")) for _ in texts]
+    files = {
+        "texts.jsonl": [{"text": text, "other": text[::-1]} for text in texts],
+        "chats.jsonl": [
+            {"messages": [{"role": "user", "content": text[:9]}, {"role": "assistant", "content": answer}]}
+            for text, answer in zip(texts, answers, strict=True)
+        ],
+        "preferences.jsonl": [
+            {"prompt": text[:9], "chosen": answer, "rejected": answer[::-1]}
+            for text, answer in zip(texts, answers, strict=True)
+        ],
+    }
+    for name, lines in files.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "texts.txt").write_text("\n\n".join(texts))
+    (folder / "template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }}: "
+        "{% generation %}{{ message.content }}{% endgeneration %}\n{% endfor %}"
+    )
+    return folder
 
 
 def field(setting: str) -> str:
@@ -210,12 +358,15 @@ def overrides(row: Row) -> list[str]:
     """What the settings of a row require, then the settings."""
     words = [setting.split(" ") for setting in row]
     texts = [word for own in words for word in own[1:]] + [own[0] for own in words]
-    return [text.replace("\0", " ") for text in sorted(texts, key=lambda text: field(text).count("."))]
+    texts = [text for text in texts if field(text) != "architecture"]
+    return sorted(texts, key=lambda text: field(text).count("."))
 
 
 def config(given: list[str]) -> Config:
     """The config of some overrides for as many devices as its mesh has."""
-    cfg = load_config(BASE, given)
+    folder = str(data_folder())
+    base = BASE | {"data": BASE["data"] | {"path": f"{folder}/texts.jsonl"}}
+    cfg = load_config(base, [text.replace("DATA", folder) for text in given])
     devices = math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     if devices > DEVICES:
         raise UserError(f"{devices} devices")
@@ -228,19 +379,24 @@ def is_refused(row: Row) -> bool:
         config(overrides(row))
     except UserError as error:
         for line in str(error).splitlines():
-            assert 10 <= len(line) <= 400, line
+            assert 10 <= len(line) <= 600, line
         return True
     return False
 
 
-def covering_rows(seed: int, note: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
-    """Rows until every pair of settings is in one, or is refused. `note` is called with the pairs that are left."""
+def covering_rows(
+    seed: int, done: Iterable[Row] = (), note: Callable[[int], None] = lambda _: None, settings: Sequence[str] = SETTINGS
+) -> Iterator[Row]:
+    """Rows until every pair of settings is in one of them or of `done`, or is refused. `note` is called with the number
+    of pairs that are left."""
     draw = random.Random(seed)
-    left = {frozenset(pair) for pair in itertools.combinations(SETTINGS, 2) if field(pair[0]) != field(pair[1])}
+    left = {frozenset(pair) for pair in itertools.combinations(settings, 2) if field(pair[0]) != field(pair[1])}
     order = sorted(map(sorted, left))
     draw.shuffle(order)
-    fields = sorted({field(setting) for setting in SETTINGS})
-    refused = {setting for setting in SETTINGS if is_refused((setting,))}
+    for row in done:
+        left -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
+    fields = sorted({field(setting) for setting in settings})
+    refused = {setting for setting in settings if is_refused((setting,))}
     assert not refused, refused
     for first in order:
         if frozenset(first) not in left:
@@ -254,7 +410,7 @@ def covering_rows(seed: int, note: Callable[[int], None] = lambda _: None) -> It
                 continue
             new = {
                 setting: sum(frozenset((setting, other)) in left for other in row) + draw.random()
-                for setting in SETTINGS
+                for setting in settings
                 if field(setting) == name
             }
             for setting in sorted(new, key=new.__getitem__, reverse=True)[:3]:
@@ -268,18 +424,24 @@ def covering_rows(seed: int, note: Callable[[int], None] = lambda _: None) -> It
 
 
 def trained(given: list[str]) -> list[float]:
-    """The losses of two updates, and the loss after them."""
-    cfg = config(given)
-    built = program(cfg, jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)])
-    state, losses = built.initialise(), []
-    step = built.lower_step().compile()
-    for update in range(UPDATES + 1):
-        batch = batch_rows(built, update)
-        if cfg.objective.name == "binary":
-            batch["targets"] %= 2
-        state, metrics = step(state, built.place(batch))
-        losses.append(float(metrics["loss"]))
+    """The losses of the updates, then the loss of held-out data after each of them if the config evaluates."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = config([*given, f"output={folder}", f"checkpoint.path={folder}/saved"])
+        devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)]
+        losses = _losses(cfg, devices)
+        if cfg.checkpoint.every is not None and cfg.checkpoint.resume == "auto":
+            shutil.rmtree(Path(folder, "saved", cfg.name, str(UPDATES)))
+            resumed = _losses(cfg, devices)
+            assert resumed == losses, f"resumed: {resumed}, not {losses}"
     return losses
+
+
+def _losses(cfg: Config, devices: Sequence[Any]) -> list[float]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = run(cfg, devices)
+    lines = map(json.loads, (result.directory / "metrics.jsonl").read_text().splitlines())
+    losses = {name: {line["step"]: line[name] for line in lines if name in line} for name in ("loss", "held_out_loss")}
+    return [loss for by_step in losses.values() for _, loss in sorted(by_step.items())]
 
 
 def tolerance(row: Row) -> float:
@@ -327,24 +489,37 @@ def reduced(row: Row, kind: str) -> Row:
     return row
 
 
+def recorded(path: Path) -> dict[Row, str | None]:
+    """The rows in a file of results whose settings are still in SETTINGS, and the last failure of each."""
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {tuple(line["row"]): line["failure"] for line in lines if {*line["row"]} <= {*SETTINGS}}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write a line per row; rows in it are not repeated")
     parser.add_argument("--rows", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reduce", action="store_true", help="a row that fails to the fewest settings that still fail")
     parser.add_argument("--try", nargs="+", dest="row", metavar="KEY=VALUE", help="this row only")
     args = parser.parse_args()
+    done = recorded(args.results) if args.results else {}
+    again = [row for row, wrong in done.items() if wrong is not None]
     left: list[int] = [0]
-    rows: Iterator[Row] = iter([tuple(args.row)]) if args.row else covering_rows(args.seed, left.append)
+    new = itertools.chain(again, covering_rows(args.seed, done, left.append))
     failed = 0
-    for number, row in enumerate(itertools.islice(rows, args.rows)):
+    for row in itertools.islice([tuple(args.row)] if args.row else new, args.rows):
         start = time.monotonic()
         jax.clear_caches()
         gc.collect()
         wrong = failure(row)
-        print(f"{number}: {len(row)} settings, {left[-1]} pairs left, {time.monotonic() - start:.0f} s", flush=True)
+        seconds = round(time.monotonic() - start)
+        failed += wrong is not None
+        print(f"{len(row)} settings, {left[-1]} pairs left, {seconds} s", flush=True)
+        if args.results:
+            with args.results.open("a") as file:
+                file.write(json.dumps({"row": row, "seconds": seconds, "left": left[-1], "failure": wrong}) + "\n")
         if wrong is not None:
-            failed += 1
             print(f"  {wrong}\n  {' '.join(overrides(row))}", flush=True)
             if args.reduce:
                 fewest = reduced(row, wrong.partition(":")[0])
