@@ -194,7 +194,7 @@ class _Shards:
     """The mesh axes, of size above 1, that shard the matrix."""
 
     rows: tuple[str, ...]  # the rows of the matrix
-    columns: tuple[tuple[int, tuple[str, ...]], ...]  # its columns, outermost first, and the dimension of tokens of each
+    columns: tuple[tuple[int, tuple[str, ...]], ...]  # (dimension of tokens, its columns), outermost first
     tokens: Axes
 
     @classmethod

@@ -67,11 +67,25 @@ PICTURES = (
 CHAT = "data.source=chat data.path=DATA/chats.jsonl data.chat_template=DATA/template.jinja"
 DPO = "objective.name=dpo data.source=preference data.path=DATA/preferences.jsonl data.packing=false"
 EXPERTS = "model.experts.count=4 model.experts.top_k=2"
-LATENT = 'model.latent={"kv_rank":16,"rope_dim":4,"value_dim":8} model.kv_heads=8'
+LONGER = "model.rope.factor=2 model.rope.original_length=16"
+WINDOWS = "model.window=8 model.layer_types=[sliding_attention,full_attention]"
 GEMMA = (
     "model.norms=both model.activation=gelu_tanh model.norm_offset=true model.scale_embeddings=true"
-    " model.tie_embeddings=true model.window=8 model.layer_types=[sliding_attention,full_attention]"
-    " model.query_pre_attn_scalar=4"
+    f" model.tie_embeddings=true {WINDOWS} model.query_pre_attn_scalar=4"
+)
+GPT_OSS = (
+    "model.activation=swiglu_clamped model.mlp_bias=true model.attention_sinks=true model.attention_bias=true"
+    f" model.output_bias=true {WINDOWS}"
+)
+DEEPSEEK = (
+    'model.latent={"kv_rank":16,"rope_dim":4,"value_dim":8} model.kv_heads=8 model.experts.shared=64'
+    " model.experts.shared_gate=false model.experts.scale=2 model.experts.groups=2 model.experts.top_groups=1"
+    " model.experts.renormalize=false model.experts.dense_layers=[0] model.experts.dense_mlp=48"
+    f" model.rope.mscale_all_dim=1 model.rope.mscale=0.7 model.rope.scaling=yarn {LONGER} {EXPERTS}"
+)
+SHORT_FACTORS, LONG_FACTORS = "model.rope.short_factors=[1,1.1,1.2,1.3]", "model.rope.long_factors=[1.5,2,3,4]"
+TWO_SOURCES = (
+    'data.mixture=[{"source":"jsonl","path":"DATA/texts.jsonl"},{"source":"text","path":"DATA/texts.txt","weight":2.0}]'
 )
 # One setting a line: an override, and others that it requires. Values without an entry are the defaults. A line that
 # begins with `architecture` sets fields that no published architecture has without the others.
@@ -226,8 +240,8 @@ architecture=qwen2_moe model.experts.shared=32 model.attention_bias=true model.e
 architecture=qwen3_moe model.experts.every=2 model.experts.dense_mlp=48 model.qk_norm=true {EXPERTS}
 architecture=dense_first model.experts.dense_layers=[0] model.experts.dense_mlp=48 model.qk_norm=true {EXPERTS}
 architecture=mixtral {EXPERTS}
-architecture=gpt_oss model.activation=swiglu_clamped model.mlp_bias=true model.attention_sinks=true model.attention_bias=true model.output_bias=true model.window=8 model.layer_types=[sliding_attention,full_attention] {EXPERTS}
-architecture=deepseek {LATENT} model.experts.shared=64 model.experts.shared_gate=false model.experts.scale=2 model.experts.groups=2 model.experts.renormalize=false model.experts.dense_layers=[0] model.experts.dense_mlp=48 model.rope.mscale_all_dim=1 model.rope.mscale=0.7 model.rope.scaling=yarn model.rope.factor=2 model.rope.original_length=16 {EXPERTS}
+architecture=gpt_oss {GPT_OSS} {EXPERTS}
+architecture=deepseek {DEEPSEEK}
 model.norm_epsilon=1e-3
 model.window=8
 model.dropout=0.2
@@ -235,10 +249,10 @@ model.mlp_bias=true
 model.rope.theta=1000
 model.rope.share=0.5
 model.rope.scaling=linear model.rope.factor=2
-model.rope.scaling=llama3 model.rope.factor=2 model.rope.original_length=16 model.rope.low_frequency=2 model.rope.high_frequency=3
-model.rope.scaling=yarn model.rope.factor=2 model.rope.original_length=16 model.rope.truncate=false model.rope.beta_fast=16 model.rope.beta_slow=2
-model.rope.scaling=longrope model.rope.factor=2 model.rope.original_length=16 model.rope.short_factors=[1,1.1,1.2,1.3] model.rope.long_factors=[1.5,2,3,4]
-model.rope.attention_factor=1.2 model.rope.scaling=yarn model.rope.factor=2 model.rope.original_length=16
+model.rope.scaling=llama3 {LONGER} model.rope.low_frequency=2 model.rope.high_frequency=3
+model.rope.scaling=yarn {LONGER} model.rope.truncate=false model.rope.beta_fast=16 model.rope.beta_slow=2
+model.rope.scaling=longrope {LONGER} {SHORT_FACTORS} {LONG_FACTORS}
+model.rope.attention_factor=1.2 model.rope.scaling=yarn {LONGER}
 model.experts.capacity_factor=1.5 {EXPERTS}
 model.experts.balance_loss=0.1 {EXPERTS}
 model.experts.z_loss=0.1 {EXPERTS}
@@ -253,7 +267,7 @@ mesh.fsdp=4
 batch.global_size=16
 data.source=text data.path=DATA/texts.txt
 {CHAT}
-data.mixture=[{{"source":"jsonl","path":"DATA/texts.jsonl"}},{{"source":"text","path":"DATA/texts.txt","weight":2.0}}] data.path=null data.source=stdlib
+{TWO_SOURCES} data.path=null data.source=stdlib
 data.field=other data.path=DATA/texts.jsonl data.source=jsonl
 data.sequence_length=32
 data.packing=false
@@ -385,7 +399,10 @@ def is_refused(row: Row) -> bool:
 
 
 def covering_rows(
-    seed: int, done: Iterable[Row] = (), note: Callable[[int], None] = lambda _: None, settings: Sequence[str] = SETTINGS
+    seed: int,
+    done: Iterable[Row] = (),
+    note: Callable[[int], None] = lambda _: None,
+    settings: Sequence[str] = SETTINGS,
 ) -> Iterator[Row]:
     """Rows until every pair of settings is in one of them or of `done`, or is refused. `note` is called with the number
     of pairs that are left."""
@@ -497,7 +514,7 @@ def recorded(path: Path) -> dict[Row, str | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="write a line per row; rows in it are not repeated")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write a line per row; continue its run")
     parser.add_argument("--rows", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reduce", action="store_true", help="a row that fails to the fewest settings that still fail")
