@@ -308,7 +308,6 @@ UNTRIED = {
     "memory.spill": "CUDA only",
     "adapter.hf": "reads a directory: tests/hf",
     "adapter.base_run": "reads a directory: tests/training",
-    "adapter.matmul": "tests/step/test_in_codes.py",
     "model.hf": "reads a directory: tests/hf",
     "model.quantization": "set by model.hf",
     "model.preset": "sets other fields",
