@@ -230,12 +230,11 @@ def test_one_room_knows_how_arrays_are_laid_out() -> None:
     assert {room(module) for path, module in SOURCES.items() if "PartitionSpec" in path.read_text()} == {"sharding"}
 
 
-def test_importing_is_quick_and_starts_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; start = time.process_time(); import jaxmem; seconds = time.process_time() - start;"
-        "heavy = {'jax', 'flax', 'numpy', 'pydantic', 'rich', 'typer'} & set(sys.modules); print(seconds < 0.2, heavy)"
-    )
-    assert run(code, cwd=tmp_path) == "True set()"
+def test_importing_loads_few_modules(tmp_path: Path) -> None:
+    code = "import sys; before = set(sys.modules); import jaxmem; print(*set(sys.modules) - before)"
+    loaded = run(code, cwd=tmp_path).split()
+    assert {name for name in loaded if name.split(".")[0] not in sys.stdlib_module_names} == {"jaxmem"}
+    assert len(loaded) < 80
 
 
 def test_public_names() -> None:

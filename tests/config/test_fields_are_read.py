@@ -11,6 +11,8 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import jaxmem.config
 from jaxmem.config.base import Section
 from jaxmem.config.mesh import Rules
@@ -31,7 +33,6 @@ READ_HERE = {
     "steps": "Config.steps",
     "tokens": "Config.steps",
     "rounding": "Precision.stochastic_rounding",
-    **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
     "Adapter.experts": "Config.expert_precision",
     **dict.fromkeys(("Quantization.format", "Quantization.block_size"), "Config.base_precision"),
@@ -200,6 +201,12 @@ def unread(sources: list[str]) -> list[str]:
 def test_every_field_is_read():
     missing = unread([path.read_text(encoding="utf-8") for path in FILES])
     assert not missing, f"nothing reads {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", {name for name in READ_HERE.values() if name[0].isupper()})
+def test_what_is_read_in_place_of_a_field_exists(name):
+    section, _, attribute = name.partition(".")
+    assert all(hasattr(kind, attribute) or attribute in kind.model_fields for kind in BY_NAME[section])
 
 
 def test_every_section_can_be_named():

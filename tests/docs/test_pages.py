@@ -72,13 +72,3 @@ def test_the_api_reference_is_up_to_date() -> None:
     check = [sys.executable, ROOT / "scripts/api.py", "--check"]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_planned_memory_in_the_readme_is_that_of_the_configs() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"\| `(\S+)` \|.*configs/(\S+)\.yaml` \| ([\d.]+) \|", text)
-    assert len(rows) > 15
-    for target, name, planned in rows:
-        head = (ROOT / f"configs/{name}.yaml").read_text(encoding="utf-8")
-        assert f"Planned: {planned} GiB" in head, name
-        assert f"--target {target}" in head, name

@@ -71,6 +71,11 @@ def test_temperature_draws_by_the_seed(alone):
     assert hot[0] == hot[1] != hot[2]
 
 
+def test_a_low_temperature_is_nearly_greedy_and_a_high_one_is_not(alone):
+    greedy, cold, hot = (list(generate(*alone, PROMPT, 12, temperature=value, seed=1)) for value in (0.0, 1e-4, 2.0))
+    assert greedy == cold != hot
+
+
 def test_it_stops_after_the_end_token(alone):
     first = next(generate(*alone, PROMPT, 4))
     assert list(generate(*alone, PROMPT, 4, end=first)) == [first]

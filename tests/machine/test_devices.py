@@ -11,6 +11,7 @@ import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
+from jaxmem.machine.gpus import GPUS
 
 
 def test_the_tests_run_on_eight_devices() -> None:
@@ -65,19 +66,22 @@ def test_compiling_alone_leaves_malloc_its_pools(
 
 
 @pytest.mark.parametrize(
-    ("kind", "peak"),
+    ("kind", "gpu"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("cpu", None),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("NVIDIA L4", "l4-24gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
     ],
 )
-def test_peak_flops(kind: str, peak: float | None) -> None:
-    assert devices.peak_flops(SimpleNamespace(device_kind=kind)) == peak
+def test_peak_flops_are_those_of_the_gpu_with_the_name_of_the_driver(kind: str, gpu: str) -> None:
+    assert devices.peak_flops(SimpleNamespace(device_kind=kind)) == GPUS[gpu].flops
+
+
+def test_the_peak_flops_of_unknown_devices_are_unknown() -> None:
+    assert devices.peak_flops(SimpleNamespace(device_kind="cpu")) is None
 
 
 def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from jaxmem.config import save_config
 from jaxmem.errors import UserError
@@ -163,11 +164,18 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         report_run(run)
 
 
-def test_the_figure(plan: Plan, tmp_path: Path) -> None:
+def test_the_figure_shows_the_bands_and_the_peak_of_the_plan(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     write_figure(plan, tmp_path / "plan.png")
-    header = (tmp_path / "plan.png").read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(header[16:20]) > int.from_bytes(header[20:24]) > 500
+    axes = drawn[0].axes[0]
+    heights = [band.get_paths()[0].vertices[:, 1] for band in axes.collections]
+    peak = axes.texts[0].xy[1]
+    assert max(map(max, heights)) == pytest.approx(peak)
+    assert axes.texts[0].get_text() == f"peak {format_bytes(sum(plan.history['peak'][1:]))}"
+    assert {text.get_text() for text in axes.get_legend().get_texts()} <= set(BANDS)
 
 
 def test_a_schedule_is_drawn_with_a_cell_for_each_operation() -> None:

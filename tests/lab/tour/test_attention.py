@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import STOPS, attention, find_stop
+from jaxmem.lab.tour import attention, find_stop
 from jaxmem.lab.tour.attention import CASES, FUSED, TEXTBOOK
 
 
@@ -22,9 +22,6 @@ def test_implementations_are_compared_and_only_the_textbook_fails(monkeypatch: p
     for row, bound in zip(errors.rows, (1e-5, 0.1, 1e-5), strict=True):
         assert (row[TEXTBOOK] == "not a number") == (row["case"] != CASES[0])
         assert max(row["reference"], row["blockwise"]) < bound
-    note = STOPS["attention"].note.format(**found.facts)
-    assert "grow 16 times" in note
-    assert "4 times, with the length. A textbook softmax fails in 2 of 3 cases" in note
 
 
 def test_a_cpu_target_is_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxmem.lab.tour import STOPS, checkpointing
+from jaxmem.lab.tour import checkpointing
 from jaxmem.lab.tour.checkpointing import FORMULAS, POLICIES
 
 
@@ -29,4 +29,3 @@ def test_boundaries_and_recomputed_layers(monkeypatch: pytest.MonkeyPatch) -> No
     assert [row["remat"] for row in found.tables[1].rows] == ["full", "full, offloaded", "sqrt"]
     assert {target for _, _, target, _ in calls[-3:]} == {"rtx4090-24gb"}
     assert all(target == "cpu:1" for _, _, target, _ in calls[:-3])
-    assert "48 times fewer bytes" in STOPS["checkpointing"].note.format(**found.facts)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import STOPS, find_stop, fusion
+from jaxmem.lab.tour import find_stop, fusion
 from jaxmem.lab.tour.fusion import one_by_one
 
 
@@ -35,8 +35,6 @@ def test_rows_and_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fusion.measure("rtx4090-24gb")
     assert len(found.tables[0].rows) == 4
     assert [row["in chunks"] for row in found.tables[1].rows] == list(fusion.CHUNKS)
-    assert "One by one these chains move 40.0 GB" in STOPS["fusion"].note.format(**found.facts)
-    assert "1.50 times the minimum" in STOPS["fusion"].note.format(**found.facts)
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
