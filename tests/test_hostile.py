@@ -35,7 +35,7 @@ def written(path: Path, content) -> Path:
     return path
 
 
-def test_what_was_given_is_told_in_a_line_that_can_be_read():
+def test_errors_quote_the_input_in_a_readable_line():
     with pytest.raises(UserError) as refused:
         parse_target("h100" * 50_000)
     assert len(str(refused.value)) < 1000
@@ -43,7 +43,7 @@ def test_what_was_given_is_told_in_a_line_that_can_be_read():
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 5000, b"memory_gib: " + b"9" * 5000])
-def test_a_target_file_that_is_none(content, tmp_path):
+def test_invalid_target_files_are_refused(content, tmp_path):
     with pytest.raises(UserError, match=r"target .*yaml"):
         parse_target(str(written(tmp_path / "x.yaml", content)))
 
@@ -69,7 +69,7 @@ LLAMA = {
         ({"rms_norm_eps": 10**400}, "rms_norm_eps=.* must be a number"),
     ],
 )
-def test_settings_of_a_model_that_are_none(wrong, message, tmp_path):
+def test_invalid_settings_of_a_model_are_refused(wrong, message, tmp_path):
     written(tmp_path / "config.json", LLAMA | wrong)
     with pytest.raises(UserError, match=message):
         decoder_fields(str(tmp_path))
@@ -85,7 +85,7 @@ def test_settings_of_a_model_that_are_none(wrong, message, tmp_path):
         ({"lora_alpha": 10**400}, "lora_alpha=.* must be a number"),
     ],
 )
-def test_settings_of_an_adapter_that_are_none(wrong, message, tmp_path):
+def test_invalid_settings_of_an_adapter_are_refused(wrong, message, tmp_path):
     written(tmp_path / "adapter_config.json", {"target_modules": ["q_proj"]} | wrong)
     with pytest.raises(UserError, match=message):
         adapter_fields(tmp_path, Decoder(**fields_of(LLAMA)))

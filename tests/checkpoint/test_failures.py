@@ -265,7 +265,7 @@ def test_logs_of_orbax_are_not_printed_while_the_checkpoints_are_open(
         assert is_printed(logger, here)
 
 
-def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     said, after = done.stdout.splitlines()
     assert done.stderr == ""

@@ -51,7 +51,7 @@ def test_training_from_the_cache_gives_the_same_batches(
             assert found > 5
 
 
-def test_a_cache_takes_two_bytes_a_token_and_leaves_nothing_else(config: Make, numbered: str, tmp_path: Path) -> None:
+def test_a_cache_has_two_bytes_per_token_and_no_other_file_is_left(config: Make, numbered: str, tmp_path: Path) -> None:
     meta = data.tokenize(config(path=numbered), tmp_path / "deep" / "cache")
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["cache"]
     files = {file.name: file.stat().st_size for file in (tmp_path / "deep" / "cache").iterdir()}

@@ -152,7 +152,7 @@ def test_all_is_every_record_once_though_fewer_than_rows(config: Make, jsonl: Ca
     assert documents(take(cfg, split="all")) == Counter({f"<{i}>": 1 for i in range(3)})
 
 
-def test_evaluation_begins_anew_with_rewind(config: Make, numbered: str) -> None:
+def test_rewind_starts_evaluation_from_the_first_batch(config: Make, numbered: str) -> None:
     cfg = config(path=numbered, held_out=0.2)
     with data.Loader(cfg) as training, data.Loader(cfg, "held_out", corpus=training.corpus) as loader:
         first = list(loader)

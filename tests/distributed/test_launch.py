@@ -25,7 +25,7 @@ def launched(text: str, processes: int, restarts: int = 0, **patience: float) ->
     return subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, timeout=50, check=False)
 
 
-def test_each_is_told_who_it_is() -> None:
+def test_every_process_gets_its_index() -> None:
     text = "import os; print(*(os.environ[f'JAX_{n}'] for n in ('PROCESS_ID', 'NUM_PROCESSES', 'NUM_CPU_DEVICES')))"
     done = launched(text, 3)
     assert done.returncode == 0

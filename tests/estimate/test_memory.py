@@ -132,7 +132,7 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_update_during_the_backward_pass_needs_fewer_bytes_on_stages() -> None:
+def test_an_update_during_the_backward_pass_needs_fewer_bytes_with_pipeline_stages() -> None:
     """Float32 sums of the gradients of all layers exist also with one micro-batch; with `during`, of one layer."""
     totals = {}
     for update in ("after", "during"):
@@ -155,14 +155,14 @@ def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> 
 
 
 @pytest.mark.parametrize("remat", cases(["none", "full"], "none"))
-def test_the_traced_products_are_those_that_run(remat: str) -> None:
+def test_traced_matmul_flops_equal_the_compiled_ones(remat: str) -> None:
     """A whole step's arithmetic from the trace of one row."""
     plan = plan_here(1, memory={"remat": remat})
     traced = sum(one.times * one.flops for one in passes_of(plan.program.cfg, "cpu").matmuls)
     assert 8 * traced == pytest.approx(plan.timeline.flops, rel=0.05)
 
 
-def test_attentions_products_count_whatever_computes_them() -> None:
+def test_attention_flops_do_not_depend_on_the_implementation() -> None:
     def products(name: str, *, deterministic: bool = True) -> list[tuple[int, int]]:
         train = {"steps": 1, "deterministic": deterministic}
         cfg = config(model=WIDE, memory={"attention": name}, train=train)

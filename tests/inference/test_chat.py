@@ -80,7 +80,7 @@ def test_what_may_be_drawn() -> None:
 
 
 @pytest.mark.parametrize("own", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_sampling_that_is_none(own) -> None:
+def test_invalid_sampling_is_refused(own) -> None:
     with pytest.raises(UserError):
         Sampling(**own)
 
@@ -165,7 +165,7 @@ def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
         ("", "write one question per line"),
     ],
 )
-def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_questions_are_refused(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "q.jsonl").write_text(line)
     with pytest.raises(UserError, match=message):
         read_questions(tmp_path / "q.jsonl")
@@ -181,7 +181,7 @@ def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> Non
         ("p", "\n", "write one prompt per line"),
     ],
 )
-def test_prompts_that_are_none(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_invalid_prompts_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         read_prompts(tmp_path / name)

@@ -59,7 +59,7 @@ def test_a_mesh_says_the_same(alone):
 
 
 @pytest.mark.exhaustive
-def test_rows_and_heads_of_the_cache_lie_over_the_devices(alone):
+def test_rows_and_heads_of_the_kv_cache_are_sharded(alone):
     read, prompts = DecodingState(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
     together = list(Generator(*built({"fsdp": 2, "tensor": 2}, 4)).extend(read, prompts, 4))
     assert {x.addressable_shards[0].data.shape for x in read.cache} == {(2, 1, 16, 1, 8)}

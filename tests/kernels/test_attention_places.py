@@ -53,7 +53,7 @@ def test_the_program_does_not_grow_with_the_sequence():
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("blockwise")])
-def test_batch_and_heads_split_over_devices(way, monkeypatch):
+def test_batch_and_heads_are_sharded(way, monkeypatch):
     """GSPMD: the same values as on one device, and not one element moves between devices."""
     for constant, value in WAYS[way].items():
         monkeypatch.setattr(blockwise, constant, value)

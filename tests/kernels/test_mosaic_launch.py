@@ -58,7 +58,7 @@ def summed(x, *, waits=1, given_back_before=False):
 
 
 @pytest.mark.parametrize("length", [64, 192, 150])
-def test_copies_and_products(length):
+def test_asynchronous_copies_and_matmuls(length):
     """Of the last block, which reaches beyond the end, the rest is zeros."""
     x = jax.random.normal(jax.random.key(0), (length, ROWS), jnp.float16)
     blocks = np.zeros((-(-length // ROWS), ROWS, ROWS))
@@ -66,7 +66,7 @@ def test_copies_and_products(length):
     np.testing.assert_allclose(summed(x), sum(b @ b.T for b in blocks), rtol=1e-4, atol=1e-4)
 
 
-def test_a_place_given_back_before_its_product_is_read_too_late():
+def test_a_buffer_released_before_its_matmul_is_an_error():
     x = jax.random.normal(jax.random.key(0), (192, ROWS), jnp.float16)
     assert not np.allclose(summed(x, given_back_before=True), summed(x), atol=0.1)
 

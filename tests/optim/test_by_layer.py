@@ -29,7 +29,7 @@ def test_every_optimizer_of_a_config_is_a_chain():
 
 
 @pytest.mark.parametrize("name", cases(sorted(OPTIMIZERS), "adafactor", "qgalore"))
-def test_a_stack_is_so_many_matrices(name):
+def test_a_stack_is_updated_as_separate_matrices(name):
     """Update after update, also in when each layer's projection is found anew; one layer at a time is the same."""
     params = stack()
     grads = gradients(params, 2)

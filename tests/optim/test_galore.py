@@ -29,7 +29,7 @@ def test_the_range_finder_finds_what_singular_vectors_do(decay, scale):
     assert kept > 0.97
 
 
-def test_the_basis_stays_where_the_gradient_does():
+def test_the_basis_stays_if_the_gradient_stays_in_it():
     g = decaying(64, 96, 0.2)
     first = range_finder(g, jnp.zeros((64, 8)), jax.random.key(0))
     for turn in range(1, 6):
@@ -44,7 +44,7 @@ def test_orthonormal_takes_anything(x):
     assert np.linalg.norm(q, 2) < 1.01
 
 
-def test_layers_look_in_turn():
+def test_layers_refresh_their_projections_at_different_steps():
     params = {"w": normal(4, 16, 24)}
     tx = optim.scale_by_galore(GaLoreSettings(rank=4, refresh_every=4), axes={"w": ("layer", "embed", "mlp")})
     state, update = tx.init(params), jax.jit(tx.update)
@@ -58,7 +58,7 @@ def test_layers_look_in_turn():
     assert all(sum(row) == 1 for row in changed[1:])
 
 
-def test_a_layer_that_does_not_change_is_looked_at_less():
+def test_a_layer_with_a_stable_basis_is_refreshed_less_often():
     """Q-GaLore: intervals double while the gradient's space is the same."""
     params = {"w": normal(64, 96)}
     g = {"w": decaying(64, 96, 0.5)}

@@ -21,7 +21,7 @@ AXES = {"w": ("layer", "embed", "mlp")}
         ("apollo_mini", "int8", "none", {"scale": 4.0}, 0.2),
     ],
 )
-def test_weights_in_codes_reach_their_aim(name, form, kernel, own, most):
+def test_quantized_weights_converge(name, form, kernel, own, most):
     """A matrix of full rank, through updates of rank 4 and less: bases change, weights add up, as near as codes can."""
     aim = normal(2, 32, 64, scale=0.1)
     params = {"w": quantize(jnp.zeros((2, 32, 64)).at[:, 0].set(0.1), form, 32, -2)}

@@ -85,7 +85,7 @@ def test_every_mesh_updates_as_one_device(name, mesh):
             assert difference.mean() < 2e-4 * np.abs(expected[leaf]).mean(), leaf
 
 
-def test_a_stage_looks_for_a_basis_only_when_a_layer_of_its_own_is_due():
+def test_a_stage_computes_a_projection_only_when_one_of_its_layers_is_due():
     """A decision by layer, not all branches and then a choice between their results."""
     params = weights()
     tx = optim.optimizer("galore_adamw")(1e-2, axes=AXES)

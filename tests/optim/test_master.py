@@ -55,7 +55,7 @@ def alone() -> Trained:
 
 
 @pytest.mark.parametrize("zero", cases([0, 1, 2, 3], 2))
-def test_every_stage_learns_what_one_device_learns(zero: int, alone: Trained) -> None:
+def test_every_zero_stage_trains_master_weights_as_one_device(zero: int, alone: Trained) -> None:
     """To the rounding of gradients to bfloat16, which each stage adds up in its own order."""
     split = Trained(config(precision=MIXED, mesh={"fsdp": 4}, zero=zero), 4, begin=alone)
     split.agrees_with(alone, rtol=1e-2, atol=1e-2)

@@ -89,7 +89,7 @@ def exact():
 @pytest.mark.parametrize(
     ("method", "most"), cases(((name, most) for name, (*_, most) in METHODS.items()), ("GaLore with residual", 0.03))
 )
-def test_few_bytes_learn_nearly_what_adamw_learns(exact, method, most):
+def test_memory_efficient_optimizers_reach_nearly_the_loss_of_adamw(exact, method, most):
     *how, _ = METHODS[method]
     assert exact < 2.4  # past the steep part: the bytes' entropy is above 3
     assert learnt(*how) < exact + most

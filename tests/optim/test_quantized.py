@@ -22,7 +22,7 @@ EIGHT = {"adamw8bit": 2.04, "adamw4bit": 1.07, "lion8bit": 1.02, "momentum8bit":
 
 
 @pytest.mark.parametrize(("name", "most"), EIGHT.items())
-def test_bytes_a_parameter_on_real_arrays(name, most):
+def test_bytes_per_parameter_of_real_arrays(name, most):
     params = {"w": normal(2, 2048, 2048), "norm": normal(2, 2048)}
     state = getattr(optim, name)(0.1, axes={"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}).init(params)
     held = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -38,7 +38,7 @@ def test_nearly_every_number_is_a_code(name):
     assert coded >= 0.95 * (coded + plain)
 
 
-def test_adam_in_codes_follows_adam():
+def test_quantized_adam_follows_adam():
     """Against float64: the error of an update is that of its codes."""
     params = {"w": normal(32, 2048)}
     grads = gradients(params, 5)
@@ -73,7 +73,7 @@ def test_part_by_part_is_the_same(shape, axes, monkeypatch):
         ((1009, 1013), (None, None), (-1, 256)),  # primes: the last block is shorter
     ],
 )
-def test_blocks_are_whole_where_they_can_be(shape, axes, expected):
+def test_blocks_are_not_divided_where_the_shape_allows(shape, axes, expected):
     assert quantized.blocks(ParameterSpec(shape, jnp.float32, axes, (0, 1)), 256) == expected
 
 

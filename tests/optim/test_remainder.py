@@ -72,7 +72,7 @@ def test_what_is_not_finite_stays_so_and_the_largest_is_no_infinity():
 
 
 @pytest.mark.parametrize(("name", "most"), [("adamw8bit", 5.1), ("adamw4bit", 4.1)])
-def test_weights_and_states_of_adamw_in_codes_take_four_or_five_bytes(name, most):
+def test_weights_and_quantized_adamw_states_take_four_or_five_bytes(name, most):
     params = {"w": jnp.zeros((4, 1024, 1024), jnp.bfloat16), "norm": jnp.zeros((4, 1024), jnp.bfloat16)}
     state = optim.with_remainder(getattr(optim, name)(1e-3, axes=AXES), 8, AXES).init(params)
     assert sum(x.nbytes for x in jax.tree.leaves((params, state))) < most * sum(x.size for x in jax.tree.leaves(params))

@@ -25,7 +25,7 @@ def test_layers_are_taken_out_and_put_back():
     assert optim.Selection.of(PARAMS, ["blocks[:9].b"]).partial_stacks == {}  # all that there are
 
 
-def test_layers_in_codes():
+def test_selected_layers_are_quantized():
     q = {"blocks": quantize(jnp.asarray(np.random.default_rng(0).normal(size=(4, 64, 2)), jnp.float32), "nf4", axis=-2)}
     selection = optim.Selection.of(q, ["blocks[1:3]"])
     own = selection.select(q)

@@ -171,7 +171,7 @@ def test_state_on_the_host_that_comes_back_whole(copied: int, warns: bool) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gathered_weight_that_outlives_its_layer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = {**SMALL, "embed": 64, "mlp": 256, "layers": 4}
     split = {"model": model, "mesh": {"fsdp": 8}, "data": {"sequence_length": 8}}
     assert warnings_of(plan_here(**split)) == []
@@ -182,7 +182,7 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert "memory.remat=full" in warned.cure
 
 
-def test_gradients_that_are_whole_although_they_are_split() -> None:
+def test_replicated_gradients_of_sharded_weights_are_reported() -> None:
     """Those of a step that has them whole, as it should: to a plan of one that splits them it is a fault."""
     plan = plan_here(4, mesh={"fsdp": 4}, zero=1, batch={"global_size": 16, "accumulate": 2})
     assert (

@@ -91,7 +91,7 @@ def test_groups_however_they_are_written(one: Instruction, groups: list[list[int
     assert _groups(one.proto, 8).tolist() == groups
 
 
-def test_messages_between_hosts_are_slower_and_share_their_networks() -> None:
+def test_communication_between_hosts_is_slower_and_shares_the_network() -> None:
     gpu, size = GPUS["h100-80gb"], 10**9
     seconds = [
         Transfer("all-gather", size, True, 16, neighbours).seconds(gpu) - LATENCY for neighbours in (16, 8, 2, 1)

@@ -48,7 +48,7 @@ def test_the_parts_are_the_whole(planned: Plan) -> None:
     assert sum(item.size for item in planned.breakdown.buffers if item.part == "parameters") == parts["parameters"]
 
 
-def test_the_fullest_moment_is_the_one_that_xla_packed_for(planned: Plan) -> None:
+def test_the_peak_is_the_one_that_xla_allocates_for(planned: Plan) -> None:
     """So the lifetimes are XLA's own; what its packing could not use is a part of `other`."""
     temporaries = [item for item in planned.breakdown.buffers if item.kind not in ("argument", "result")]
     gaps = planned.breakdown.of_kind("gaps between buffers")
@@ -57,7 +57,7 @@ def test_the_fullest_moment_is_the_one_that_xla_packed_for(planned: Plan) -> Non
     assert held == pytest.approx(_simulated_peak(planned.compiled_step.assignment), rel=0.01)
 
 
-def test_states_are_split_over_all_devices(planned: Plan) -> None:
+def test_states_are_sharded_over_all_devices(planned: Plan) -> None:
     count = planned.program.model.parameter_count
     assert planned.bytes_per_device["optimizer"] == pytest.approx(8 * count / 8, rel=0.02)
     assert planned.bytes_per_device["parameters"] == pytest.approx(4 * count / 8, rel=0.02)

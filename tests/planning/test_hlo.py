@@ -17,11 +17,11 @@ def looped(x: jax.Array) -> jax.Array:
     return jax.lax.scan(outer, x, length=5)[0]
 
 
-def test_products_in_loops_count_as_often_as_they_run() -> None:
+def test_matmuls_in_loops_count_once_per_iteration() -> None:
     assert total_flops(module_of(looped, X)) == 5 * 3 * 2 * 4 * 8 * 8
 
 
-def test_batched_products_and_convolutions() -> None:
+def test_batched_matmuls_and_convolutions() -> None:
     def both(a: jax.Array, b: jax.Array, image: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
         convolved = jax.lax.conv_general_dilated(
             image, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -54,7 +54,7 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
     assert [one.kernels for one in found.collectives] == [kernels]
 
 
-def test_messages_follow_each_other_on_one_link() -> None:
+def test_collectives_on_one_link_do_not_overlap() -> None:
     module = program_of(
         ("x", "parameter", []),
         ("first", "all-gather-start", ["x"]),
@@ -91,7 +91,7 @@ def test_an_enough_hidden_message_costs_nothing() -> None:
     assert found.bound == "memory"
 
 
-def test_large_products_take_their_arithmetic() -> None:
+def test_large_matmuls_are_limited_by_arithmetic() -> None:
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     found = timeline(module_of(lambda a, b: a @ b, x, x), H100, 1, 1)
     assert found.flops == 2 * 4096**3
@@ -119,7 +119,7 @@ def test_a_slice_moves_only_the_slice() -> None:
     assert sum(map(moved_bytes, kernels)) < 4 * 64 * 64 * 4
 
 
-def test_without_rates_messages_are_counted_and_all_exposed() -> None:
+def test_without_rates_all_communication_is_exposed() -> None:
     module = program_of(
         ("x", "parameter", []), ("start", "all-gather-start", ["x"]), ("done", "all-gather-done", ["start"])
     )

@@ -62,7 +62,7 @@ def test_zero_s_table(zero: int, published: float) -> None:
     [({}, 16), ({"parameters": "bfloat16"}, 8), (MIXED, 16)],
     ids=["float32", "bfloat16", "mixed"],
 )
-def test_bytes_a_parameter_at_8_billion(precision: dict[str, str], each: int) -> None:
+def test_bytes_per_parameter_at_8_billion(precision: dict[str, str], each: int) -> None:
     """The lectures' 128 GB, and half of it."""
     built = on("h100-80gb", run({"preset": "llama3-8b"}, precision=precision))
     assert states(built) / built.model.parameter_count == pytest.approx(each, rel=0.01)

@@ -79,7 +79,7 @@ def sent_by(step):
 
 
 @pytest.mark.parametrize("name", cases(LAYOUTS, "data", "zero-2", "hybrid", "tensor", "stages"))
-def test_messages_are_those_of_theory(name):
+def test_communication_equals_the_theory(name):
     built, step = compiled(name)
     traffic = sent_by(step).traffic
     sent = sum(one.wire_bytes for one in traffic.values())
@@ -123,7 +123,7 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("gpus", ["h100-80gb:8", "a100-80gb:8"])
-def test_gradients_of_a_layer_travel_beside_products(gpus):
+def test_gradient_communication_overlaps_with_matmuls(gpus):
     """Also the last that it makes; and on what is older than Hopper, where XLA has to be told."""
     target = parse_target(gpus)
     cfg = config(
@@ -138,7 +138,7 @@ def test_gradients_of_a_layer_travel_beside_products(gpus):
 
 
 @pytest.mark.exhaustive
-def test_codes_are_updated_where_they_lie(monkeypatch):
+def test_quantized_weights_are_updated_in_place(monkeypatch):
     """Part after part: what is sent are codes, twice, and gradients."""
     monkeypatch.setattr(in_place, "PART_SIZE", 2**12)
     cfg = config(model=MODEL, mesh={"fsdp": 8}, precision={"parameters": "int8"}, memory={"remat": "full"})

@@ -30,7 +30,7 @@ def test_compute_follows_the_hardware_unless_asked(asked, platform, given):
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_weights_rest_as_asked(name):
+def test_weights_are_stored_in_the_configured_dtype(name):
     assert store(jnp.ones((2, 3)), ("embed", "mlp"), Storage(Precision(parameters=name))).dtype.name == name
 
 

@@ -77,7 +77,7 @@ def run(plan: Plan, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_page_is_whole_and_asks_nothing_of_anyone(text: str) -> None:
+def test_the_page_is_complete_and_loads_nothing(text: str) -> None:
     page = Page(text)
     assert text.startswith("<!doctype html>")
     assert "prefers-color-scheme: dark" in text

@@ -5,13 +5,13 @@ import pytest
 from tests.stack.saved_activations import EMBED, HIDDEN, LAYERS, ROWS, TIME, kept, kinds
 
 
-def test_a_linear_layer_keeps_its_input_for_the_outer_product_and_nothing_where_it_does_not_learn() -> None:
+def test_a_trainable_linear_layer_saves_its_input_and_a_frozen_one_saves_nothing() -> None:
     # A CPU computes bfloat16 in float32, and may keep both.
     assert {shape.dims for shape in kept(kinds()["linear"], "cpu:1")} == {(LAYERS, ROWS, TIME, EMBED)}
     assert kept(kinds()["linear that does not learn"], "cpu:1") == []
 
 
-def test_a_sliced_loss_keeps_features_and_a_number_a_token() -> None:
+def test_a_sliced_loss_saves_features_and_a_number_per_token() -> None:
     held = {shape.dims[1:] for shape in kept(kinds()["logits and loss, in slices"], "cpu:1")}
     assert held == {(ROWS, TIME, EMBED), (ROWS, TIME)}
 

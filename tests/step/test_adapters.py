@@ -65,7 +65,7 @@ def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
 
 
 @pytest.mark.exhaustive
-def test_a_base_in_codes_stays_as_it_is():
+def test_a_quantized_base_does_not_change():
     """nf4, constants in codes too, head and embedding included; the loss in slices, boundaries by a schedule."""
     sections = {"memory": {"remat": "sqrt", "loss_chunk": 100}, "mesh": {"fsdp": 2}}
     trained = Trained(adapted("qlora", **sections), devices=2, updates=2)

@@ -142,7 +142,7 @@ def test_a_low_rank_optimizer_of_sharded_experts():
     assert trained.metrics[1]["loss"] < trained.metrics[0]["loss"] + 0.1
 
 
-def test_the_update_of_sharded_experts_on_stages():
+def test_the_update_of_sharded_experts_in_a_pipeline():
     """A `shard_map` over `expert` inside of the one over `stage`."""
     cfg = mixture(optimizer=GALORE, mesh={"expert": 2, "stage": 2}, zero=1)
     assert program(cfg, jax.devices()[:4]).lower_step() is not None

@@ -42,7 +42,7 @@ def test_every_format_that_is_no_magnitude_may_hold_weights():
     assert set(named) == {"float32", "bfloat16", *(name for name in FORMATS if not name.startswith("udynamic"))}
 
 
-def test_matrices_rest_in_codes_along_their_inputs_and_vectors_do_not(alone):
+def test_matrices_are_quantized_along_their_inputs_and_vectors_are_not(alone):
     for path, w in jax.tree_util.tree_leaves_with_path(alone.state.params, is_leaf=is_quantized):
         name = jax.tree_util.keystr(path)
         assert is_quantized(w) == ("norm" not in name), name
@@ -77,7 +77,7 @@ def test_a_gradient_is_that_of_the_values(alone):
     ("zero", "mesh", "kernel"),
     [(3, {"stage": 2, "fsdp": 2, "tensor": 2}, "none"), (1, {"stage": 2, "fsdp": 2}, "triton")],
 )
-def test_every_mesh_learns_the_same(alone, zero, mesh, kernel):
+def test_every_mesh_trains_quantized_weights_as_one_device(alone, zero, mesh, kernel):
     """Which cuts blocks, layers into stages and the vocabulary into slices, and groups rows whose gradients are summed
     apart. With a kernel, too."""
     sections = {

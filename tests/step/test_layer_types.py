@@ -38,7 +38,7 @@ def alone(name):
 
 
 @pytest.mark.parametrize("way", cases(WAYS, "fsdp"))
-def test_every_way_learns_what_one_device_learns(way):
+def test_every_way_to_train_equals_one_device(way):
     base, sections, devices = WAYS[way]
     reference = alone(way if base else "")
     begin = None if "stage" in sections.get("mesh", {}) else reference  # stages have identity layers

@@ -113,7 +113,7 @@ def alone():
 
 
 @pytest.mark.parametrize("name", cases(LAYOUTS, "zero-1", "fsdp", "context x tensor"))
-def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise(name, alone):
+def test_every_layout_trains_as_one_device_in_the_bytes_of_its_table(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
     memory |= IN_PIECES.get(name, {})
@@ -138,7 +138,7 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
     assert zero in (1, 2) or not stacks & gathered  # all layers of a weight are sent where they are new, or never
 
 
-def test_state_is_born_where_it_lies():
+def test_state_is_created_sharded():
     mesh, zero = LAYOUTS["hybrid x tensor"]
     built = program(config(mesh=mesh, zero=zero), jax.devices())
     for born, promised in zip(jax.tree.leaves(built.initialise()), jax.tree.leaves(built.spec.state), strict=True):

@@ -45,7 +45,7 @@ def alone(family):
     ),
     indirect=["family"],
 )
-def test_every_zero_learns_what_one_device_learns(family, alone, zero):
+def test_every_zero_stage_trains_as_one_device(family, alone, zero):
     split = Trained(pictures(family, mesh=EVERYWHERE, zero=zero), 8, begin=alone)
     split.agrees_with(alone)
     share = held(inner(split.state.params)) / held(inner(alone.state.params))

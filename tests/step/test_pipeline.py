@@ -70,7 +70,7 @@ def trained(name):
 
 
 @pytest.mark.parametrize("name", cases(RUNS, "layers filled up", "circular x fsdp x tensor"))
-def test_stages_learn_what_one_device_learns(name, alone):
+def test_pipeline_stages_train_as_one_device(name, alone):
     on_stages = trained(name)
     for mine, theirs in zip(on_stages.metrics, alone.metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
@@ -97,7 +97,7 @@ def test_frozen_weights_come_from_the_host():
 
 
 @pytest.mark.exhaustive
-def test_what_lies_on_stages_is_used_there(alone):
+def test_evaluation_and_generation_use_the_pipeline(alone):
     """Evaluated, and asked for a text."""
     built = trained("circular x fsdp x tensor").built
     params = jax.device_put(
@@ -112,7 +112,7 @@ def test_what_lies_on_stages_is_used_there(alone):
     assert texts[0] == texts[1]
 
 
-def test_layers_that_fill_up_stay_zero():
+def test_padding_layers_stay_zero():
     """Also in a network whose blocks have biases, which a gradient would reach."""
     cfg = config(
         model={"family": "mlp", "layers": 3, "embed": 16, "mlp": 32},

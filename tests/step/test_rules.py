@@ -35,12 +35,12 @@ def small(**sections):
 
 
 @pytest.mark.parametrize("name", cases(TABLES, "kinds"))
-def test_every_table_learns_what_one_device_learns(name, alone):
+def test_every_table_of_rules_trains_as_one_device(name, alone):
     rules, mesh, *more = TABLES[name]
     Trained(small(rules=rules, mesh=mesh, **dict(*more)), 8, updates=2, begin=alone).agrees_with(alone)
 
 
-def test_a_weight_rests_along_the_first_dimension_that_may():
+def test_a_weight_is_sharded_along_the_first_allowed_dimension():
     layout = layout_for(config(rules={"mlp": FIRST}, mesh={"fsdp": 4, "tensor": 2}), jax.devices())
     split = lambda role, *axes: layout.sharding(role, axes, (32, 64)).shard_shape((32, 64))  # noqa: E731
     assert split("weights", "embed", "mlp") == (8, 32)
@@ -48,7 +48,7 @@ def test_a_weight_rests_along_the_first_dimension_that_may():
     assert split("compute", "mlp", "embed") == (16, 64)
 
 
-def test_constants_of_blocks_are_whole_on_no_device_of_many():
+def test_block_scales_are_sharded():
     """What a dimension cannot have for its blocks, another of its layer has; not the layers, nor a table."""
     layout = layout_for(config(mesh={"fsdp": 4, "tensor": 2}), jax.devices())
     split = lambda axes, shape: layout.sharding("weights", axes, shape).shard_shape(shape)  # noqa: E731

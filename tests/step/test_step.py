@@ -106,7 +106,7 @@ def test_kernels_called_on_each_device_learn_the_same(plain):
     Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=1, begin=plain).agrees_with(plain)
 
 
-def test_parameters_may_rest_in_bfloat16():
+def test_parameters_may_be_stored_in_bfloat16():
     trained = Trained(config(precision={"parameters": "bfloat16"}))
     assert {leaf.dtype for leaf in jax.tree.leaves(trained.params)} == {jnp.dtype(jnp.bfloat16)}
     assert np.isfinite(trained.metrics[-1]["loss"])

@@ -35,7 +35,7 @@ def test_a_mesh_does_the_same(alone):
     Trained(frozen(mesh={"fsdp": 4, "tensor": 2}), devices=8, updates=2, begin=alone).agrees_with(alone)
 
 
-def test_codes_stay_as_they_are():
+def test_frozen_quantized_weights_do_not_change():
     """Frozen weights in codes are neither decoded nor encoded again."""
     cfg = config(
         optimizer={"learning_rate": 1e-2, "trainable": ["*norm.scale"]},

@@ -150,7 +150,7 @@ def test_tied_embeddings_clipped_by_the_last_length():
 
 
 @pytest.mark.exhaustive
-def test_weights_in_codes():
+def test_quantized_weights():
     """int8 under APOLLO-Mini: the same codes, but where rounding by chance met another last bit; by a kernel of two
     micro-batches."""
     cfg = {

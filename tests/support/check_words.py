@@ -1,4 +1,4 @@
-"""Checks the words of docs, comments, docstrings and messages, and that public names have docstrings.
+"""Checks the words of docs, comments, docstrings, messages and names of tests, and that public names have docstrings.
 
     python tests/support/check_words.py                 # what `make lint` checks
     python tests/support/check_words.py jaxmem/hf docs  # these folders
@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "README.md")
+FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "tests", "README.md")
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TERMS: dict[str, str] = TABLES["terms"]
@@ -34,9 +34,13 @@ PATTERN = _pattern()
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """(first line, text) of all prose; in Python that is comments, docstrings and messages, in YAML comments."""
+    """(first line, text) of all prose; in Python that is comments, docstrings and messages, in YAML comments, in tests
+    the names of tests, which are sentences."""
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".yaml" and path.name != "stops.yaml":  # the pages of the tour
+    if path.is_relative_to(ROOT / "tests"):
+        names = (named for named in definitions(path) if named[1].startswith("test_"))
+        yield from ((line, name.replace("_", " ")) for line, name in names)
+    elif path.suffix == ".yaml" and path.name != "stops.yaml":  # the pages of the tour
         comments = "\n".join(line[line.find("#") :] if "#" in line else "" for line in text.splitlines())
         yield 1, comments
     elif path.suffix != ".py":
@@ -66,7 +70,7 @@ def places(path: Path) -> Iterator[str]:
     """`file:line: 'text': its replacement`."""
     name = path.relative_to(ROOT)
     for line, defined in definitions(path):
-        if defined.lstrip("_") in TABLES["names"]:
+        if defined.lstrip("_") in TABLES["names"] and not path.is_relative_to(ROOT / "tests"):
             yield f"{name}:{line}: {defined!r}: a noun for a value, a verb for a function"
     for first, text in prose(path):
         for match in PATTERN.finditer(text):

@@ -33,7 +33,7 @@ FAULTS = {
         "jaxmem/optim/rules/plain.py",
         "return 1 - jnp.float32(beta) ** count.astype(jnp.float32)",
         "return 1 + jnp.float32(beta) ** count.astype(jnp.float32)",
-        "tests/optim/test_quantized.py::test_adam_in_codes_follows_adam",
+        "tests/optim/test_quantized.py::test_quantized_adam_follows_adam",
     ),
     "lora": Fault(
         "LoRA without its scale",
@@ -47,7 +47,7 @@ FAULTS = {
         "jaxmem/optim/rules/galore.py",
         "due = turn | (context.count == 1)",
         "due = context.count == 1",
-        "tests/optim/test_galore.py::test_layers_look_in_turn",
+        "tests/optim/test_galore.py::test_layers_refresh_their_projections_at_different_steps",
     ),
     "segments": Fault(
         "packed documents that see each other",
@@ -69,7 +69,7 @@ FAULTS = {
         "optimizer=state if zero >= 1 else tensor",
         "optimizer=tensor if zero >= 1 else state",
         "tests/step/test_layouts.py::test_every_table_covers_the_same_axes "
-        "tests/step/test_layouts.py::test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise",
+        "tests/step/test_layouts.py::test_every_layout_trains_as_one_device_in_the_bytes_of_its_table",
     ),
     "mask": Fault(
         "the mask of the loss counted twice",

@@ -55,7 +55,7 @@ def built(planned):
 
 
 @pytest.mark.exhaustive
-def test_shorter_rows_learn_what_padding_would_have(built, planned):
+def test_shorter_rows_train_as_padded_rows(built, planned):
     with Loader(built.cfg) as loader:
         short = next(batch for batch in loader if built.bucket(batch) == 16)
     long = {name: np.pad(x, ((0, 0), (0, 0), (0, 16))) for name, x in short.items()}

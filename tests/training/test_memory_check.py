@@ -202,7 +202,7 @@ def test_what_has_no_room_on_a_gpu_lies_on_its_host_as_far_as_that_has(plan: Pla
     assert SPILLED not in {warned.kind for warned in roomy.warnings}
 
 
-def test_jax_is_told_to_spill_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilling_is_configured_before_jax_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS["a100-80gb"]
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 2)

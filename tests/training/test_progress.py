@@ -82,7 +82,7 @@ def test_steps_of_unequal_work_are_counted_as_they_are() -> None:
     assert row == {"step": 102, "tokens": 110, "seconds": 2.0, "tokens_per_second": 20.0, "mfu": 0.125}
 
 
-def test_memory_is_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_the_device_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     class Device:
         def __init__(self, used: int) -> None:
             self.used = used

@@ -52,7 +52,7 @@ def test_a_target_is_here_only_with_all_of_its_gpus(monkeypatch: pytest.MonkeyPa
     assert [common.is_this_machine(gpu, count) for count in (1, 8)] == [False, True]
 
 
-def test_a_processors_time_is_told_as_one() -> None:
+def test_processor_time_is_labeled_as_such() -> None:
     assert common.clock_name() == "processor time here"
     assert 0 <= common.seconds(lambda x: x, 1, times=1) < 0.1
 

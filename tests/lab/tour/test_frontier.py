@@ -53,7 +53,7 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest[-1]["QLoRA"] == end
 
 
-def test_where_nothing_fits_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_frontier_is_empty_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontier, "_row_of_shape", lambda *_: {"limit": GIB, "predicted": 2 * GIB})
     assert frontier.largest_model(parse_target("rtx4090-24gb"), ()) is None
 
