@@ -2,7 +2,8 @@
 
     rtx4090-24gb   a100-40gb:8   h100-80gb:16x8 (16 hosts)   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
 
-A GPU that is not in the table is a YAML file with the fields of `machine.gpus.Gpu`, in the same units.
+A GPU that is not in the table is a YAML file with the fields of `machine.gpus.Gpu`, in the same units; `like` names a
+GPU of the table that has the other fields.
 """
 
 import dataclasses
@@ -237,7 +238,12 @@ def _from_file(path: Path) -> Gpu:
         raise UserError(f"target {path}: cannot be read: {reason}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
-    spec = {"name": path.stem, "kind": path.stem, **given}
+    spec: dict[str, Any] = {"name": path.stem, "kind": path.stem}
+    if (like := given.pop("like", None)) is not None:
+        if like not in GPUS:
+            raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")
+        spec = dataclasses.asdict(GPUS[like]) | {"name": path.stem}
+    spec |= given
     fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key, value in spec.items():
         if key not in fields:

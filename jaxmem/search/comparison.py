@@ -1,12 +1,15 @@
 """The methods of training a model on a target: memory, time and command of each, and whether it fits.
 
 For each method, the fastest config that fits is searched among settings that change only memory and time. All methods
-are estimated first; then configs of each method that may fit are compiled until one fits, at most three.
+are estimated first; then configs of each method that may fit are compiled until one fits, at most three. Recompute is
+tried before offloading, whose copies are exposed more often than an estimate can tell. An offloading config is compiled
+only if no other fits, or if it is estimated to be faster.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +28,42 @@ from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
 
-MAX_COMPILES = 3  # largest number of compiled configs per method
+MAX_COMPILES = 3  # largest number of compiled configs per method, without offloading and with it
+MIN_SPEEDUP = 1.05  # by which an offloading config must be estimated to be faster than a compiled one without
+OFFLOAD = "memory.offload"
+
+
+class MethodSearch:
+    """A search of the fastest config of a method: configs that do not offload first, then those that do."""
+
+    def __init__(self, cfg: Config, compilers: CompilerPool, progress: Progress) -> None:
+        device_knobs = [knob for knob in MEMORY_KNOBS if knob.allow != "offload"]
+        self._on_device = Search(cfg, device_knobs, compilers, progress)
+        self._offloading = Search(cfg, MEMORY_KNOBS, compilers, progress)
+        trials = self._offloading.trials
+        trials.all = [candidate for candidate in trials.all if OFFLOAD in candidate.changes]
+
+    @property
+    def trials(self) -> Trials:
+        """The candidates of both kinds."""
+        first, second = self._on_device.trials, self._offloading.trials
+        return Trials(first.target, first.limit, [*first.all, *second.all])
+
+    def compile(self) -> None:
+        """Compiles configs until one fits, and an offloading one that may be faster."""
+        if _may_fit(self._on_device.trials):
+            self._on_device.compile_until_one_fits(MAX_COMPILES)
+        offloading = self._offloading.trials
+        if front := self._on_device.trials.front():
+            fitting = [candidate.seconds for candidate in offloading.all if offloading.fits(candidate)]
+            if min(fitting, default=math.inf) * MIN_SPEEDUP < front[0].seconds:
+                self._offloading.compile_until_one_fits(1)
+        elif _may_fit(offloading):
+            self._offloading.compile_until_one_fits(MAX_COMPILES)
+
+
+def _may_fit(trials: Trials) -> bool:
+    return any(trials.fits(candidate, ESTIMATE_ERROR) for candidate in trials.all)
 
 
 @dataclass(frozen=True)
@@ -102,6 +140,11 @@ class Comparison:
             "seconds": self.seconds,
         }
 
+    def tokens_per_second(self, candidate: Candidate) -> float | None:
+        """Tokens per second of all devices, from the estimated time; None if it is unknown."""
+        tokens = self.given.batch.global_size * self.given.data.sequence_length
+        return tokens / candidate.seconds if candidate.seconds else None
+
     def _json(self, one: MethodResult) -> dict[str, Any]:
         method = METHODS[one.name]
         found: dict[str, Any] = {"name": one.name, "summary": method.summary, "mathematics": method.mathematics}
@@ -109,6 +152,7 @@ class Comparison:
             return found | {"fits": False, "error": one.reason}
         found |= {} if one.fits else {"why": one.reason}
         found |= {"compiled": one.candidate.cost is not None, "command": self.plan_command(one).strip()}
+        found["tokens_per_second"] = self.tokens_per_second(one.candidate)
         return found | one.candidate.as_json(fits=one.fits)
 
     def write(self, path: str | Path) -> None:
@@ -132,15 +176,17 @@ class Comparison:
         yield Text(head, style="bold")
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method", no_wrap=True)
-        for column in ("GiB", "step", "fits"):
+        for column in ("GiB", "step", "tok/s", "fits"):
             table.add_column(column, justify="right", no_wrap=True)
         if is_wide:
             table.add_column("settings, or reason")
         for one in self.results:
-            cells = ("", "")
+            cells: tuple[str, ...] = ("", "", "")
             if one.candidate:
                 about = "" if one.candidate.cost else "~"
-                cells = f"{about}{one.candidate.total / GIB:.1f}", about + format_seconds(one.candidate.seconds)
+                numbers = f"{one.candidate.total / GIB:.1f}", format_seconds(one.candidate.seconds)
+                speed = self.tokens_per_second(one.candidate)
+                cells = (*(about + number for number in numbers), about + f"{speed:,.0f}" if speed else "")
             why = one.candidate.description if one.fits and one.candidate else one.reason
             row = (one.name, *cells, "yes" if one.fits else "no", *([Text(why)] if is_wide else []))
             table.add_row(*row, style="green" if one.fits else "")
@@ -154,6 +200,9 @@ class Comparison:
             elif not is_wide:
                 yield Text(f"{one.name}: {one.reason}", style="dim")
         yield Text(f"~ not compiled. All times are estimates. The comparison took {self.seconds:.0f} s")
+        if self.target.gpu and not self.target.here:
+            host = format_bytes(self.target.host_memory)
+            yield Text(f"Host memory is assumed: {host} per GPU. To change it, see --target FILE in docs/plan.md")
         if self.best:
             yield Text("next: add --write run.yaml to one of these commands, then jaxmem train run.yaml")
         else:
@@ -182,22 +231,21 @@ def compare(
     """Compares `methods`, by default all. `config(method=NAME)` returns the config of a method; a method whose config
     equals `current` is left out."""
     start, target = time.perf_counter(), compilers.target
-    searched: dict[str, Search | str] = {}
+    searched: dict[str, MethodSearch | str] = {}
     for name in methods or METHODS:
         try:
             cfg, _ = resolve_remat(config(method=name), target, compilers.reserve_gib, compiles=False)
             if cfg == current:
                 continue
-            one = Search(cfg, MEMORY_KNOBS, compilers, functools.partial(_report, progress, name))
-            searched[name] = one
-            progress(str(MethodResult.of(name, one.trials)))
+            search = MethodSearch(cfg, compilers, functools.partial(_report, progress, name))
+            searched[name] = search
+            progress(str(MethodResult.of(name, search.trials)))
         except Exception as error:  # noqa: BLE001 - a method that fails must not end the comparison
             searched[name] = one_line(error)
             progress(f"{name}: {searched[name]}")
-    searches = [one for one in searched.values() if isinstance(one, Search)]
+    searches = [search for search in searched.values() if isinstance(search, MethodSearch)]
     with ThreadPoolExecutor(compilers.processes) as pool:
-        promising = [one for one in searches if any(one.trials.fits(each, ESTIMATE_ERROR) for each in one.trials.all)]
-        list(pool.map(lambda one: one.compile_until_one_fits(MAX_COMPILES), promising))
+        list(pool.map(MethodSearch.compile, searches))
     results = [
         MethodResult(name, None, reason=found) if isinstance(found, str) else MethodResult.of(name, found.trials)
         for name, found in searched.items()

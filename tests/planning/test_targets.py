@@ -183,3 +183,14 @@ def test_the_list_shows_every_target_whole(width: int) -> None:
 def test_a_model_larger_than_this_cpu_is_planned_for_a_target() -> None:
     with pytest.raises(UserError, match=r"llama3-70b needs .* more than this machine .* --target h100-80gb:8"):
         planning.plan("llama3-70b")
+
+
+def test_a_file_may_name_a_gpu_that_has_the_other_fields(tmp_path: Path) -> None:
+    file = tmp_path / "big-host.yaml"
+    file.write_text("like: rtx4090-24gb\nhost_memory_gib: 128\n")
+    target = parse_target(f"{file}:2")
+    assert target.host_memory == 128 * GIB
+    assert target.memory == GPUS["rtx4090-24gb"].memory
+    file.write_text("like: rtx4090\n")
+    with pytest.raises(UserError, match=r"like=rtx4090 is unknown; did you mean rtx4090-24gb\?"):
+        parse_target(str(file))

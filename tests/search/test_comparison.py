@@ -144,6 +144,24 @@ def test_the_table_fits(width: int) -> None:
         compared(with_memory("h100-80gb:2", 1000)).write("nowhere.yaml")
 
 
+def test_recompute_is_tried_before_offloading() -> None:
+    """The copies of an offloading config take longer than estimated, which only compiling it shows."""
+    wide = with_memory("h100-80gb:2", 1 << 40)
+    full, none = (
+        estimated(for_devices(run_config(MODEL, [f"memory.remat={remat}"], method="lora", **OPTIONS), 2), wide).total
+        for remat in ("full", "none")
+    )
+    target = with_memory("h100-80gb:2", (full + none) // 2)
+    with FakeCompilers(target, lambda cfg: (1.0, 1.0 if cfg.memory.offload == "none" else 3.0)) as pool:
+        result = compare(functools.partial(run_config, MODEL, **OPTIONS), (), pool, lambda _: None, methods=["lora"])
+        [lora] = result.results
+        assert lora.candidate
+        assert lora.candidate.cfg.memory.offload == "none"
+        assert any(cfg.memory.offload == "none" for cfg in pool.asked[:1])
+        [row] = result.as_json()["methods"]
+        assert row["tokens_per_second"] == pytest.approx(2 * 64 / lora.candidate.seconds)
+
+
 def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
     """The parts of a plan that advice reads, with the estimate as compiled bytes."""
     target = with_memory(f"h100-80gb:{devices}", memory)
