@@ -12,9 +12,24 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; `__getattr__` imports the same names when they are first used
+    from jaxmem.config import Config, load_config
+    from jaxmem.config.register import register_optimizer
+    from jaxmem.errors import UserError
+    from jaxmem.inference.evaluate import evaluate
+    from jaxmem.machine.devices import simulate
+    from jaxmem.models import register_model
+    from jaxmem.planning import plan
+    from jaxmem.search.fit import fit
+    from jaxmem.training.run import run as train
 
 __version__ = "0.2.0"
+__all__ = [
+    "Config", "UserError", "evaluate", "fit", "load_config", "plan", "register_model", "register_optimizer",
+    "simulate", "train",
+]  # fmt: skip
 
 # The public names and their modules; every submodule is an attribute too (jaxmem.optim, jaxmem.kernels, ...).
 _NAMES = {

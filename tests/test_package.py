@@ -1,6 +1,7 @@
 """The source distribution builds a wheel with every file, and the installed package works away from the repository."""
 
 import os
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import jaxmem
 
 ROOT = Path(__file__).parents[1]
 IN_ONE_PROCESS = """
@@ -36,6 +39,14 @@ def built(kind: str, source: Path, target: Path) -> Path:
     run(code, kind, str(target), cwd=source)
     (file,) = target.iterdir()
     return file
+
+
+def test_help_and_star_import_list_the_public_functions() -> None:
+    text = pydoc.plain(pydoc.render_doc(jaxmem))
+    assert all(f"\n    {name}" in text or f"class {name}(" in text for name in jaxmem.__all__)
+    names: dict[str, object] = {}
+    exec("from jaxmem import *", names)
+    assert {*jaxmem.__all__} <= {*names}
 
 
 @pytest.mark.exhaustive

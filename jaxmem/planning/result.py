@@ -22,6 +22,7 @@ from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, to
 from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
+from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -37,7 +38,7 @@ class PlanWarning:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """The plan of a program for one device. Each figure is computed when it is first read."""
 
     program: Program

@@ -22,6 +22,7 @@ from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
+from jaxmem.planning.printed import Printed
 from jaxmem.planning.units import format_command, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
@@ -105,7 +106,7 @@ class MethodResult:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printed):
     given: Config
     target: Target
     limit: int  # bytes per device

@@ -15,6 +15,7 @@ from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model,
 from jaxmem.errors import UserError
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
+from jaxmem.planning.printed import Printed
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison, command_line, compare
@@ -28,7 +29,7 @@ OTHER_ROWS = 8  # number of rows for configs that are not on the front
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Printed):
     given: Config
     target: Target
     trials: Trials

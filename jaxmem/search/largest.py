@@ -17,6 +17,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes
+from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, candidates
@@ -47,7 +48,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Largest:
+class Largest(Printed):
     """The result of `maximize`: the largest value that fits, and the next value, which does not fit."""
 
     given: Config

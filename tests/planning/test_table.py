@@ -35,3 +35,13 @@ def test_a_wide_one_has_what_arithmetic_predicts_beside(cpu_plan: Plan) -> None:
     assert "predicted" in wide
     assert "difference" in wide
     assert "exposed" in wide
+
+
+def test_print_and_a_notebook_show_the_table(cpu_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert [line.split() for line in str(cpu_plan).splitlines()] == [
+        line.split() for line in shown(cpu_plan, 100).splitlines()
+    ]
+    page = cpu_plan._repr_html_()
+    assert page.startswith("<pre")
+    assert "optimizer" in page
