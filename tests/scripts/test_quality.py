@@ -1,0 +1,55 @@
+"""The comparison of methods on a real model, with a tiny GGUF file and a few updates."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jaxmem import load_config
+from tests.hf.gguf_reference import write_file
+
+SCRIPT = Path(__file__).parents[2] / "scripts/bench/quality.py"
+
+
+@pytest.fixture
+def quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    spec = importlib.util.spec_from_file_location("quality", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in {"RECORDS": tmp_path / "records", "WORK": tmp_path / "runs", "STEPS": 3}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "PACKAGES", ("json", "optax"))
+    monkeypatch.setattr(module, "HELD_OUT", ("json",))
+    write_file("llama", tmp_path / "model.gguf")
+    return module
+
+
+def test_each_method_is_a_valid_config(quality: ModuleType, tmp_path: Path) -> None:
+    run = {"name": "x", "model": {"hf": str(tmp_path / "model.gguf")}, "train": {"steps": 1}}
+    for method in quality.METHODS.values():
+        assert load_config(run, method.overrides.split()).model.embed == 64
+
+
+@pytest.mark.exhaustive
+def test_the_best_learning_rate_is_trained_at_full_length(
+    quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quality, "SEARCH_STEPS", 2)
+    monkeypatch.setattr(quality, "MAIN", {})  # a second seed
+    monkeypatch.setitem(quality.METHODS, "qlora-16", quality.METHODS["qlora-16"]._replace(learning_rates=(1e-3, 1e-2)))
+    quality.train_all(["qlora-16"], tmp_path / "model.gguf")
+    records = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "records").iterdir()}
+    search = {rate: records[f"qlora-16-{rate:g}-2-0"]["held_out"] for rate in (1e-3, 1e-2)}
+    best = min(search, key=lambda rate: search[rate])
+    assert f"qlora-16-{best:g}-3-0" in records
+    assert records[f"qlora-16-{best:g}-3-0"]["planned_bytes_per_parameter"]["optimizer"] > 0
+    assert not list((tmp_path / "runs").glob("qlora*"))
+    monkeypatch.setattr(quality, "train", pytest.fail)  # nothing is trained again
+    quality.train_all(["qlora-16"], tmp_path / "model.gguf")
+    quality.print_table(["qlora-16"])
+    assert f"| qlora-16 | {best:g} | 1 |" in capsys.readouterr().out
