@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, Manager, only_first_error, raise_lost_process, root_cause
-from jaxmem.checkpoint.paths import absolute, free_name, move_aside
+from jaxmem.checkpoint.paths import absolute, free_name, move_aside, refuse_links
 from jaxmem.checkpoint.record import (
     DamagedError,
     check_leaves,
@@ -58,6 +58,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.every, self.read_only, self._warn = every, read_only, warn
         self._retention = Retention(keep, keep_best)
         self._sweeper: threading.Thread | None = None
+        if not read_only:
+            refuse_links(self.directory)
         self._silence = only_first_error()
         try:
             self._manager = self._open()

@@ -1,5 +1,6 @@
 """Paths of checkpoints, local or in a bucket, and renaming of directories that must not be overwritten."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -13,16 +14,25 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens b
 
 
 def absolute(path: str | Path | epath.Path) -> epath.Path:
-    if "://" in str(path):
-        return epath.Path(path)
-    loop = UserError(f"{path} is a symbolic link to itself; remove it")
-    try:
-        resolved = Path(path).resolve()
-    except (OSError, RuntimeError) as error:  # Python below 3.13 raises a RuntimeError for a loop of links
-        raise loop from error
-    if resolved.is_symlink():  # Python 3.13 returns the link
-        raise loop
-    return epath.Path(resolved)
+    """Symbolic links stay as they are, so that renaming a link does not rename what it points to."""
+    return epath.Path(path if "://" in str(path) else Path(path).absolute())
+
+
+def refuse_links(directory: str | Path | epath.Path) -> None:
+    """Refuses a directory that a run would change if it is, or contains, a symbolic link: the run would write, rename
+    or delete files elsewhere. Does not look into finished checkpoints, in which nothing is written."""
+    if "://" in str(directory):
+        return
+    paths = [Path(directory)]
+    for folder, directories, files in os.walk(directory):
+        paths += [Path(folder, name) for name in (*directories, *files)]
+        directories[:] = [name for name in directories if not name[0].isdigit()]
+    for path in paths:
+        if path.is_symlink():
+            raise UserError(
+                f"{path} is a symbolic link to {path.readlink()}, and a run changes no files elsewhere; put the files"
+                " themselves in its place, or set output or checkpoint.path to the directory that the run shall change"
+            )
 
 
 def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:

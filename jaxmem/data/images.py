@@ -10,7 +10,7 @@ import numpy as np
 from jaxmem.config.sections import Config
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.records import RecordSource
-from jaxmem.errors import UserError, abridge
+from jaxmem.errors import UserError, abridge, one_of
 from jaxmem.step.batches import batch_spec
 
 
@@ -60,6 +60,10 @@ class ImageFolder(ImageSource):
         return np.stack(images).reshape(*records.shape, form.size, form.size, form.channels)
 
 
+# For some others Pillow starts a program, whatever the name of the file (Ghostscript for PostScript).
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+
+
 def read_image(path: Path, form: ImageForm) -> np.ndarray:
     """An image, scaled to the shorter side and cropped at the center."""
     try:
@@ -67,10 +71,11 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
     except ImportError:
         raise UserError("images require Pillow; run pip install 'jaxmem[images]'") from None
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             fitted = ImageOps.fit(image.convert("L" if form.channels == 1 else "RGB"), (form.size, form.size))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as an image: {error}; remove the file") from error
+    except Exception as error:  # Pillow raises errors of many types for damaged files
+        use = f"remove the file, or convert it to {one_of(FORMATS)}"
+        raise UserError(f"{path}: cannot be read as an image: {error}; {use}") from error
     return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
 
 

@@ -66,7 +66,7 @@ def _acquire(path: Path) -> int:
     with suppress(FileExistsError):  # a parent that is a file is reported by open
         path.parent.mkdir(parents=True)
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):

@@ -20,7 +20,7 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
-from jaxmem.checkpoint.paths import checkpoint_directory
+from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config
 from jaxmem.config.methods import config_with
@@ -115,6 +115,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     built = program(resolved, devices)
     cfg, elastic, directory = built.cfg, lines.elastic_line(cfg, built.cfg), Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(cfg, directory)
+    refuse_links(directory)
+    refuse_links(checkpoint_path)
     fingerprint = data_fingerprint(cfg)
     if finished := _finished(built, directory, checkpoint_path, fingerprint):
         return finished

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from etils import epath
 
 from jaxmem.checkpoint import Checkpoints, DamagedError
 from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
-from jaxmem.checkpoint.paths import checkpoint_directory
+from jaxmem.checkpoint.paths import checkpoint_directory, move_aside
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import abstract, bits, filled, mesh
@@ -131,17 +132,37 @@ def test_a_copy_under_a_later_step_is_found(tmp_path: Path) -> None:
     assert "copy of the checkpoint of step 1" in said[0]
 
 
-@pytest.mark.parametrize("kind", ["file", "loop"])
-def test_checkpoints_that_are_no_directory(tmp_path: Path, kind: str) -> None:
+def test_checkpoints_that_are_no_directory(tmp_path: Path) -> None:
     cfg = load_config({"name": "x", "output": str(tmp_path), "model": {"preset": "tiny"}, "train": {"steps": 1}})
     (tmp_path / "x").mkdir()
     place = tmp_path / "x" / "checkpoints"
-    if kind == "file":
-        place.write_text("")
-    else:
-        place.symlink_to(place)
-    with pytest.raises(UserError, match=f"{place} is (not a directory|a symbolic link to itself)"):
+    place.write_text("")
+    with pytest.raises(UserError, match=f"{place} is not a directory"):
         checkpoint_directory(cfg, tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["", "9", ROTATED_DIRECTORY, "2.orbax-checkpoint-tmp", "itself"])
+def test_links_among_checkpoints_are_refused_and_what_they_point_to_is_unchanged(tmp_path: Path, name: str) -> None:
+    place, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for folder in (place, elsewhere, elsewhere / "inside"):
+        folder.mkdir()
+    (elsewhere / "inside" / "file").write_text("kept")
+    link = place / name
+    if link == place:
+        place.rmdir()
+    link.symlink_to(link if name == "itself" else elsewhere)
+    with pytest.raises(UserError, match=f"{link} is a symbolic link to "):
+        Checkpoints(place, every=1)
+    assert (elsewhere / "inside" / "file").read_text() == "kept"
+    assert link.is_symlink()
+
+
+def test_a_link_is_renamed_itself(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert move_aside(tmp_path / "link") == epath.Path(tmp_path / "link.old-1")
+    assert (tmp_path / "elsewhere" / "file").read_text() == "kept"
 
 
 WRITER = """

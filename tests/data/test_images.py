@@ -6,6 +6,7 @@ from PIL import Image
 
 from jaxmem.config import load_config
 from jaxmem.data import Loader
+from jaxmem.data.images import ImageForm, read_image
 from jaxmem.errors import UserError
 from jaxmem.training.run import run
 
@@ -85,3 +86,19 @@ def test_names_a_file_that_is_not_an_image(tmp_path):
     cfg = config(tmp_path, "model.outputs=2", "data.held_out=0", "train.evaluate_every=null")
     with Loader(cfg) as loader, pytest.raises(UserError, match=r"\.png: cannot be read as an image"):
         next(iter(loader))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_an_image_of_another_format_starts_no_program(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: started.append(1) or Image.new("RGB", (8, 8))
+    )
+    (tmp_path / "x.png").write_bytes(EPS)
+    with pytest.raises(
+        UserError, match=r"x\.png: cannot be read as an image: .*; remove the file, or convert it to PNG"
+    ):
+        read_image(tmp_path / "x.png", ImageForm(8, 3, np.float32))
+    assert not started

@@ -1,6 +1,7 @@
 """Everything that jaxmem reads and somebody else may have written: good examples of each, and what reads them."""
 
 import atexit
+import io
 import json
 import shutil
 import struct
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGUFWriter
+from PIL import Image
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import Decoder, load_config
@@ -24,6 +26,7 @@ from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate
+from jaxmem.data.images import FORMATS, ImageForm, read_image
 from jaxmem.data.jsonl import JsonTexts, parse_object
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
@@ -143,6 +146,7 @@ def kinds() -> dict[str, Kind]:
             lambda source: ChatTemplate(source, "here", {}).render(CONVERSATIONS[0]["messages"]), TEMPLATE
         ),
         "jsonl": file("x.jsonl", _read_lines, lines),
+        "image": file("x.png", lambda path: read_image(path, ImageForm(8, 3, np.float32)), *map(_image, FORMATS)),
         **{
             f"checkpoint {name}": Kind([(_checkpoint() / part).read_bytes()], partial(_restore, part), slow=True)
             for name, part in CHECKPOINT.items()
@@ -199,6 +203,12 @@ def _read_lines(file: Path) -> None:
             records.piece(index)
     finally:
         records.close()
+
+
+def _image(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (9, 7), (200, 100, 50)).save(file, kind)
+    return file.getvalue()
 
 
 @cache

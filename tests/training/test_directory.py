@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.training.directory import run_lock
+from jaxmem.training.run import run
 
 HOLD = """
 import sys, time
@@ -64,3 +66,36 @@ def test_an_unwritable_directory(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output: cannot write .*: Not a directory; set output to another directory"):
         run_lock(tmp_path / "file", "x").__enter__()
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "elsewhere").write_text("kept")
+    (tmp_path / ".x.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"output: cannot write .*\.x\.lock: Too many levels of symbolic links"):
+        run_lock(tmp_path, "x").__enter__()
+    assert (tmp_path / "elsewhere").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["", "plan.json", "hf", "checkpoints"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_run_does_not_write_through_links(tmp_path, name, resume):
+    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "runs" / "x"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("kept")
+    link = directory / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    cfg = {
+        "name": "x",
+        "output": str(tmp_path / "runs"),
+        "model": {"family": "mlp"},
+        "objective": "classify",
+        "data": {"source": "digits"},
+        "batch": {"global_size": 8},
+        "train": {"steps": 1},
+        "checkpoint": {"resume": resume},
+    }
+    with pytest.raises(UserError, match=f"{link} is a symbolic link to {elsewhere}"):
+        run(cfg, jax.devices()[:1])
+    assert [file.name for file in elsewhere.iterdir()] == ["file"]
+    assert link.is_symlink()
