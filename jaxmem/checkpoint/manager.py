@@ -18,6 +18,7 @@ from jaxmem.checkpoint.record import (
     check_leaves,
     checksum,
     damaged,
+    in_names_of,
     make_record,
     named_leaves,
     read_record,
@@ -263,7 +264,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return UserError(f"{which} could not be written to {self.directory} ({complete}): {root_cause(error)}")
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
-        path, leaves = self.directory / str(step), named_leaves(abstract)
+        path, leaves = self.directory / str(step), in_names_of(saved, named_leaves(abstract))
         check_leaves(path, saved, leaves)
         restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
         args = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)

@@ -14,10 +14,11 @@ from jaxmem.lazy import lazy_names
 _get, _names = lazy_names(
     __name__,
     apply="apply_updates global_norm leaf_key",
+    chain="chain with_learning_rate",
     clipping="clip record_norm",
-    layers="MatrixRule ParameterSpec UpdateContext by_layer",
+    layers="MatrixRule ParameterSpec UpdateContext by_layer state_axes",
     master="REMAINDER_BITS with_master with_remainder",
-    registry="build chain optimizer schedule",
+    registry="build optimizer schedule",
     selection="Selection scale_updates select_trainable trainable",
 )
 _own = (entry.implementation.partition(":") for entry in OPTIMIZERS.values() if isinstance(entry.implementation, str))

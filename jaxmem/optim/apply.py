@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxmem import kernels
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, nearest
 from jaxmem.kernels.draws import scramble
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
-from jaxmem.sharding import Axes, per_device
+from jaxmem.sharding import Axes, is_axes, path_name, per_device
 from jaxmem.sharding.weights import is_quantized
 
 SumOverSlices = Callable[[Any], Any]  # the contribution of one slice to a sum -> the sum over all slices
@@ -117,8 +117,23 @@ def apply_updates(
 
 
 def axes_or_unnamed(axes: Any, params: Any) -> Any:
-    """The axes of each parameter. If `axes` is None, tuples of None."""
-    return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized) if axes is None else axes
+    """The axes of each parameter, a tree with the structure of `params`. If `axes` is None, tuples of None; otherwise a
+    tree that has the axes of each parameter at its name, in any containers."""
+    named = {path_name(path): names for path, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)}
+
+    def of_weight(path: Any, w: Any) -> Axes:
+        if axes is None:
+            return (None,) * w.ndim
+        if (name := path_name(path)) not in named:
+            raise UserError(f"axes: {name} has no axes{nearest(name, named)}; add a tuple with a name per dimension")
+        return named[name]
+
+    return jax.tree_util.tree_map_with_path(of_weight, params, is_leaf=is_quantized)
+
+
+def widened(grads: Any) -> Any:
+    """Gradients, with float16 as float32: squares of float16 below 2.4e-4 are zero, and above 256 infinite."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32) if g.dtype == jnp.float16 else g, grads)
 
 
 def map_with_keys(

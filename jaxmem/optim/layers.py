@@ -11,11 +11,12 @@ names have a meaning: `layer`, and `vocab` for embedding and output matrices.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,10 +24,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key
+from jaxmem.errors import UserError
+from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key, widened
 from jaxmem.optim.in_place import update_layers, update_rows
+from jaxmem.quant import QTensor
+from jaxmem.quant.qtensor import with_sliced_size
 from jaxmem.sharding import Axes, constrain, current, is_axes
-from jaxmem.sharding.leaves import Derived
+from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
+from jaxmem.sharding.weights import is_quantized
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,11 @@ class ParameterSpec:
         """Whether this is a matrix other than an embedding or output matrix."""
         return len(self.shape) == 2 and "vocab" not in self.axes
 
-    def state_array(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
-        """Declares a state array along these dimensions of the weight, by default all."""
-        own = self.dims if dims is None else tuple(self.dims[d] for d in dims)
-        return Derived(value, own)
+    def state_array(self, value: Any, dims: tuple[int, ...] | None = None) -> StateArray:
+        """Declares a state array, or a QTensor, along these dimensions of the weight, by default all."""
+        return StateArray(value, self.dims if dims is None else tuple(self.dims[d] for d in dims))
 
-    def zeros(self, dims: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32) -> Derived:
+    def zeros(self, dims: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32) -> StateArray:
         over = range(len(self.shape)) if dims is None else dims
         return self.state_array(jnp.zeros([self.shape[d] for d in over], dtype), dims)
 
@@ -91,7 +95,8 @@ class MatrixRule:
     updates_stacks: ClassVar[bool] = False  # whether the rule updates a stack of layers as one array
 
     def init(self, spec: ParameterSpec) -> State:
-        """The initial state: trees of `Derived`, by name."""
+        """The initial state of a weight: a declared array for each name (`spec.zeros`, `spec.state_array`). It depends
+        on the shape and dtype of the weight only, not on its values."""
         raise NotImplementedError
 
     def is_separable(self, dim: int, /) -> bool:
@@ -102,7 +107,7 @@ class MatrixRule:
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         """Returns the update before weight decay and learning rate, in any dtype, and the new state. `state` has the
-        values inside `Derived`."""
+        arrays and QTensors of `init`, without their declarations."""
         raise NotImplementedError
 
 
@@ -114,11 +119,11 @@ class PerExpertRule(MatrixRule):
     expert: ParameterSpec
 
     def init(self, spec: ParameterSpec) -> State:
-        def repeat(one: Derived) -> Derived:
-            values = jax.tree.map(lambda x: jnp.broadcast_to(x, (spec.shape[0], *x.shape)), one.value)
-            return Derived(values, (0, *one.dims))
+        def repeat(array: StateArray) -> StateArray:
+            values = jax.tree.map(lambda x: jnp.broadcast_to(x, (spec.shape[0], *x.shape)), array.value)
+            return StateArray(values, (0, *array.dims))
 
-        return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=_is_derived)
+        return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=is_declared)
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         def one(own: tuple[jax.Array, State], read_only: Any, i: jax.Array) -> tuple[jax.Array, State]:
@@ -136,8 +141,15 @@ class PerExpertRule(MatrixRule):
 
 
 class ByLayerState(NamedTuple):
+    """Plain arrays in trees with the structure of the parameters, like the states of optax, so that every library can
+    take the state apart, store it and put it together again.
+
+    A quantized moment `m` is stored as the trees `m_codes` and `m_scale`. A tree has `optax.MaskedNode()` for a
+    parameter without this array.
+    """
+
     step: jax.Array  # updates so far
-    leaves: Any  # the state of the rule of each parameter
+    arrays: dict[str, Any]  # name of a state array: a tree of the arrays of all parameters
 
 
 def by_layer(
@@ -149,19 +161,33 @@ def by_layer(
     With `update(..., layer=i, layers=n)`, gradients, state and parameters are those of layer i of n. With `update(...,
     vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix.
     """
+    rules = _Rules(rule_for, axes, seed)
+    return optax.GradientTransformationExtraArgs(rules.init, rules.update)
 
-    def init(params: Any) -> ByLayerState:
-        def make(names: Axes, w: Any) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class _Rules:
+    rule_for: Callable[[ParameterSpec], MatrixRule]
+    axes: Any
+    seed: int
+
+    def init(self, params: Any) -> ByLayerState:
+        weights, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
+        state_of_weights = []
+        for names, w in zip(self._axes_of(params), weights, strict=True):
             spec, layers = _one_layer(names, w)
-            if spec.size == 0:
-                return {}
-            state = _rule(rule_for, spec).init(spec)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), state)
-
-        leaves = jax.tree.map(make, axes_or_unnamed(axes, params), params, is_leaf=is_axes)
-        return ByLayerState(jnp.zeros((), jnp.int32), leaves)
+            state = _initial_state(_rule(self.rule_for, spec), spec)
+            state_of_weights.append({name: _repeated(array, layers) for name, array in _by_name(state).items()})
+        arrays = {
+            name: jax.tree.unflatten(treedef, [state.get(name, optax.MaskedNode()) for state in state_of_weights])
+            for name in sorted({name for state in state_of_weights for name in state})
+        }
+        if not _keeps_declarations.get():
+            arrays = jax.tree.map(lambda array: array.value, arrays, is_leaf=is_declared)
+        return ByLayerState(jnp.zeros((), jnp.int32), arrays)
 
     def update(
+        self,
         grads: Any,
         state: ByLayerState,
         params: Any = None,
@@ -171,64 +197,146 @@ def by_layer(
         vocab_slice: VocabSlice | None = None,
         **_: Any,
     ) -> tuple[Any, ByLayerState]:
-        weights, count = grads if params is None else params, optax.safe_increment(state.step)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(widened(grads))
+        weights = [g for _, g in leaves] if params is None else treedef.flatten_up_to(params)
+        axes_of_weights = self._axes_of(grads if params is None else params)
+        step = _Step(optax.safe_increment(state.step), layer, layers, vocab_slice)
+        old = {name: iter(jax.tree.leaves(tree)) for name, tree in state.arrays.items()}
+        new: dict[str, list[jax.Array]] = {name: [] for name in state.arrays}
+        updates = []
+        for (path, g), names, w in zip(leaves, axes_of_weights, weights, strict=True):
+            u, arrays = self._update_leaf(step, path, names, g, w, old)
+            updates.append(u)
+            for name, array in arrays.items():
+                new[name].append(array)
+        # The trees keep the structure in which they came, whichever library has built it.
+        structures = {name: jax.tree.structure(tree) for name, tree in state.arrays.items()}
+        trees = {name: jax.tree.unflatten(structure, new[name]) for name, structure in structures.items()}
+        return jax.tree.unflatten(treedef, updates), ByLayerState(step.count, trees)
 
-        def of_leaf(path: Any, names: Axes, g: jax.Array, state: Any, w: Any) -> tuple[jax.Array, Any]:
-            """The update and the new state of one parameter."""
-            names = names[1:] if layer is not None and names[:1] == ("layer",) else names
-            spec, stack = _one_layer(names, w)
-            if spec.size == 0:
-                return g, state
-            if vocab_slice is not None:
-                spec = dataclasses.replace(spec, shape=vocab_slice.shape)
-            rule = _rule(rule_for, spec)
-            if vocab_slice is not None and not rule.is_separable(vocab_slice.dim):
-                raise NotSeparableError
-            # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
-            key, total = leaf_key(jax.random.key(seed), path), stack[0] if stack else layers
+    def _axes_of(self, params: Any) -> list[Axes]:
+        return jax.tree.leaves(axes_or_unnamed(self.axes, params), is_leaf=is_axes)
 
-            def update_layer(pair: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
-                g, state = pair
-                context = UpdateContext(w, spec, count, i, total, jax.random.fold_in(key, i), vocab_slice)
-                values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
-                u, new = rule.update(_as_state(g, spec), values, context)
-                put = lambda x, value: dataclasses.replace(x, value=value)  # noqa: E731
-                return _as_state(u.astype(g.dtype), spec), jax.tree.map(put, state, new, is_leaf=_is_derived)
+    def _update_leaf(
+        self, step: "_Step", path: Any, names: Axes, g: jax.Array, w: Any, old: dict[str, Iterator[jax.Array]]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The update of a parameter and its new state arrays by name. `old`: the state arrays of this parameter, and of
+        those after it."""
+        names = names[1:] if step.layer is not None and names[:1] == ("layer",) else names
+        spec, stack = _one_layer(names, w)
+        if spec.size == 0:
+            return g, {}
+        if step.vocab_slice is not None:
+            spec = dataclasses.replace(spec, shape=step.vocab_slice.shape)
+        rule = _rule(self.rule_for, spec)
+        if step.vocab_slice is not None and not rule.is_separable(step.vocab_slice.dim):
+            raise NotSeparableError
+        # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
+        key, total = leaf_key(jax.random.key(self.seed), path), stack[0] if stack else step.layers
 
-            first = jnp.zeros((), jnp.int32) if layer is None else layer
-            if stack and rule.updates_stacks:
-                spec = dataclasses.replace(spec, shape=w.shape, axes=names)
-                return update_layer((g, state), w, first)
-            if rule.elementwise:
-                return update_rows(update_layer, (g, state), None, names)
-            return update_layers(update_layer, (g, state), w) if stack else update_layer((g, state), w, first)
+        def update_layer(pair: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
+            g, state = pair
+            context = UpdateContext(w, spec, step.count, i, total, jax.random.fold_in(key, i), step.vocab_slice)
+            u, new = rule.update(_as_state(g, spec), state, context)
+            return _as_state(u.astype(g.dtype), spec), new
 
-        treedef: Any
-        names, treedef = jax.tree.flatten(axes_or_unnamed(axes, weights), is_leaf=is_axes)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-        trees = (treedef.flatten_up_to(tree) for tree in (grads, state.leaves, weights))
-        new = [of_leaf(*leaf) for leaf in zip(paths, names, *trees, strict=True)]
-        updates, leaves = (jax.tree.unflatten(treedef, part) for part in zip(*new, strict=True))
-        return updates, ByLayerState(count, leaves)
+        declared = jax.eval_shape(lambda: _initial_state(rule, spec))
+        array_names = list(_by_name(declared))
+        pair = g, _with_values(declared, (next(old[name]) for name in array_names))
+        first = jnp.zeros((), jnp.int32) if step.layer is None else step.layer
+        if stack and rule.updates_stacks:
+            spec = dataclasses.replace(spec, shape=w.shape, axes=names)
+            u, new = update_layer(pair, w, first)
+        elif rule.elementwise:
+            u, new = update_rows(update_layer, pair, None, names)
+        elif stack:
+            u, new = update_layers(update_layer, pair, w)
+        else:
+            u, new = update_layer(pair, w, first)
+        return u, dict(zip(array_names, jax.tree.leaves(new), strict=True))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+@dataclass(frozen=True)
+class _Step:
+    """The inputs of an update that all parameters share."""
+
+    count: jax.Array
+    layer: jax.Array | None
+    layers: int
+    vocab_slice: VocabSlice | None
 
 
-def transformation(settings: type) -> Callable[..., Callable[..., optax.GradientTransformationExtraArgs]]:
-    """Decorator: turns a function `(settings, spec) -> rule` into a function `(settings, *, axes)` that returns the
-    optax transformation of the rule (`by_layer`). `settings`: the class of the hyperparameters. If the new function is
-    called without settings, it uses an instance of this class with default values."""
-    default = settings()
+def state_axes(tx: optax.GradientTransformation, params: Any, axes: Any) -> Any:
+    """The logical axes of every array of the state of `tx`, a tree with the structure of `tx.init(params)`. `params`:
+    arrays or their shapes. `axes`: the axes of each parameter. State that a rule does not declare and that has not the
+    shape of its parameter is an error.
 
-    def decorate(choose: Callable[..., MatrixRule]) -> Callable[..., optax.GradientTransformationExtraArgs]:
-        @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-        def scale(settings: Any = default, *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-            return by_layer(functools.partial(choose, settings), axes)
+    >>> from jaxmem import optim
+    >>> params, axes = {"w": jnp.zeros((64, 32))}, {"w": ("embed", "mlp")}
+    >>> state_axes(optim.scale_by_adafactor(axes=axes), params, axes).arrays
+    {'column': {'w': ('mlp',)}, 'row': {'w': ('embed',)}}
+    """
+    with _declarations():
+        # A new function, because jax caches the shapes that `init` returns, and those have no declarations.
+        state = jax.eval_shape(partial(tx.init), params)
+    return axes_of_state(state, params, axes)
 
-        del scale.__wrapped__  # the signature of `choose` differs
-        return scale
 
-    return decorate
+# Transformations of optax call `init` of the transformations in them without further arguments.
+_keeps_declarations = ContextVar("keeps_declarations", default=False)
+
+
+@contextmanager
+def _declarations() -> Iterator[None]:
+    """In this context, `init` of `by_layer` returns arrays with their declarations (`StateArray`)."""
+    token = _keeps_declarations.set(True)
+    try:
+        yield
+    finally:
+        _keeps_declarations.reset(token)
+
+
+def _initial_state(rule: MatrixRule, spec: ParameterSpec) -> State:
+    """The declared state of one layer of a weight; none for an empty weight."""
+    state = {} if spec.size == 0 else rule.init(spec)
+    arrays = {name: jax.tree.leaves(x, is_leaf=is_declared) for name, x in state.items()}
+    if undeclared := [name for name, leaves in arrays.items() if not all(map(is_declared, leaves))]:
+        raise UserError(
+            f"{type(rule).__name__}.init: state {', '.join(undeclared)} is not declared; use spec.zeros(dims) or"
+            " spec.state_array(value, dims)"
+        )
+    return state
+
+
+def _by_name(state: State) -> dict[str, StateArray]:
+    """The arrays of a state by name; a QTensor `m` is `m_codes` and `m_scale`.
+
+    >>> spec = ParameterSpec((8, 4), jnp.float32, ("embed", "mlp"), (0, 1))
+    >>> list(_by_name({"row": spec.zeros((0,)), "inner": {"m": spec.zeros()}}))
+    ['inner_m', 'row']
+    """
+    named = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_declared)
+    return {
+        jax.tree_util.keystr((*path, *part), simple=True, separator="_"): StateArray(value, array.dims)
+        for path, array in named
+        for part, value in jax.tree_util.tree_leaves_with_path(array.value)
+    }
+
+
+def _repeated(array: StateArray, layers: tuple[int, ...]) -> StateArray:
+    """The array for all layers of a stack."""
+    return dataclasses.replace(array, value=jnp.broadcast_to(array.value, (*layers, *array.value.shape)))
+
+
+def _with_values(declared: State, arrays: Iterator[jax.Array]) -> State:
+    """The state that a rule updates, from arrays in the order of `_by_name`: QTensors are put together again."""
+
+    def value(array: StateArray) -> Any:
+        complete = array.value
+        parts = jax.tree.map(lambda _: next(arrays), complete)
+        return with_sliced_size(parts, complete) if isinstance(complete, QTensor) else parts
+
+    return jax.tree.map(value, declared, is_leaf=is_declared)
 
 
 def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
@@ -250,7 +358,3 @@ def _rule(rule_for: Callable[[ParameterSpec], MatrixRule], spec: ParameterSpec) 
 def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:
     """An array with the sharding of its optimizer state, so that an update needs no all-gather."""
     return constrain(x, *spec.axes, role="optimizer") if any(spec.axes) else x
-
-
-def _is_derived(x: Any) -> bool:
-    return isinstance(x, Derived)

@@ -11,24 +11,16 @@ imported when it is used. `axes` names the dimensions of stacked weights, see `j
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from jaxmem import config
-from jaxmem.config.optimizers import OPTIMIZERS
-from jaxmem.optim.apply import axes_or_unnamed
+from jaxmem.config.optimizers import OPTIMIZERS, Entry
+from jaxmem.optim.chain import Rate, Transformation, chain, with_learning_rate, with_promotion
 from jaxmem.optim.clipping import clip
-from jaxmem.optim.in_place import update_rows
-from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.weights import is_quantized
-
-Rate: TypeAlias = float | optax.Schedule
-Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:
@@ -38,30 +30,23 @@ def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Tr
 
 
 def optimizer(name: str) -> Callable[..., Transformation]:
-    """The named optimizer, a function of the learning rate, `axes`, and its hyperparameters by name."""
+    """The named optimizer, a function of the learning rate, its hyperparameters by name, and `axes`."""
     entry = OPTIMIZERS[name]
-
-    def make(learning_rate: Rate, *, axes: Any = None, **hyperparameters: Any) -> Transformation:
-        settings = entry.settings(**hyperparameters)
-        scale = _implementation(entry.implementation)
-        weight_decay = getattr(settings, "weight_decay", 0.0)
-        decay = [add_decayed_weights(weight_decay, axes)] if weight_decay else []
-        return chain(scale(settings, axes=axes), *decay, optax.scale_by_learning_rate(learning_rate))
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    hyperparameters = [inspect.Parameter(field, keyword, default=default) for field, default in entry.fields.items()]
-    rate, axes, _ = inspect.signature(make).parameters.values()
-    make.__signature__ = inspect.Signature([rate, *hyperparameters, axes])  # type: ignore[attr-defined]
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = entry.summary
-    return make
+    if isinstance(entry.implementation, str):
+        return getattr(_module(entry.implementation), name)
+    return functools.partial(_registered, entry)
 
 
-def _implementation(named: str | Callable[..., Any]) -> Callable[..., Any]:
-    if callable(named):
-        return named
-    module, _, function = named.partition(":")
-    return getattr(importlib.import_module(f"jaxmem.optim.rules.{module}"), function)
+def _registered(entry: Entry, learning_rate: Rate, *, axes: Any = None, **hyperparameters: Any) -> Transformation:
+    """The optimizer of a transformation that a script has registered."""
+    settings = entry.settings(**hyperparameters)
+    assert callable(entry.implementation)
+    scale = entry.implementation(settings, axes=axes)
+    return with_learning_rate(scale, learning_rate, getattr(settings, "weight_decay", 0.0), axes)
+
+
+def _module(implementation: str) -> ModuleType:
+    return importlib.import_module(f"jaxmem.optim.rules.{implementation.partition(':')[0]}")
 
 
 def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
@@ -76,42 +61,4 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
         # Updates are counted from 1, so that the first has a learning rate above 0.
         warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
         decay = optax.join_schedules([warmup, decay], [cfg.warmup])
-    return _with_promotion(decay)
-
-
-def add_decayed_weights(weight_decay: float, axes: Any = None) -> Transformation:
-    """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
-    Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
-    With `update(..., layer=i)`, each stacked leaf contains one layer."""
-
-    def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
-        def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
-            if len(names) - (names[:1] == ("layer",)) < 2:
-                return u
-            if not is_quantized(w):
-                return u + weight_decay * w
-            return update_rows(decayed, u, w, names[len(names) - w.ndim :])
-
-        def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
-            return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
-
-        return jax.tree.map(one, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
-
-    return Transformation(lambda _: optax.EmptyState(), update)
-
-
-def chain(*parts: optax.GradientTransformation) -> Transformation:
-    """`optax.chain` that also works if implicit dtype promotion is off."""
-    tx = optax.chain(*parts)
-    return Transformation(_with_promotion(tx.init), _with_promotion(tx.update))
-
-
-def _with_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
-    """optax relies on implicit dtype promotion, which jaxmem turns off."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return function(*args, **options)
-
-    return call
+    return with_promotion(decay)

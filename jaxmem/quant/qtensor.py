@@ -95,6 +95,15 @@ class QTensor:
         return dataclasses.replace(new, dtype=self.dtype)
 
 
+def with_sliced_size(part: QTensor, complete: QTensor) -> QTensor:
+    """A QTensor whose arrays are slices of those of `complete`, with the `size` of the slice."""
+    size = complete.size * part.codes.shape[part.axis] // complete.codes.shape[complete.axis]
+    scale = part.scale
+    if isinstance(scale, QTensor):
+        scale = with_sliced_size(scale, complete.scale)
+    return dataclasses.replace(part, size=size, scale=scale)
+
+
 @partial(jax.jit, static_argnames=("format", "block_size", "axis", "double_quant"))
 def quantize(
     x: Float[Array, "*shape"],

@@ -1,18 +1,20 @@
-"""How a leaf of the optimizer state relates to its parameter, which determines its sharding.
+"""How an array of the optimizer state relates to its parameter, which determines its sharding.
 
-A leaf with the shape of its parameter is sharded like the parameter, and a scalar is replicated. Any other leaf is
-wrapped in `Derived(value, dims)` where it is created. `dims` has one entry per dimension of the value: the
+An array with the shape of its parameter is sharded like the parameter, and a scalar is replicated. Any other array is
+declared where it is created, by `StateArray(value, dims)`. `dims` has one entry per dimension of the value: the
 corresponding dimension of the parameter (an int), another logical axis (`"projected"`), or `None`. Factored, projected
 and block-wise states have this form:
 
-    row statistics of [m, n]        Derived(row, (0,))
-    projected to rank r, [r, n]     Derived(low, ("projected", 1))
-    codes and block scales          Derived(QTensor, (0, 1))
+    row statistics of [m, n]        StateArray(row, (0,))
+    projected to rank r, [r, n]     StateArray(low, ("projected", 1))
+    codes, or their block scales    StateArray(codes, (0, 1))
 
-The value may be a tree of such arrays, e.g. a QTensor. An array that is shorter than the parameter along a dimension
-(packed codes, block scales) is sharded like the parameter if that dimension is divisible by the mesh axes; otherwise it
-is replicated along this dimension and sharded along another one. A leaf that is not wrapped is an error, so that no
-array is replicated by mistake.
+A state contains plain arrays. Their declarations are computed again from the transformation when the layout is needed
+(`jaxmem.optim.state_axes`), so nothing is lost if another library rebuilds the state from its arrays.
+
+An array that is shorter than the parameter along a dimension (packed codes, block scales) is sharded like the parameter
+if that dimension is divisible by the mesh axes; otherwise it is replicated along this dimension and sharded along
+another one. An array without a known relation to its parameter is an error, so that none is replicated by mistake.
 
 `per_device` and `map_shards` apply functions to the shards of such state.
 """
@@ -34,47 +36,52 @@ from jaxmem.sharding.weights import is_quantized
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Derived:
-    """A state array whose shape differs from its parameter. `dims` counts the parameter's dimensions without
-    `layer`."""
+class StateArray:
+    """A declared array of the optimizer state. `dims` counts the parameter's dimensions without `layer`."""
 
-    value: Any  # an array, or a tree of arrays with as many dimensions
+    value: Any  # an array, or a QTensor with as many dimensions
     dims: tuple[int | str | None, ...] = dataclasses.field(metadata={"static": True})
 
 
-def state_axes(state: Any, params: Any, axes: Any) -> Any:
-    """The logical axes of every leaf of an optimizer state, as a tree of the same structure.
+def is_declared(x: Any) -> bool:
+    return isinstance(x, StateArray)
 
-    A leaf belongs to the parameter whose path is part of the path of the leaf: optax states contain trees with the
+
+def axes_of_state(state: Any, params: Any, axes: Any) -> Any:
+    """The logical axes of every array of an optimizer state, as a tree of the same structure. `state` has the
+    declaration of each array (`StateArray`) whose shape differs from its parameter.
+
+    An array belongs to the parameter whose path is part of the path of the array: optax states contain trees with the
     structure of the parameters.
     """
     weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     shapes = {path: leaf.shape for path, leaf in weights}
     names = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
 
-    def relate(path: tuple[Any, ...], leaf: Any) -> Any:
+    def relate(path: tuple[Any, ...], leaf: Any) -> Axes:
         owner = _owner(path, shapes)
-        if isinstance(leaf, Derived) and owner:
-            return _derived_axes(leaf, names[owner], shapes[owner])
+        if isinstance(leaf, StateArray) and owner:
+            return _declared_axes(leaf, names[owner], shapes[owner])
         if leaf.ndim == 0:
             return ()
         if owner and leaf.shape == shapes[owner]:
             return names[owner]
         raise UserError(
-            f"optimizer state {path_name(path)} of shape {tuple(leaf.shape)} has no known relation to its parameter"
-            "; wrap it in jaxmem.sharding.leaves.Derived where it is made"
+            f"optimizer state {path_name(path)} of shape {tuple(leaf.shape)} has no known relation to its parameter;"
+            " write the optimizer as a MatrixRule that declares it with spec.zeros(dims) or spec.state_array(value,"
+            " dims), see docs/how-to/own-optimizer.md"
         )
 
-    return jax.tree_util.tree_map_with_path(relate, state, is_leaf=lambda x: isinstance(x, Derived))
+    return jax.tree_util.tree_map_with_path(relate, state, is_leaf=is_declared)
 
 
 def _owner(path: tuple[Any, ...], shapes: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """The longest part of a path that is the path of a parameter."""
-    spans = ((i, j) for i in range(len(path)) for j in range(len(path), i, -1))
+    """The longest part of a path that is the path of a parameter; the last of several."""
+    spans = ((i, j) for j in range(len(path), 0, -1) for i in range(j))
     return max((path[i:j] for i, j in spans if path[i:j] in shapes), key=len, default=None)
 
 
-def _derived_axes(leaf: Derived, parameter: Axes, shape: tuple[int, ...]) -> Derived:
+def _declared_axes(array: StateArray, parameter: Axes, shape: tuple[int, ...]) -> Axes:
     stacked = int(parameter[:1] == ("layer",))
 
     def axis(dim: int | str | None, size: int) -> Any:
@@ -82,11 +89,8 @@ def _derived_axes(leaf: Derived, parameter: Axes, shape: tuple[int, ...]) -> Der
         full_size = isinstance(dim, int) and size == shape[stacked + dim]
         return name if full_size else if_even(name)
 
-    def axes(x: Any) -> Axes:
-        own = tuple(axis(dim, size) for dim, size in zip(leaf.dims, x.shape[stacked:], strict=True))
-        return (*parameter[:stacked], *own)
-
-    return dataclasses.replace(leaf, value=jax.tree.map(axes, leaf.value))
+    sizes = array.value.shape[stacked:]
+    return (*parameter[:stacked], *(axis(dim, size) for dim, size in zip(array.dims, sizes, strict=True)))
 
 
 def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:

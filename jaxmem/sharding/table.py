@@ -34,8 +34,10 @@ def is_axes(x: Any) -> bool:
 
 
 def path_name(path: Any) -> str:
-    """The name of a leaf in a tree, `blocks.attention.q.weight`, from its path."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    """The name of a leaf in a tree, `blocks.attention.q.weight`, from its path. The value of a Flax variable has the
+    name of the variable."""
+    is_value_of_variable = path and path[-1] == jax.tree_util.GetAttrKey("value")
+    return jax.tree_util.keystr(path[:-1] if is_value_of_variable else path, simple=True, separator=".")
 
 
 def axis_name(axis: str | Axis) -> str:

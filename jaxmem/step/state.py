@@ -16,7 +16,6 @@ from jaxmem.config.names import STATE_PARTS, is_offloaded
 from jaxmem.optim.groups import ParameterGroup
 from jaxmem.quant.precision import Params, gradient_dtype
 from jaxmem.sharding import Axes, Layout, Role, is_axes, path_name, stored_axes
-from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec
@@ -132,7 +131,7 @@ class StateSpec:
     def opt_axes(self) -> Any:
         """The logical axes of every array of the optimizer state."""
         select = self.model.select
-        return state_axes(self._shapes.opt_state, select(self._shapes.params), select(self.model.axes))
+        return optim.state_axes(self.optimizer, select(self._shapes.params), select(self.model.axes))
 
     def offloads(self, part: str) -> bool:
         """Whether this part of the state is in host memory between updates: `optimizer`, or `frozen` weights."""

@@ -12,7 +12,6 @@ all slices (`sliced_sums`). A pass recomputes the gradient: for T tokens, 4 T V 
 very few for an embedding. State in host memory is copied in the same slices.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from jaxmem.optim.groups import (
 )
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import Params
+from jaxmem.quant.qtensor import with_sliced_size
 from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, map_layers, shard_count, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
@@ -196,16 +196,10 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
     def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         return other if (dim := _dim(names)) is None else slices.read(x, dim, j)
 
-    own = jax.tree.map(one, axes, tree, unsliced, is_leaf=is_axes)
-    return jax.tree.map(_resize, own, tree, is_leaf=lambda x: isinstance(x, QTensor))
-
-
-def _resize(new: Any, old: Any) -> Any:
-    """`new`, a slice of `old`. The slice of a QTensor has the `size` of `old`; it is replaced by the slice's own."""
-    if not isinstance(new, QTensor):
-        return new
-    size = old.size * new.codes.shape[new.axis] // old.codes.shape[old.axis]
-    return dataclasses.replace(new, size=size, scale=_resize(new.scale, old.scale))
+    sliced = jax.tree.map(one, axes, tree, unsliced, is_leaf=is_axes)
+    is_qtensor = lambda x: isinstance(x, QTensor)  # noqa: E731
+    resize = lambda part, complete: with_sliced_size(part, complete) if is_qtensor(part) else part  # noqa: E731
+    return jax.tree.map(resize, sliced, tree, is_leaf=is_qtensor)
 
 
 def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:

@@ -70,7 +70,7 @@ def test_the_dtype_of_a_gradient_is_that_of_its_update():
     params = {"w": normal(16, 24).astype(jnp.bfloat16)}
     (said,), state = updates(optim.scale_by_muon(), params, [params])
     assert said["w"].dtype == jnp.bfloat16
-    assert state.leaves["w"]["m"].value.dtype == jnp.float32
+    assert state.arrays["m"]["w"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", ["muon", "galore_adamw8bit", "qgalore", "apollo", "adafactor", "adam_mini"])

@@ -9,7 +9,6 @@ from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.quant import quantize
 from jaxmem.sharding import is_axes, layout_for, stored_axes
-from jaxmem.sharding.leaves import state_axes
 from tests.optim.test_layouts import AXES, MESHES, weights
 from tests.step.conftest import config
 
@@ -25,7 +24,7 @@ def shapes_and_axes():
     txs = {name: optim.optimizer(name)(1e-2, axes=AXES) for name in NAMES}
     txs |= {f"remainder{bits}": optim.with_remainder(optim.adamw8bit(1e-2, axes=AXES), bits, AXES) for bits in (8, 16)}
     states = {name: jax.eval_shape(tx.init, params) for name, tx in txs.items()}
-    axes = {name: state_axes(state, params, AXES) for name, state in states.items()}
+    axes = {name: optim.state_axes(tx, params, AXES) for name, tx in txs.items()}
     # Blocks of 24 along a dimension of which the one mesh has parts of 16, the other parts of 8.
     coded = {
         form: jax.eval_shape(lambda w, f=form, d=double: quantize(w, f, 24, axis=-2, double_quant=d), params["up"])

@@ -50,9 +50,9 @@ def test_layers_refresh_their_projections_at_different_steps():
     state, update = tx.init(params), jax.jit(tx.update)
     changed = []
     for g in gradients(params, 9):
-        before = state.leaves["w"]["basis"].value
+        before = state.arrays["basis"]["w"]
         _, state = update(g, state, params)
-        changed.append(np.any(np.asarray(state.leaves["w"]["basis"].value != before), axis=(1, 2)).tolist())
+        changed.append(np.any(np.asarray(state.arrays["basis"]["w"] != before), axis=(1, 2)).tolist())
     assert changed[0] == [True] * 4
     assert [row.index(True) for row in changed[1:]] == [1, 2, 3, 0, 1, 2, 3, 0]
     assert all(sum(row) == 1 for row in changed[1:])
@@ -64,10 +64,10 @@ def test_a_layer_with_a_stable_basis_is_refreshed_less_often():
     g = {"w": decaying(64, 96, 0.5)}
     tx = optim.scale_by_qgalore(QGaLoreSettings(rank=8, refresh_every=2, similarity=0.4))
     _, state = updates(tx, params, [g] * 12)
-    assert int(state.leaves["w"]["interval"].value) >= 8
+    assert int(state.arrays["interval"]["w"]) >= 8
     draw = [{"w": normal(64, 96, seed=i)} for i in range(12)]
     _, state = updates(optim.scale_by_qgalore(QGaLoreSettings(rank=8, refresh_every=2, similarity=0.9)), params, draw)
-    assert int(state.leaves["w"]["interval"].value) == 2
+    assert int(state.arrays["interval"]["w"]) == 2
 
 
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
@@ -83,7 +83,7 @@ def test_what_is_outside_of_the_basis_is_scaled_as_what_is_inside(shape):
     for count, one in enumerate(grads, 1):
         said, state = update(one, state, params)
         g, u = (np.asarray(x["w"].T if tall else x["w"], np.float64) for x in (one, said))
-        basis = np.asarray(state.leaves["w"]["basis"].value, np.float64)
+        basis = np.asarray(state.arrays["basis"]["w"], np.float64)
         low = basis.T @ g
         m, v = 0.9 * m + 0.1 * low, 0.95 * v + 0.05 * low * low
         d = m / (1 - 0.9**count) / (np.sqrt(v / (1 - 0.95**count)) + 1e-8)
@@ -98,7 +98,7 @@ def test_what_is_outside_of_the_basis_is_scaled_as_what_is_inside(shape):
 def test_a_rank_larger_than_the_matrix_is_plain_adam():
     params = {"w": normal(16, 24)}
     state = optim.galore_adamw(0.1, rank=16).init(params)
-    assert sorted(state[0].leaves["w"]) == ["m", "v"]
+    assert sorted(state[0].arrays) == ["m", "v"]
 
 
 def test_bytes_of_a_square_matrix():
@@ -119,7 +119,6 @@ def test_the_state_is_split_whichever_side_is_projected_away():
 
 def test_no_gradient_is_gathered_and_nothing_decomposed():
     from jaxmem.sharding import is_axes, layout_for
-    from jaxmem.sharding.leaves import state_axes
     from tests.step.conftest import config
 
     layout = layout_for(config(mesh={"fsdp": 8}), jax.devices())
@@ -128,7 +127,7 @@ def test_no_gradient_is_gathered_and_nothing_decomposed():
     tx = optim.scale_by_galore(axes=axes)
     shapes = jax.eval_shape(tx.init, params)
     place = lambda a, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding("optimizer", a, x.shape))  # noqa: E731
-    state = jax.tree.map(place, state_axes(shapes, params, axes), shapes, is_leaf=is_axes)
+    state = jax.tree.map(place, optim.state_axes(tx, params, axes), shapes, is_leaf=is_axes)
     w = jax.tree.map(place, axes, params, is_leaf=is_axes)
     with layout:
         text = jax.jit(tx.update).lower(w, state, w).compile().as_text()
@@ -144,4 +143,4 @@ def test_embeddings_are_projected_where_asked(project_embeddings, shape):
     state = optim.scale_by_apollo_mini(ApolloMiniSettings(project_embeddings=project_embeddings), axes=axes).init(
         params
     )
-    assert state.leaves["embedding"]["m"].value.shape == shape
+    assert state.arrays["m"]["embedding"].shape == shape

@@ -9,7 +9,6 @@ import pytest
 from jaxmem import optim
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.sharding import is_axes, layout_for
-from jaxmem.sharding.leaves import state_axes
 from tests.optim.conftest import gradients, normal
 from tests.step.conftest import config
 from tests.support.tiers import cases
@@ -49,7 +48,7 @@ def run(name, mesh, zero=3, updates=2, **own):
         return jax.tree.map(lambda a, x: layout.sharding(role, a, x.shape), axes, tree, is_leaf=is_axes)
 
     shapes = jax.eval_shape(tx.init, params)
-    state_places = placed("optimizer", state_axes(shapes, params, AXES), shapes)
+    state_places = placed("optimizer", optim.state_axes(tx, params, AXES), shapes)
     grad_places, weight_places = placed("gradients", AXES, params), placed("weights", AXES, params)
     with layout:
         state = jax.jit(tx.init, out_shardings=state_places)(params)

@@ -14,7 +14,7 @@ from jaxmem.estimate.share import sorted_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import read_module
 from jaxmem.sharding import Axis, Layout, layout_for, make_rules
-from jaxmem.sharding.leaves import Derived, state_axes
+from jaxmem.sharding.leaves import StateArray, axes_of_state
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases, exhaustive
@@ -220,21 +220,22 @@ def test_every_table_covers_the_same_axes():
 def test_state_of_the_parameters_shape_takes_its_axes():
     params, axes = {"a": {"w": np.zeros((2, 3))}}, {"a": {"w": ("embed", "mlp")}}
     state = ({"count": np.zeros(())}, {"mu": params})
-    assert state_axes(state, params, axes) == ({"count": ()}, {"mu": axes})
+    assert axes_of_state(state, params, axes) == ({"count": ()}, {"mu": axes})
 
 
-def test_derived_state_says_which_dimensions_it_keeps():
+def test_declared_state_says_which_dimensions_it_keeps():
     params, axes = {"w": np.zeros((5, 2, 3))}, {"w": ("layer", "embed", "mlp")}
-    state = {"low": {"w": Derived(np.zeros((5, 4, 3)), ("rank", 1))}, "row": {"w": Derived(np.zeros((5, 2)), (0,))}}
-    named = state_axes(state, params, axes)
-    assert named["low"]["w"].value == ("layer", Axis("rank", if_even=True), "mlp")
-    assert named["row"]["w"].value == ("layer", "embed")
+    low, row = StateArray(np.zeros((5, 4, 3)), ("rank", 1)), StateArray(np.zeros((5, 2)), (0,))
+    state = {"low": {"w": low}, "row": {"w": row}}
+    named = axes_of_state(state, params, axes)
+    assert named["low"]["w"] == ("layer", Axis("rank", if_even=True), "mlp")
+    assert named["row"]["w"] == ("layer", "embed")
 
 
 def test_undeclared_state_is_an_error_that_names_it():
     params, axes = {"w": np.zeros((2, 3))}, {"w": ("embed", "mlp")}
     with pytest.raises(UserError, match=r"optimizer state row\.w of shape \(2,\) has no known relation"):
-        state_axes({"row": {"w": np.zeros((2,))}}, params, axes)
+        axes_of_state({"row": {"w": np.zeros((2,))}}, params, axes)
 
 
 def test_a_layout_only_acts_inside_it():

@@ -9,9 +9,8 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.config.sections import Precision
+from jaxmem.optim.chain import chain
 from jaxmem.optim.groups import ParameterGroup, select
-from jaxmem.optim.registry import chain
-from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.weights import Storage, store
 from jaxmem.step.update_in_parts import VocabUpdate
 from tests.optim.conftest import normal, same
@@ -50,7 +49,7 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
     precision = Precision(**precision)
     kernel = "triton" if precision.parameters == "int8" else "none"
     optimizer_for, params, state = built(name, own, precision)
-    axes_of_state = state_axes(jax.eval_shape(optimizer_for(AXES).init, params), params, AXES)
+    axes_of_state = optim.state_axes(optimizer_for(AXES), params, AXES)
     grads = [{"head": normal(64, 512, seed=s, scale=0.1), "rows": normal(512, 64, seed=9 + s)} for s in (2, 3)]
     slices_seen = []
 

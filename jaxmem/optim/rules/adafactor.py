@@ -6,12 +6,15 @@ about 1e-2, where Adam uses 1e-3 or less.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem.config.optimizers import AdafactorSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.sharding.weights import is_quantized
 
 DECAY = 0.8  # at update t the moving average keeps the share 1 - t^-decay
@@ -53,13 +56,25 @@ class Factored(MatrixRule):
         return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / MAX_RMS)), new
 
 
-@transformation(AdafactorSettings)
-def scale_by_adafactor(settings: AdafactorSettings, _: ParameterSpec) -> MatrixRule:
+def scale_by_adafactor(
+    settings: AdafactorSettings = AdafactorSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Algorithm 4 of the paper with relative step sizes: factored second moment, updates clipped and scaled by weights.
 
     >>> tx = scale_by_adafactor()
-    >>> tx.init({"w": jnp.zeros((64, 32))}).leaves["w"]["row"].value.shape
+    >>> tx.init({"w": jnp.zeros((64, 32))}).arrays["row"]["w"].shape
     (64,)
     """
-    del settings  # the registry adds weight decay
-    return Factored()
+    del settings  # weight decay is applied after the scaling
+    return by_layer(lambda _: Factored(), axes)
+
+
+def adafactor(
+    learning_rate: Rate,
+    *,
+    weight_decay: float = AdafactorSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """Adafactor, with the root mean square of the weights as scale of its updates: use a rate of about 1e-2."""
+    settings = AdafactorSettings(weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adafactor(settings, axes=axes), learning_rate, weight_decay, axes)

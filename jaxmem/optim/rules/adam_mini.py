@@ -7,12 +7,15 @@ Vectors and scalars use Adam.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from jaxmem.config.optimizers import AdamSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.config.optimizers import AdamSettings, AdamWSettings
+from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, direction, next_moments
 
 
@@ -31,14 +34,33 @@ class PerNeuron(MatrixRule):
         return direction(self.settings, m, jnp.expand_dims(v, others), context.count), {"m": m, "v": v}
 
 
-@transformation(AdamSettings)
-def scale_by_adam_mini(settings: AdamSettings, spec: ParameterSpec) -> MatrixRule:
+def scale_by_adam_mini(
+    settings: AdamSettings = AdamSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Adam with one second moment per output neuron.
 
-    >>> state = scale_by_adam_mini().init({"w": jnp.zeros((64, 32))}).leaves["w"]
-    >>> state["m"].value.shape, state["v"].value.shape
+    >>> state = scale_by_adam_mini().init({"w": jnp.zeros((64, 32))}).arrays
+    >>> state["m"]["w"].shape, state["v"]["w"].shape
     ((64, 32), (32,))
     """
-    if len(spec.shape) < 2:
-        return Adam(settings)
-    return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
+
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        if len(spec.shape) < 2:
+            return Adam(settings)
+        return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
+
+    return by_layer(rule_for, axes)
+
+
+def adam_mini(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """AdamW with one second moment per output neuron: 4 bytes per parameter."""
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam_mini(settings, axes=axes), learning_rate, weight_decay, axes)

@@ -10,12 +10,15 @@ Adam, and so do embeddings and the output projection unless `project_embeddings`
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules import projection
 from jaxmem.optim.rules.plain import Adam, bias_correction, next_moments
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
@@ -67,21 +70,74 @@ class ScaledByProjection(MatrixRule):
         return u * (ratio * shrink * unbiased * self.settings.scale**0.5), {"m": m, "v": v, "length": length * shrink}
 
 
-@transformation(ApolloSettings)
-def scale_by_apollo(settings: ApolloSettings, spec: ParameterSpec) -> MatrixRule:
+def scale_by_apollo(
+    settings: ApolloSettings = ApolloSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """APOLLO with one scale per column. `rank` None is a quarter of the smaller dimension of each matrix."""
-    return _rule_for(settings, spec, settings.rank, per_matrix=False)
+    return by_layer(lambda spec: _rule_for(settings, spec, settings.rank, per_matrix=False), axes)
 
 
-@transformation(ApolloMiniSettings)
-def scale_by_apollo_mini(settings: ApolloMiniSettings, spec: ParameterSpec) -> MatrixRule:
+def apollo(
+    learning_rate: Rate,
+    *,
+    beta1: float = ApolloSettings.beta1,
+    beta2: float = ApolloSettings.beta2,
+    epsilon: float = ApolloSettings.epsilon,
+    weight_decay: float = ApolloSettings.weight_decay,
+    refresh_every: int = ApolloSettings.refresh_every,
+    scale: float = ApolloSettings.scale,
+    project_embeddings: bool = ApolloSettings.project_embeddings,
+    rank: int | None = ApolloSettings.rank,
+    axes: Any = None,
+) -> Transformation:
+    """APOLLO with weight decay. `rank` None is a quarter of the smaller dimension of each matrix."""
+    settings = ApolloSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+    )
+    return with_learning_rate(scale_by_apollo(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def scale_by_apollo_mini(
+    settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """APOLLO with rank 1 and one scale per matrix.
 
-    >>> state = scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).leaves["w"]
-    >>> state["m"].value.shape
+    >>> scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).arrays["m"]["w"].shape
     (1, 64)
     """
-    return _rule_for(settings, spec, 1, per_matrix=True)
+    return by_layer(lambda spec: _rule_for(settings, spec, 1, per_matrix=True), axes)
+
+
+def apollo_mini(
+    learning_rate: Rate,
+    *,
+    beta1: float = ApolloMiniSettings.beta1,
+    beta2: float = ApolloMiniSettings.beta2,
+    epsilon: float = ApolloMiniSettings.epsilon,
+    weight_decay: float = ApolloMiniSettings.weight_decay,
+    refresh_every: int = ApolloMiniSettings.refresh_every,
+    scale: float = ApolloMiniSettings.scale,
+    project_embeddings: bool = ApolloMiniSettings.project_embeddings,
+    axes: Any = None,
+) -> Transformation:
+    """APOLLO-Mini with weight decay: almost no state."""
+    settings = ApolloMiniSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+    )
+    return with_learning_rate(scale_by_apollo_mini(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _rule_for(settings: ApolloMiniSettings, spec: ParameterSpec, rank: int | None, *, per_matrix: bool) -> MatrixRule:

@@ -22,10 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
 from jaxmem.kernels.run_counts import run_count
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
@@ -73,7 +75,8 @@ class GaLoreRule(MatrixRule):
             due = turn | (context.count == 1)
         else:
             due = context.count > state["due"]
-        with jax.named_scope(run_count(1, every)):  # an upper bound with Q-GaLore
+        # An upper bound with Q-GaLore, and if the interval is an array (`optax.inject_hyperparams`).
+        with jax.named_scope(run_count(1, every if isinstance(every, int) else 1)):
             basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, context, key), lambda k: k, basis_state)
         # Matmuls use the dtype of the gradient: bfloat16 costs half of float32, and accumulates in float32.
         basis = _values(basis_state["basis"], g.dtype)
@@ -113,27 +116,120 @@ class GaLoreRule(MatrixRule):
         }
 
 
-@transformation(GaLoreSettings)
-def scale_by_galore(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
+def scale_by_galore(
+    settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """GaLore with Adam in float32. `rank` None is a quarter of the smaller dimension of each matrix.
 
-    >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).leaves["w"]
-    >>> state["basis"].value.shape, state["inner"]["m"].value.shape
+    >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).arrays
+    >>> state["basis"]["w"].shape, state["inner_m"]["w"].shape
     ((32, 8), (8, 64))
     """
-    return _rule_for(settings, spec, lambda _: Adam(settings))
+    return by_layer(lambda spec: _rule_for(settings, spec, lambda _: Adam(settings)), axes)
 
 
-@transformation(GaLoreSettings)
-def scale_by_galore8bit(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
+def galore_adamw(
+    learning_rate: Rate,
+    *,
+    beta1: float = GaLoreSettings.beta1,
+    beta2: float = GaLoreSettings.beta2,
+    epsilon: float = GaLoreSettings.epsilon,
+    weight_decay: float = GaLoreSettings.weight_decay,
+    refresh_every: int = GaLoreSettings.refresh_every,
+    scale: float = GaLoreSettings.scale,
+    project_embeddings: bool = GaLoreSettings.project_embeddings,
+    rank: int | None = GaLoreSettings.rank,
+    residual: bool = GaLoreSettings.residual,
+    axes: Any = None,
+) -> Transformation:
+    """GaLore with AdamW. `rank` None is a quarter of the smaller dimension of each matrix."""
+    settings = GaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+    )
+    return with_learning_rate(scale_by_galore(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def scale_by_galore8bit(
+    settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """GaLore with Adam, whose moments have 8 bits."""
-    return _rule_for(settings, spec, quantized(Adam(settings), ADAM8))
+    return by_layer(lambda spec: _rule_for(settings, spec, quantized(Adam(settings), ADAM8)), axes)
 
 
-@transformation(QGaLoreSettings)
-def scale_by_qgalore(settings: QGaLoreSettings, spec: ParameterSpec) -> MatrixRule:
+def galore_adamw8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = GaLoreSettings.beta1,
+    beta2: float = GaLoreSettings.beta2,
+    epsilon: float = GaLoreSettings.epsilon,
+    weight_decay: float = GaLoreSettings.weight_decay,
+    refresh_every: int = GaLoreSettings.refresh_every,
+    scale: float = GaLoreSettings.scale,
+    project_embeddings: bool = GaLoreSettings.project_embeddings,
+    rank: int | None = GaLoreSettings.rank,
+    residual: bool = GaLoreSettings.residual,
+    axes: Any = None,
+) -> Transformation:
+    """GaLore with AdamW, whose moments have 8 bits."""
+    settings = GaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+    )
+    return with_learning_rate(scale_by_galore8bit(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def scale_by_qgalore(
+    settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Q-GaLore: moments in 8 bits, bases in 4 bits."""
-    return _rule_for(settings, spec, quantized(Adam(settings), ADAM8), settings.similarity)
+    inner = quantized(Adam(settings), ADAM8)
+    return by_layer(lambda spec: _rule_for(settings, spec, inner, settings.similarity), axes)
+
+
+def qgalore(
+    learning_rate: Rate,
+    *,
+    beta1: float = QGaLoreSettings.beta1,
+    beta2: float = QGaLoreSettings.beta2,
+    epsilon: float = QGaLoreSettings.epsilon,
+    weight_decay: float = QGaLoreSettings.weight_decay,
+    refresh_every: int = QGaLoreSettings.refresh_every,
+    scale: float = QGaLoreSettings.scale,
+    project_embeddings: bool = QGaLoreSettings.project_embeddings,
+    rank: int | None = QGaLoreSettings.rank,
+    residual: bool = QGaLoreSettings.residual,
+    similarity: float = QGaLoreSettings.similarity,
+    axes: Any = None,
+) -> Transformation:
+    """Q-GaLore with weight decay: moments in 8 bits, bases in 4 bits."""
+    settings = QGaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+        similarity=similarity,
+    )
+    return with_learning_rate(scale_by_qgalore(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _rule_for(

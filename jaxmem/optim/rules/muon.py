@@ -8,12 +8,15 @@ Adam's updates, so that both use the same learning rate (Moonlight: Liu et al., 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem.config.optimizers import MuonSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
 
 STEPS = 5
@@ -51,11 +54,31 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     return x
 
 
-@transformation(MuonSettings)
-def scale_by_muon(settings: MuonSettings, spec: ParameterSpec) -> MatrixRule:
+def scale_by_muon(
+    settings: MuonSettings = MuonSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Muon for hidden matrices, Adam for other parameters. Without `axes` every matrix is a hidden matrix.
 
-    >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).leaves["w"])
+    >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).arrays)
     ['m']
     """
-    return Orthogonalized(settings.momentum) if spec.is_hidden_matrix else Adam(settings)
+
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        return Orthogonalized(settings.momentum) if spec.is_hidden_matrix else Adam(settings)
+
+    return by_layer(rule_for, axes)
+
+
+def muon(
+    learning_rate: Rate,
+    *,
+    momentum: float = MuonSettings.momentum,
+    beta1: float = MuonSettings.beta1,
+    beta2: float = MuonSettings.beta2,
+    epsilon: float = MuonSettings.epsilon,
+    weight_decay: float = MuonSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """Muon with weight decay; AdamW for parameters that are not hidden matrices."""
+    settings = MuonSettings(momentum=momentum, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_muon(settings, axes=axes), learning_rate, weight_decay, axes)

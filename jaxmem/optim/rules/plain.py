@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.config.optimizers import AdamSettings, LionSettings, SgdSettings
+from jaxmem.config.optimizers import AdamSettings, AdamWSettings, LionSettings, SgdSettings
+from jaxmem.optim.apply import widened
+from jaxmem.optim.chain import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
 from jaxmem.sharding.weights import is_quantized
 
@@ -23,28 +25,80 @@ def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: Any = None) 
     return _in_dtype_of_weights(optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
 
 
+def adamw(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """Adam with decoupled weight decay of matrices (Loshchilov and Hutter, arXiv:1711.05101)."""
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def adam(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamSettings.beta1,
+    beta2: float = AdamSettings.beta2,
+    epsilon: float = AdamSettings.epsilon,
+    axes: Any = None,
+) -> Transformation:
+    """Adam without weight decay (Kingma and Ba, arXiv:1412.6980)."""
+    settings = AdamSettings(beta1=beta1, beta2=beta2, epsilon=epsilon)
+    return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, 0.0, axes)
+
+
 def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: Any = None) -> optax.GradientTransformation:
     """Lion with one moment (Chen et al., arXiv:2302.06675)."""
     del axes
     return _in_dtype_of_weights(optax.scale_by_lion(settings.beta1, settings.beta2))
 
 
+def lion(
+    learning_rate: Rate,
+    *,
+    beta1: float = LionSettings.beta1,
+    beta2: float = LionSettings.beta2,
+    weight_decay: float = LionSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """Lion: updates are signs, so use at most a third of the learning rate of Adam."""
+    settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_lion(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
 def trace(settings: SgdSettings = SgdSettings(), *, axes: Any = None) -> optax.GradientTransformation:
     """SGD: no state without momentum; with momentum, one value per parameter."""
     del axes
-    return _in_dtype_of_weights(optax.trace(settings.momentum)) if settings.momentum else optax.identity()
+    return optax.identity() if is_zero(settings.momentum) else _in_dtype_of_weights(optax.trace(settings.momentum))
+
+
+def sgd(
+    learning_rate: Rate,
+    *,
+    momentum: float = SgdSettings.momentum,
+    weight_decay: float = SgdSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """SGD; with momentum one state value per parameter, without it none."""
+    settings = SgdSettings(momentum=momentum, weight_decay=weight_decay)
+    return with_learning_rate(trace(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` with state in the dtype of each weight, for any dtype of its gradient. The dtype of a quantized weight is
-    that of its dequantized values."""
+    """`tx` with state in the dtype of each weight (float32 for float16), for any dtype of its gradient. The dtype of a
+    quantized weight is that of its dequantized values."""
 
     def init(params: Any) -> Any:
         plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731
-        return tx.init(jax.tree.map(plain, params, is_leaf=is_quantized))
+        return tx.init(widened(jax.tree.map(plain, params, is_leaf=is_quantized)))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = tx.update(updates, state, params)
+        updates, new = tx.update(widened(updates), state, params)
         return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 
     return optax.GradientTransformation(init, update)

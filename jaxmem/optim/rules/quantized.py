@@ -13,15 +13,17 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem import kernels
-from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, LionSettings, MomentumSettings
+from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, AdamWSettings, LionSettings, MomentumSettings
 from jaxmem.errors import UserError
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
@@ -93,37 +95,99 @@ def quantized(
     return rule_for
 
 
-@transformation(AdamW8bitSettings)
-def scale_by_adam8bit(settings: AdamW8bitSettings, spec: ParameterSpec) -> MatrixRule:
+def scale_by_adam8bit(
+    settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: `triton`, a fused update on GPUs;
     `auto`, the same for arrays whose blocks are all complete; `none`, plain JAX.
 
-    >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).leaves["w"]
-    >>> state["m"].value.nbytes, state["v"].value.nbytes
-    (532480, 532480)
+    >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).arrays
+    >>> {name: array["w"].nbytes for name, array in state.items()}
+    {'m_codes': 524288, 'm_scale': 8192, 'v_codes': 524288, 'v_scale': 8192}
     """
-    axis, size = blocks(spec, 256) if spec.shape else (0, 1)
-    is_even = bool(spec.shape) and spec.shape[axis] % size == 0
-    is_fused = settings.kernel == "triton" or (settings.kernel == "auto" and is_even)
-    return quantized(Adam(settings), ADAM8, kind=FusedAdam8bit if is_fused else Quantized)(spec)
+
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        axis, size = blocks(spec, 256) if spec.shape else (0, 1)
+        is_even = bool(spec.shape) and spec.shape[axis] % size == 0
+        is_fused = settings.kernel == "triton" or (settings.kernel == "auto" and is_even)
+        return quantized(Adam(settings), ADAM8, kind=FusedAdam8bit if is_fused else Quantized)(spec)
+
+    return by_layer(rule_for, axes)
 
 
-@transformation(AdamSettings)
-def scale_by_adam4bit(settings: AdamSettings, spec: ParameterSpec) -> MatrixRule:
+def adamw8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamW8bitSettings.beta1,
+    beta2: float = AdamW8bitSettings.beta2,
+    epsilon: float = AdamW8bitSettings.epsilon,
+    weight_decay: float = AdamW8bitSettings.weight_decay,
+    kernel: str = AdamW8bitSettings.kernel,
+    axes: Any = None,
+) -> Transformation:
+    """AdamW in 8 bits per moment: 2.03 bytes per parameter."""
+    settings = AdamW8bitSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, kernel=kernel)
+    return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def scale_by_adam4bit(
+    settings: AdamSettings = AdamSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Adam in 4 bits per moment: 1.06 bytes per parameter."""
-    return quantized(Adam(settings), ADAM4, block_size=128)(spec)
+    return by_layer(quantized(Adam(settings), ADAM4, block_size=128), axes)
 
 
-@transformation(LionSettings)
-def scale_by_lion8bit(settings: LionSettings, spec: ParameterSpec) -> MatrixRule:
+def adamw4bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """AdamW in 4 bits per moment: 1.06 bytes per parameter."""
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def scale_by_lion8bit(
+    settings: LionSettings = LionSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Lion with its moment in 8 bits: 1.02 bytes per parameter."""
-    return quantized(Lion(settings), MOMENTUM8)(spec)
+    return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
 
 
-@transformation(MomentumSettings)
-def trace8bit(settings: MomentumSettings, spec: ParameterSpec) -> MatrixRule:
+def lion8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = LionSettings.beta1,
+    beta2: float = LionSettings.beta2,
+    weight_decay: float = LionSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """Lion in 8 bits: 1.02 bytes per parameter."""
+    settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def trace8bit(
+    settings: MomentumSettings = MomentumSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Momentum in 8 bits: 1.02 bytes per parameter."""
-    return quantized(Momentum(settings.momentum), MOMENTUM8)(spec)
+    return by_layer(quantized(Momentum(settings.momentum), MOMENTUM8), axes)
+
+
+def momentum8bit(
+    learning_rate: Rate,
+    *,
+    momentum: float = MomentumSettings.momentum,
+    weight_decay: float = MomentumSettings.weight_decay,
+    axes: Any = None,
+) -> Transformation:
+    """SGD with momentum in 8 bits: 1.02 bytes per parameter."""
+    settings = MomentumSettings(momentum=momentum, weight_decay=weight_decay)
+    return with_learning_rate(trace8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:

@@ -1,0 +1,68 @@
+"""What an optimizer does after it has scaled the gradients: decoupled weight decay and the learning rate."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.optim.apply import axes_or_unnamed
+from jaxmem.optim.in_place import update_rows
+from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding.weights import is_quantized
+
+Rate: TypeAlias = float | jax.Array | optax.Schedule
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
+
+
+def with_learning_rate(
+    scale: optax.GradientTransformation, learning_rate: Rate, weight_decay: float | jax.Array = 0.0, axes: Any = None
+) -> Transformation:
+    """The optimizer with the updates of `scale`, weight decay of matrices, and a learning rate."""
+    decay = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, axes)]
+    return chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def is_zero(hyperparameter: float | jax.Array) -> bool:
+    """Whether a hyperparameter is always zero. An array may change (`optax.inject_hyperparams`)."""
+    return not isinstance(hyperparameter, jax.Array) and hyperparameter == 0
+
+
+def add_decayed_weights(weight_decay: float | jax.Array, axes: Any = None) -> Transformation:
+    """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
+    Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
+    With `update(..., layer=i)`, each stacked leaf contains one layer."""
+
+    def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
+        def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
+            if len(names) - (names[:1] == ("layer",)) < 2:
+                return u
+            if not is_quantized(w):
+                return u + weight_decay * w
+            return update_rows(decayed, u, w, names[len(names) - w.ndim :])
+
+        def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
+            return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
+
+        return jax.tree.map(one, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
+
+    return Transformation(lambda _: optax.EmptyState(), update)
+
+
+def chain(*parts: optax.GradientTransformation) -> Transformation:
+    """`optax.chain` that also works if implicit dtype promotion is off."""
+    tx = optax.chain(*parts)
+    return Transformation(with_promotion(tx.init), with_promotion(tx.update))
+
+
+def with_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+    """optax relies on implicit dtype promotion, which jaxmem turns off."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **options)
+
+    return call
