@@ -30,6 +30,7 @@ from jaxmem.errors import TemporaryError, UserError, abridge, one_of
 
 CHUNK_BYTES = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP_PATTERN = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
+MAX_ERRORS = 10  # of one failed save that Orbax raises one after the other
 ROTATED_DIRECTORY = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
 
 
@@ -59,6 +60,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.every, self.read_only, self._warn = every, read_only, warn
         self._retention = Retention(keep, keep_best)
         self._sweeper: threading.Thread | None = None
+        self._saving = 0  # the step of the last save that was started
         if not read_only:
             refuse_links(self.directory)
         self._silence = only_first_error()
@@ -109,6 +111,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in leaves}
         )
         self._retention.losses[step] = record["metrics"].get("loss")
+        self._saving = step
         try:
             self._manager.save(step, args=ocp.args.Composite(state=arrays, run=ocp.args.JsonSave(record)), force=True)
         except ORBAX_EXCEPTIONS as error:
@@ -186,7 +189,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             self._manager.wait_until_finished()
         except ORBAX_EXCEPTIONS as error:
-            raise self._save_error(None, error) from error
+            raise self._save_error(self._saving, error) from error
 
     def close(self) -> None:
         try:
@@ -226,7 +229,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _reopen(self) -> None:
         """Reads the directory again and removes incomplete checkpoints, which matters most on a full disk."""
-        self._manager.close()
+        for _ in range(MAX_ERRORS):  # each call raises one of the errors of the failed save
+            try:
+                self._manager.close()
+                break
+            except ORBAX_EXCEPTIONS:
+                continue
         self._manager = self._open()
 
     def _leave_damaged(self, step: int, error: DamagedError, others: bool) -> None:
@@ -250,18 +258,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _end_if_only_this_process_failed(self, error: BaseException) -> None:
         if jax.process_count() > 1 and lost_process_error(error) is None:
-            end_all(self._save_error(None, error))
+            end_all(self._save_error(self._saving, error))
 
-    def _save_error(self, step: int | None, error: BaseException) -> UserError:
+    def _save_error(self, step: int, error: BaseException) -> UserError:
         raise_lost_process(error)
         self._silence.pop_all()  # other writes end later, at an unknown time
         if jax.process_count() == 1:  # opening would involve all processes, but the others do not know of the failure
-            self._reopen()
+            with suppress(*ORBAX_EXCEPTIONS):  # on a full disk this may fail too; the next save fails then, and retries
+                self._reopen()
         # Read from disk, since the manager also counts the unfinished save.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
-        which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         complete = "no complete checkpoint yet" if last is None else f"last complete checkpoint: step {last}"
-        return UserError(f"{which} could not be written to {self.directory} ({complete}): {root_cause(error)}")
+        return UserError(
+            f"checkpoint {self.directory / str(step)} could not be written ({complete}): {root_cause(error)}"
+        )
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
         path, leaves = self.directory / str(step), in_names_of(saved, named_leaves(abstract))

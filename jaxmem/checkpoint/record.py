@@ -68,8 +68,8 @@ def in_names_of(saved: Collection[str], leaves: Mapping[str, Any]) -> dict[str, 
     earlier = {}
     for name in saved:
         optimizer, _, path = name.partition(".leaves.")
-        words, _, part = path.rpartition(".value")
-        words = words.split(".")
+        parameter_and_array, _, part = path.rpartition(".value")
+        words = parameter_and_array.split(".")
         for cut in range(1, len(words)):  # between the name of the parameter and that of the array
             array = "_".join(words[cut:]) + part.replace(".", "_")
             earlier[f"{optimizer}.arrays.{array}.{'.'.join(words[:cut])}"] = name
@@ -98,10 +98,15 @@ Sums = tuple[UInt32[Array, ""], UInt32[Array, ""]]
 def checksum(leaf: jax.Array) -> int:
     """The checksum of an array. Waits for the result, since simulated CPU devices deadlock with more than 32 running
     programs."""
-    if leaf.sharding.memory_kind == "pinned_host":  # an offloaded array is copied to the device
-        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-    plain, weighted = (int(value.addressable_data(0)) for value in sum_bits(leaf))  # a scalar is replicated
+    plain, weighted = (int(value.addressable_data(0)) for value in sum_bits(to_device(leaf)))  # a scalar is replicated
     return plain | weighted << 32
+
+
+def to_device(leaf: jax.Array) -> jax.Array:
+    """The array, copied to the device if it is offloaded."""
+    if leaf.sharding.memory_kind != "pinned_host":
+        return leaf
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
 
 
 @jax.jit

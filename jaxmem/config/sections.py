@@ -106,7 +106,9 @@ class Precision(Section):
         "auto", "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"
     )
     gradients: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "dtype of gradients; auto: the dtype of the parameters, or the compute dtype if they are quantized"
+        "auto",
+        "dtype of gradients; auto: the dtype of the parameters, or the compute dtype if they are quantized (bfloat16"
+        " instead of float16)",
     )
     master: Literal["none", "float32", "remainder16", "remainder8"] = setting(
         "none",

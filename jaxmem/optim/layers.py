@@ -197,6 +197,7 @@ class _Rules:
         vocab_slice: VocabSlice | None = None,
         **_: Any,
     ) -> tuple[Any, ByLayerState]:
+        treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(widened(grads))
         weights = [g for _, g in leaves] if params is None else treedef.flatten_up_to(params)
         axes_of_weights = self._axes_of(grads if params is None else params)

@@ -50,15 +50,18 @@ def _module(implementation: str) -> ModuleType:
 
 
 def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
-    """The learning rate: a linear warmup from zero, then decay to `min_lr_ratio` of the peak at the last update."""
-    peak, rest = cfg.learning_rate, max(steps - cfg.warmup, 1)
+    """The learning rate of each update, a function of the number of earlier updates.
+
+    It increases linearly to the peak at update `warmup` (without warmup at the first), then decays to `min_lr_ratio` of
+    the peak at the last update. With `n` counted from 1 it is `optax.warmup_cosine_decay_schedule(0, peak, warmup,
+    steps, end)(n)`; so no update has the rate zero.
+    """
+    peak, warmup = cfg.learning_rate, max(cfg.warmup, 1)
+    decay_steps = max(steps - warmup, 1)
     decay: optax.Schedule = {
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.min_lr_ratio),
-        "linear": lambda: optax.linear_schedule(peak, peak * cfg.min_lr_ratio, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps, alpha=cfg.min_lr_ratio),
+        "linear": lambda: optax.linear_schedule(peak, peak * cfg.min_lr_ratio, decay_steps),
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
-    if cfg.warmup:
-        # Updates are counted from 1, so that the first has a learning rate above 0.
-        warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
-        decay = optax.join_schedules([warmup, decay], [cfg.warmup])
-    return with_promotion(decay)
+    rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
+    return with_promotion(lambda count: rate(count + 1))

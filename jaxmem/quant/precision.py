@@ -28,7 +28,11 @@ def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:
     """The dtype of gradients; None: the dtype of each weight."""
     if precision.gradients != "auto":
         return np.dtype(getattr(jnp, precision.gradients))
-    return compute_dtype(precision, platform) if precision.is_quantized else None
+    if not precision.is_quantized:
+        return None
+    compute = compute_dtype(precision, platform)
+    # float16 would underflow again when the loss scale is divided out, and when an optimizer squares it.
+    return np.dtype(jnp.bfloat16) if compute == jnp.float16 else compute
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | None = None) -> Float[Array, "*shape"]:

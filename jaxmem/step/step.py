@@ -67,7 +67,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
             metrics |= {"skipped": 1 - finite.astype(jnp.int32)}
             return TrainState(state.step + 1, params, opt_state), metrics
         scale = next_loss_scale(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
-        metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
+        metrics |= {"loss_scale": state.loss_scale.scale, "skipped": scale.skipped}
         return TrainState(state.step + 1, params, opt_state, scale), metrics
 
     return step

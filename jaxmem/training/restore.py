@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
-from jaxmem.checkpoint.record import checksum, named_leaves
+from jaxmem.checkpoint.record import checksum, named_leaves, to_device
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, load_config
@@ -109,6 +110,20 @@ class Rollback:
         found = restore(self._built, self._checkpoints)
         assert found is not None
         return found[:2]
+
+
+def check_finite(params: Any, step: int) -> None:
+    """Raises an error that names a weight with a value that is not finite, so that no such checkpoint is saved: the
+    loss and the gradients of a step can be finite, and its update not."""
+    floats = {name: x for name, x in named_leaves(params).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    for name, leaf in floats.items():
+        if not _is_finite(to_device(leaf)).addressable_data(0):
+            raise DivergedError(f"the update of step {step} made {name} infinite or NaN", "on_nan")
+
+
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x))
 
 
 def check_replicas(state: Any, step: int) -> None:

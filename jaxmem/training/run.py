@@ -36,7 +36,15 @@ from jaxmem.step.state import TrainState
 from jaxmem.training import lines
 from jaxmem.training.directory import run_directory, run_lock, write_description
 from jaxmem.training.progress import Progress, RunSpec, spinner
-from jaxmem.training.restore import Rollback, check_replicas, data_fingerprint, read_state, refuse_another_run, restore
+from jaxmem.training.restore import (
+    Rollback,
+    check_finite,
+    check_replicas,
+    data_fingerprint,
+    read_state,
+    refuse_another_run,
+    restore,
+)
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import DivergedError, Profile, Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
@@ -148,7 +156,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         progress.say(elastic)
         progress.say(lines.plan_line(plan, step))
         progress.say(lines.data_line(cfg, loader.corpus, document_tokens) if document_tokens else None)
-        telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
+        telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
         work = {bucket: lines.work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
@@ -159,8 +167,9 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
             if checkpoints.is_due(step, metrics, force):
                 _flush(telemetry, loader)  # a step is saved only when its loss is known to be finite
-                position = merge_states(gather(loader.state())) | sources
                 arrays = saved.of(state)
+                check_finite(arrays.params, step)
+                position = merge_states(gather(loader.state())) | sources
                 checkpoints.save(step, arrays, position, cfg.model_dump(mode="json"), metrics, force=force)
 
         keep_directory()

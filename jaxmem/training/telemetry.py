@@ -9,24 +9,27 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxmem.config import Train
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
+from jaxmem.step.state import MIN_SCALE
 from jaxmem.step.step import Metrics
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
 
+ADVICE = "lower optimizer.learning_rate or optimizer.clip"
+
 
 class DivergedError(UserError):
-    """A loss that is not finite, or far above the previous losses. `key`: the key of the section `train` that selects
-    the response."""
+    """A loss, gradient or weight that is not finite, or a loss far above the previous losses. `key`: the key of the
+    section `train` that selects the response."""
 
-    def __init__(self, finding: str, key: str) -> None:
-        super().__init__(f"{finding}; lower optimizer.learning_rate or optimizer.clip, and run the same command again")
+    def __init__(self, finding: str, key: str, advice: str = ADVICE) -> None:
+        super().__init__(f"{finding}; {advice}, and run the same command again")
         self.finding, self.key = finding, key
 
 
@@ -49,10 +52,22 @@ class SpikeDetector:
 
 class Telemetry:
     """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `train.max_skipped`
-    consecutive skipped updates) or spikes. The metric `nonfinite.METRIC` indexes `gradient_names`."""
+    consecutive skipped updates) or spikes. The metric `nonfinite.METRIC` indexes `gradient_names`.
 
-    def __init__(self, train: Train, gradient_names: Sequence[str], progress: Progress, trackers: Trackers) -> None:
+    A dynamic loss scale is chosen by overflows, so they are expected until it is as small as it can be. With a fixed
+    one an overflow is like any other gradient that is not finite.
+    """
+
+    def __init__(
+        self,
+        train: Train,
+        gradient_names: Sequence[str],
+        progress: Progress,
+        trackers: Trackers,
+        loss_scale: Literal["none", "dynamic"] | float = "none",
+    ) -> None:
         self._names, self._progress, self._trackers = gradient_names, progress, trackers
+        self._loss_scale = loss_scale
         self._max_skipped = train.max_skipped if train.on_nan == "skip" else 0
         self._spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
         self._skipped = 0  # consecutive skipped updates
@@ -74,8 +89,8 @@ class Telemetry:
         place = int(self.last.pop(nonfinite.METRIC, -1))
         loss = self.last["loss"]
         self.has_targets |= self.last.get("count", 1.0) > 0
-        overflowed = "loss_scale" in self.last and math.isfinite(loss)  # dynamic loss scaling expects overflows
-        if math.isfinite(loss) and (place < 0 or overflowed):
+        is_expected = self._loss_scale == "dynamic" and self.last["loss_scale"] > MIN_SCALE
+        if math.isfinite(loss) and (place < 0 or is_expected):
             self._skipped = 0
             if self._spikes and self._spikes.is_spike(loss):
                 raise DivergedError(f"loss rose to {loss:.5g} at step {step}", "on_spike")
@@ -84,11 +99,18 @@ class Telemetry:
             first = f"; first non-finite: {self._names[place]}" if place >= 0 else ""
             finding = f"loss is {loss:.5g} at step {step}, gradient norm {self.last['gradient_norm']:.3g}{first}"
             if self._skipped > self._max_skipped:
-                raise DivergedError(finding, "on_nan")
+                raise DivergedError(finding, "on_nan", self._overflow_advice if math.isfinite(loss) else ADVICE)
             self._progress.say(f"{finding}: update skipped")
         if row := self._progress.update(step, self.last, work):
             del row["step"]
             self._trackers.log(step, row)
+
+    @property
+    def _overflow_advice(self) -> str:
+        """What to change if a gradient is not finite although the loss is."""
+        if isinstance(self._loss_scale, str):
+            return ADVICE
+        return f"lower precision.loss_scale={self._loss_scale:g}, or use precision.loss_scale=dynamic"
 
     def back_to(self, step: int) -> None:
         """Drops the metrics of the steps after this one."""

@@ -290,11 +290,40 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     said, after = done.stdout.splitlines()
     assert done.stderr == ""
-    assert said.startswith(f"a checkpoint could not be written to {tmp_path} (last complete checkpoint: step 1): ")
+    assert said.startswith(f"checkpoint {tmp_path}/2 could not be written (last complete checkpoint: step 1): ")
     assert "File too large" in said
     assert after == "[1] True [1, 3]"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     assert done.stderr == ""
+
+
+CONTINUE = """
+import resource, sys, jax
+from jaxmem.checkpoint import Checkpoints
+state = {str(i): jax.random.normal(jax.random.key(i), (512, 128)) for i in range(9)}
+for limit in (0, 100, 20_000):  # bytes a file may have: nothing, the metadata, or no array can be written
+    reported = []
+    with Checkpoints(f"{sys.argv[1]}/{limit}", every=1, warn=reported.append) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        for step in (2, 3, 4):
+            checkpoints.save(step, state, {}, {})
+        try:
+            checkpoints.wait()
+        except Exception:
+            pass
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        checkpoints.save(9, state, {}, {})
+        names = [line.split(" could not be written")[0].rpartition("/")[2] for line in reported]
+        print(limit, names[:2], checkpoints.steps())
+"""
+
+
+def test_every_failed_save_on_a_full_disk_is_reported_and_the_run_continues(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CONTINUE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{limit} ['2', '3'] [1, 9]" for limit in (0, 100, 20_000)]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
@@ -318,12 +347,12 @@ def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 with monkeypatch.context() as patch:
                     patch.setattr(checkpoints._manager, "save", full)
                     if say is None or force:
-                        with pytest.raises(UserError, match="step 2 could not be written"):
+                        with pytest.raises(UserError, match="2 could not be written"):
                             checkpoints.save(2, state, {}, {}, force=force)
                     else:
                         assert not checkpoints.save(2, state, {}, {})
             assert checkpoints.save(3, state, {}, {})
             assert checkpoints.steps() == [1, 3]
     [line] = told
-    assert line.startswith("the checkpoint of step 2 could not be written")
+    assert line.startswith(f"checkpoint {tmp_path}/False/2 could not be written")
     assert line.endswith("(last complete checkpoint: step 1): [Errno 28] No space left on device; continuing")

@@ -111,7 +111,7 @@ def test_a_write_that_fails_in_one_process_ends_all(started: Any, program: Any, 
     processes = started([*program(PROGRAM.replace("    END", FULL)), str(tmp_path / "checkpoints")], 2, 2)
     processes.until(lambda: both_ready(processes))
     assert processes.codes(seconds=60) == [2, 2], processes.said(0) + processes.said(1)
-    why = "a checkpoint could not be written to "
+    why = f"checkpoint {tmp_path}/checkpoints/2 could not be written "
     assert f"stopped: {why}" in processes.said(0)
     assert f"): {why}" in processes.said(1)
     assert all("(last complete checkpoint: step 1): " in processes.said(number) for number in range(2))

@@ -99,3 +99,19 @@ def test_layers_are_updated_on_their_pipeline_stage():
         compiled = step.lower(*jax.device_put((grads, params), place)).compile()
     same(compiled(*jax.device_put((grads, params), place)), expected)
     assert "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("name", cases(OPTIMIZERS, "adamw", "galore_adamw8bit"))
+def test_float16_gradients_are_squared_in_float32(name):
+    """Squares of 1e-4 are below the smallest float16, and those of 1e3 above the largest."""
+    params = {"w": normal(64, 72)}
+    for size in (1e-3, 1e3):
+        grads = [{"w": (g["w"] * size).astype(jnp.float16)} for g in gradients(params, 2)]
+        wide = [{"w": g["w"].astype(jnp.float32)} for g in grads]
+        tx = optim.optimizer(name)(0.1)
+        same(updates(tx, params, grads)[0], updates(tx, params, wide)[0])
+
+
+def test_float16_weights_have_float32_moments():
+    state = optim.adamw(0.1).init({"w": jnp.ones((8, 8), jnp.float16)})
+    assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {"float32"}

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jaxmem import optim
 from jaxmem.config.optimizers import OPTIMIZERS
 from tests.optim.conftest import gradients, normal
-from tests.support.tiers import exhaustive
+from tests.support.tiers import cases
 
 AXES = {"up": ("layer", None, None), "table": ("vocab", None), "norm": ("layer", None)}
 RATE, UPDATES = 0.01, 3
@@ -158,7 +158,7 @@ FAST = [("adamw8bit", loop, True) for loop in LOOPS]
 FAST += [("galore_adamw8bit", in_nnx_optimizer, True), ("apollo_mini", in_nnx_optimizer, False)]
 FAST += [("trainable", in_nnx_optimizer, True), ("qgalore", in_inject_hyperparams, True)]
 CASES = [(name, loop, jit) for name in NAMES for loop in LOOPS for jit in (True, False)]
-CASES = [case for case in CASES if case not in FAST and (case[0] in OPTIMIZERS or case[1] is not in_inject_hyperparams)]
+CASES = [(name, loop, jit) for name, loop, jit in CASES if name in OPTIMIZERS or loop is not in_inject_hyperparams]
 
 
 @functools.cache
@@ -177,21 +177,11 @@ def assert_same(name, params, expected):
         assert np.abs(w - expected[leaf]).mean() <= 2e-3 * moved, leaf
 
 
-def check(name, loop, jit, tmp_path):
-    options = {"tmp_path": tmp_path} if loop is from_orbax else {}
-    assert_same(name, loop(name, jit, **options), reference(name))
-
-
 def case_name(value):
     return value.__name__ if callable(value) else {True: "jit", False: "eager"}.get(value, value)
 
 
-@pytest.mark.parametrize(("name", "loop", "jit"), FAST, ids=case_name)
-def test_an_optimizer_trains_in_this_loop(name, loop, jit, tmp_path):
-    check(name, loop, jit, tmp_path)
-
-
-@exhaustive
-@pytest.mark.parametrize(("name", "loop", "jit"), CASES, ids=case_name)
-def test_every_optimizer_trains_in_every_loop(name, loop, jit, tmp_path):
-    check(name, loop, jit, tmp_path)
+@pytest.mark.parametrize(("name", "loop", "jit"), cases(CASES, *FAST), ids=case_name)
+def test_an_optimizer_trains_in_every_loop(name, loop, jit, tmp_path):
+    options = {"tmp_path": tmp_path} if loop is from_orbax else {}
+    assert_same(name, loop(name, jit, **options), reference(name))

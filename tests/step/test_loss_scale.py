@@ -10,6 +10,7 @@ from jaxmem.errors import UserError
 from jaxmem.quant.precision import rounded
 from jaxmem.step import state as states
 from tests.step.conftest import Trained, config
+from tests.support.tiers import cases
 
 HALF = {"compute": "float16", "loss_scale": "dynamic"}
 
@@ -40,6 +41,15 @@ def test_float16_with_a_scale_learns_what_float32_learns():
         assert mine["loss"] == pytest.approx(exact["loss"], rel=2e-3)
         assert mine["gradient_norm"] == pytest.approx(exact["gradient_norm"], rel=2e-2)
     assert half.metrics[-1]["skipped"] == 0
+
+
+@pytest.mark.parametrize("parameters", cases(("int8", "uint5", "nf4"), "nf4"))
+def test_quantized_weights_computed_in_float16_learn_what_they_learn_in_float32(parameters):
+    """Gradients are not stored in float16: AdamW squares them."""
+    wide = Trained(config(precision={"parameters": parameters}), updates=4)
+    half = Trained(config(precision={"parameters": parameters, "compute": "float16"}), updates=4)
+    for mine, exact in zip(half.metrics, wide.metrics, strict=True):
+        assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
 
 
 def test_a_dynamic_scale_finds_what_float16_can_hold():

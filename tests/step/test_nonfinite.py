@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmem.config.sections import Train
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
 from jaxmem.training.progress import Work
@@ -83,4 +84,36 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     assert len(progress.lines) == 1
     assert "update skipped" in progress.lines[0]
     with pytest.raises(UserError, match=r"loss is nan at step 3.* first non-finite: (head|norm)"):
+        telemetry.flush()
+
+
+def overflow(scale):
+    """Metrics of an update that was skipped since a gradient overflowed."""
+    return {"loss": 2.0, "gradient_norm": np.inf, nonfinite.METRIC: 0, "loss_scale": scale, "count": 1.0}
+
+
+def skipped_before_it_stops(scale, **settings):
+    """The number of overflows that telemetry accepts, up to 5, and the error after them."""
+    telemetry = Telemetry(Train(**settings), ["head"], Said(), Said(), scale)
+    for count in range(5):
+        telemetry.update(count + 1, overflow(1e6 if scale == "dynamic" else scale), Work(1))
+        try:
+            telemetry.flush()
+        except UserError as error:
+            return count, str(error)
+    return 5, None
+
+
+def test_overflows_with_a_fixed_loss_scale_count_as_skipped_updates():
+    stopped, error = skipped_before_it_stops(1e6)
+    assert stopped == 0
+    assert "lower precision.loss_scale=1e+06, or use precision.loss_scale=dynamic" in error
+    assert skipped_before_it_stops(1e6, on_nan="skip", max_skipped=3)[0] == 3
+
+
+def test_overflows_are_expected_until_a_dynamic_loss_scale_is_one():
+    assert skipped_before_it_stops("dynamic") == (5, None)
+    telemetry = Telemetry(Train(), ["head"], Said(), Said(), "dynamic")
+    telemetry.update(1, overflow(1.0), Work(1))
+    with pytest.raises(UserError, match="first non-finite: head; lower optimizer"):
         telemetry.flush()

@@ -375,3 +375,13 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(config
 
 def test_the_process_ends_with_the_code_that_the_signal_asks_for(config):
     assert run(config(train={"steps": 1})).exit_code == 0
+
+
+def test_a_state_that_its_update_has_made_infinite_is_not_saved(config):
+    """The loss and the gradients of the step are finite; the next loss would not be."""
+    optimizer = {"name": "lion", "learning_rate": 3e38, "weight_decay": 100.0}
+    cfg = config(optimizer=optimizer, checkpoint={"every": 1}, mesh={"fsdp": 1, "tensor": 1})
+    with pytest.raises(UserError, match=r"the update of step 1 made \S+ infinite or NaN; lower optimizer"):
+        run(cfg, jax.devices()[:1])
+    with Checkpoints(Path(cfg.output, cfg.name, "checkpoints"), read_only=True) as checkpoints:
+        assert checkpoints.steps() == []

@@ -68,15 +68,16 @@ class GaLoreRule(MatrixRule):
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         key, scale = jax.random.fold_in(context.key, context.count), self.settings.scale
-        every, layer, layers = self.settings.refresh_every, context.layer, context.layers
+        every: Any = self.settings.refresh_every  # an array within `optax.inject_hyperparams`
+        layer, layers = context.layer, context.layers
         basis_state = {name: x for name, x in state.items() if name != "inner"}
         if self.similarity is None:
             turn = (context.count - 1 - layer * every // layers) % every == 0
             due = turn | (context.count == 1)
         else:
             due = context.count > state["due"]
-        # An upper bound with Q-GaLore, and if the interval is an array (`optax.inject_hyperparams`).
-        with jax.named_scope(run_count(1, every if isinstance(every, int) else 1)):
+        # An upper bound with Q-GaLore, and if the interval is an array.
+        with jax.named_scope(run_count(1, 1 if isinstance(every, jax.Array) else every)):
             basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, context, key), lambda k: k, basis_state)
         # Matmuls use the dtype of the gradient: bfloat16 costs half of float32, and accumulates in float32.
         basis = _values(basis_state["basis"], g.dtype)
