@@ -9,7 +9,7 @@ and block-wise states have this form:
     projected to rank r, [r, n]     StateArray(low, ("projected", 1))
     codes, or their block scales    StateArray(codes, (0, 1))
 
-A state contains plain arrays. Their declarations are computed again from the transformation when the layout is needed
+A state contains plain arrays. Their declarations come from the transformation whenever the layout is needed
 (`jaxmem.optim.state_axes`), so nothing is lost if another library rebuilds the state from its arrays.
 
 An array that is shorter than the parameter along a dimension (packed codes, block scales) is sharded like the parameter
