@@ -68,7 +68,7 @@ class Rules(Section):
 class Pipeline(Section):
     """The schedule of micro-batches over the pipeline stages of `mesh.stage`."""
 
-    schedule: Literal["auto", "gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"] = setting(
+    schedule: Literal["auto", "gpipe", "circular", "1f1b", "interleaved_1f1b"] = setting(
         "auto", "order of forward and backward passes; auto: 1f1b, or interleaved_1f1b with several rounds"
     )
     rounds: Count = setting(1, "groups of layers per stage, interleaved over the stages; more groups: less idle time")

@@ -27,7 +27,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.model import pipeline_of, repeats_forward
+from jaxmem.step.model import repeats_forward
 
 FLOAT32 = 4  # bytes
 
@@ -60,8 +60,6 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
     kinds = sizes.at_peak(passes.saved)
-    if pipeline := pipeline_of(cfg):  # what backward passes store for weight gradients
-        kinds[SAVED] += int(pipeline.timetable.slots.counts[-1] * passes.waiting * rows_of(cfg))
     parts: dict[str, int] = {}  # bytes of the state on the device, by part
     offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
     for part, role in STATE.items():

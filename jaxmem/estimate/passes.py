@@ -19,17 +19,12 @@ from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.estimate.share import layers_per_pass, loss_chunk, one_share, vocab_entries
 from jaxmem.kernels.run_counts import mean_runs
-from jaxmem.pipeline.stage_layers import values_for_weights
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import is_axes, layout_for
-from jaxmem.sharding.host import take_layer
+from jaxmem.sharding import layout_for
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, intercept_with
-from jaxmem.stack.reverse import differentiable_weights
 from jaxmem.step import Program
 from jaxmem.step.model import pipeline_of
 from jaxmem.step.objective import objective, trained_sum
-from jaxmem.step.pipeline import stacks_of
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
@@ -60,7 +55,6 @@ class TracedPasses:
     offloaded: int  # bytes of saved activations in host memory
     matmuls: tuple[Matmul, ...]
     kernels: int
-    waiting: int = 0  # bytes that a group of layers of a pipeline with zero_bubble stores for the weight gradients
 
     def times(self, count: float) -> "TracedPasses":
         """These passes, run `count` times; their saved activations are those of one run."""
@@ -118,12 +112,11 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     layers = _trace("layers", of_layers, tensor)
     if pipeline:
         layers = layers.times(layers_per_pass(cfg) / pipeline.group)
-    waiting = _waiting_bytes(of_layers) if pipeline and pipeline.timetable.splits_backward else 0
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
     saved, offloaded = layers.saved + loss.saved, layers.offloaded + loss.offloaded
     if all_offloaded:
         saved, offloaded = 0, saved
-    return TracedPasses(saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels, waiting)
+    return TracedPasses(saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels)
 
 
 @functools.lru_cache(maxsize=512)
@@ -166,33 +159,6 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
             matmuls.append(_kernel(eqn, times))
             kernels += times
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
-
-
-@functools.lru_cache(maxsize=128)
-def _waiting_bytes(shape: Config) -> int:
-    """Bytes that the backward pass of one sequence through these layers stores for the weight gradients."""
-    built = on_one_device(shape)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
-    trainable = built.model.select(built.model.axes)[stacks_of(built.model)[-1]]
-    learns = jax.tree.map(lambda axes: axes is not None, trainable, is_leaf=lambda x: x is None or is_axes(x))
-
-    def stored(params: Any, batch: Any) -> list[Any]:
-        """The values for each layer of the last stack, stacked."""
-        calls: list[StackCall] = []
-
-        def known(part: Any) -> Any:
-            calls.extend([part] if isinstance(part, StackCall) else [])
-            return (part.x, None) if isinstance(part, StackCall) else None
-
-        with intercept_with(known):
-            objective(built.cfg).features(built.model.network(params), batch, None)
-        call = calls[-1]
-        weights, one = (take_layer(tree, jax.numpy.int32(0)) for tree in (call.weights, call.inputs))
-        found = values_for_weights(call, (weights, call.x, one, call.shared), differentiable_weights(learns, None))
-        return [jax.numpy.broadcast_to(x, (call.layers, *x.shape)) for x in found]
-
-    return sum(map(_bytes, jax.eval_shape(stored, params, batch)))
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:

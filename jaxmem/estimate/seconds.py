@@ -42,9 +42,7 @@ class StepTime:
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
         exposed += max(_MIN_EXPOSED_SHARE * copies, copies - compute)
-        # Values for weight gradients are written and read once.
-        waiting = 2 * self.passes.waiting * self.cfg.pipeline.rounds * rows_of(self.cfg)
-        memory = (waiting + 3 * parts["gradients"]) / gpu.memory_rate
+        memory = 3 * parts["gradients"] / gpu.memory_rate
         micro_batch = compute + exposed + self._offloaded_activations(compute) + memory
         # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
         # micro-batches; both directions are used at the same time.

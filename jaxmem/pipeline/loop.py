@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmem.kernels.run_counts import run_count
 from jaxmem.pipeline.stage_layers import Gradients, Layers, StageLayers, run_if
-from jaxmem.pipeline.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
+from jaxmem.pipeline.timetable import BACKWARD, FORWARD, Timetable
 from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
 from jaxmem.stack.interception import StackCall
@@ -55,7 +55,7 @@ class Results(NamedTuple):
 class _State(NamedTuple):
     """The carry of the loop: rings of slots, sums, and the results that are sent after the tick."""
 
-    rings: tuple[Tree, Tree]  # `StageLayers.empty_rings`
+    saved: Tree  # `StageLayers.empty_ring`
     inputs: Tree
     gradients: Tree
     results: Results
@@ -102,7 +102,7 @@ class _Run:
         # Branches receive only what they change, because XLA may copy what they receive (e.g. all weights of a stage).
         embed = lambda _: self._call(every["embedded"]).x  # noqa: E731
         state = state._replace(forward=run_if(every["embedded"] >= 0, embed, state.forward, self._per_item))
-        operations = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weight_gradients}
+        operations = {FORWARD: self._forward, BACKWARD: self._backward}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind, self._p.recomputes):
                 state = run_if(own["kind"] == kind, partial(operation, own), state, scope)
@@ -158,25 +158,20 @@ class _Run:
         received = take_layer(state.inputs, jnp.maximum(row["inputs"], 0))
         x = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), state.forward, received)
         call = self._layers.prepare(self._call(row["micro"]))
-        y, saved = self._layers.forward(call, x, row, state.rings[0], state.results.layers)
-        return state._replace(rings=(saved, state.rings[1]), forward=y)
+        y, saved = self._layers.forward(call, x, row, state.saved, state.results.layers)
+        return state._replace(saved=saved, forward=y)
 
     def _backward(self, row: Any, state: _State) -> _State:
         call = self._layers.prepare(self._call(row["micro"]))
         g = take_layer(state.gradients, row["gradients"])
-        g, rings, of_layers = self._layers.backward(call, g, row, state.rings, state.results.layers)
-        return state._replace(rings=rings, results=state.results._replace(layers=of_layers), backward=g)
-
-    def _weight_gradients(self, row: Any, state: _State) -> _State:
-        call = self._layers.prepare(self._call(row["micro"]))
-        of_layers = self._layers.weight_gradients(call, row, state.rings[1], state.results.layers)
-        return state._replace(results=state.results._replace(layers=of_layers))
+        g, saved, of_layers = self._layers.backward(call, g, row, state.saved, state.results.layers)
+        return state._replace(saved=saved, results=state.results._replace(layers=of_layers), backward=g)
 
     # ------------------------------------------------------------------ the first carry
 
     def _begin(self) -> _State:
         table, x, network = self._table, self._x, self._network
-        _, of_inputs, of_gradients, _ = table.slots.counts
+        _, of_inputs, of_gradients = table.slots.counts
 
         def ring(count: int) -> Tree:
             return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (count, *x.shape)), x)
@@ -185,7 +180,7 @@ class _Run:
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
         outside, gradients, g = (wide(network.outside), ring(of_gradients), x) if table.has_backward else ((), (), ())
         results = Results(self._layers.zero_gradients(), outside, wide(loss))
-        return _State(self._layers.empty_rings(), ring(of_inputs), gradients, results, x, g)
+        return _State(self._layers.empty_ring(), ring(of_inputs), gradients, results, x, g)
 
     def _call(self, micro: jax.Array) -> StackCall:
         return self._network.embed(self._network.outside, self._micro(micro))

@@ -1,8 +1,8 @@
-"""The layers of one pipeline stage: the forward pass, the backward pass and the weight gradients of a work item.
+"""The layers of one pipeline stage: the forward pass and the backward pass of a work item.
 
 The forward pass writes what `memory.remat` saves into a ring of slots, one item per slot; the backward pass reads it
-and adds the gradients of each layer in place to float32 sums, or stores what W needs (`split_backward.py`). After the
-last micro-batch a `Visitor` may update the weights of the layer: no later operation reads them.
+and adds the gradients of each layer in place to float32 sums. After the last micro-batch a `Visitor` may update the
+weights of the layer: no later operation reads them.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from jaxmem.stack.apply import StackOptions, checkpointed
 from jaxmem.stack.interception import StackCall
 from jaxmem.stack.reverse import LayerDerivative, Visitor
 from jaxmem.stack.scheduled import fetch_layer, recompute
-from jaxmem.stack.split_backward import SplitBackward
 
 Tree = Any
 
@@ -54,7 +53,6 @@ class StageLayers:
         self._p, self._visitor = layers.pipeline, layers.visitor
         self._call = self.prepare(call)
         self._derivative = LayerDerivative(self._call.run, layers.proxies)
-        self._split = SplitBackward() if table.splits_backward else None
 
     def prepare(self, call: StackCall) -> StackCall:
         """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
@@ -93,14 +91,14 @@ class StageLayers:
         x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
         return x, ring
 
-    def backward(self, call: StackCall, g: Any, row: Any, rings: tuple[Tree, Tree], gradients: Gradients) -> Any:
-        """Returns the gradient of the input of the layers, the rings of F and W, and `gradients`, to which the weight
-        gradients of this item are added if there is no W."""
-        plan, group, split = call.plan, self._p.group, self._split
+    def backward(self, call: StackCall, g: Any, row: Any, ring: Tree, gradients: Gradients) -> Any:
+        """Returns the gradient of the input of the layers, the ring of F, and `gradients`, to which the weight
+        gradients of this item are added."""
+        plan, group = call.plan, self._p.group
         round_index, slot, last = row["round_index"], row["saved"], group - 1
 
         def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            g, (ring, waiting), gradients, fetched = carry
+            g, ring, gradients, fetched = carry
             place, own = last - i, self._with_weights(call, gradients)
             known = self._known(own, place, round_index, fetched)
             following = self._fetch(own, place - 1, round_index)
@@ -112,36 +110,20 @@ class StageLayers:
                 ring = recompute(own, ring, place, slot * plan.slots, read)
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
-            if split is not None:
-                g, stored = split.begin(derivative, g, known)
-                return g, (ring, put_layer(waiting, row["waiting"] * group + place, stored)), gradients, following
             dw, g = derivative(g)
             gradients, g = self._add(gradients, place, row, dw, g)
-            return g, (ring, waiting), gradients, following
+            return g, ring, gradients, following
 
-        begin = g, rings, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(last), round_index)
-        g, rings, gradients, _ = jax.lax.fori_loop(0, group, step, begin)
-        return g, rings, gradients
-
-    def weight_gradients(self, call: StackCall, row: Any, waiting: Tree, gradients: Gradients) -> Gradients:
-        """W: adds the weight gradients of an item, from the values that its backward pass stored."""
-        round_index, slot, split, group = row["round_index"], row["waiting"], self._split, self._p.group
-        assert split is not None
-
-        def step(place: jax.Array, gradients: Gradients) -> Gradients:
-            own = self._with_weights(call, gradients)
-            known = self._known(own, place, round_index, self._fetch(own, place, round_index))
-            dw = split.finish(take_layer(waiting, slot * group + place), known)
-            return self._add(gradients, place, row, dw)[0]
-
-        return jax.lax.fori_loop(0, group, step, gradients)
+        begin = g, ring, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(last), round_index)
+        g, ring, gradients, _ = jax.lax.fori_loop(0, group, step, begin)
+        return g, ring, gradients
 
     def _with_weights(self, call: StackCall, gradients: Gradients) -> StackCall:
         """The call with the current weights of the stage."""
         visitor = self._visitor
         return call if visitor is None else replace(call, weights=visitor.weights(gradients.visitor_carry))
 
-    def _add(self, gradients: Gradients, place: jax.Array, row: Any, dw: Tree, g: Any = None) -> tuple[Gradients, Any]:
+    def _add(self, gradients: Gradients, place: jax.Array, row: Any, dw: Tree, g: Any) -> tuple[Gradients, Any]:
         """Adds the gradients of a layer. With a visitor also returns `g`, the gradient of the layer's input, computed
         before the visitor writes: otherwise XLA would copy the old weights."""
         visitor, (sums, visitor_carry), count = self._visitor, gradients, self._p.micro_batches
@@ -164,13 +146,13 @@ class StageLayers:
 
     # ------------------------------------------------------------------ the first carry
 
-    def empty_rings(self) -> tuple[Tree, Tree]:
-        """Rings of what F saves for B, and of what B stores for W."""
-        of_items, *_, of_waiting = self._table.slots.counts
+    def empty_ring(self) -> Tree:
+        """The ring of what F saves for B."""
+        of_items, *_ = self._table.slots.counts
         plan, group, x = self._call.plan, self._p.group, self._x
         empty = zeros_on_host if self._call.on_host else jnp.zeros
         if not self._table.has_backward:
-            return (), ()
+            return ()
         if plan is not None:
             slots = of_items * plan.slots
             at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
@@ -178,10 +160,7 @@ class StageLayers:
         else:
             saved = jax.eval_shape(lambda: self._derivative.forward(*self._example())[1])
             stored = [empty((of_items * group, *each.shape), each.dtype) for each in saved]
-        if self._split is None:
-            return stored, ()
-        each = jax.eval_shape(lambda: values_for_weights(self._call, self._example(), self._layers.proxies))
-        return stored, [jnp.zeros((of_waiting * group, *x.shape), x.dtype) for x in each]
+        return stored
 
     def zero_gradients(self) -> Gradients:
         """The gradients before the first backward pass."""
@@ -244,16 +223,3 @@ def run_if(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, 
     how often the function runs."""
     with jax.named_scope(scope):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)
-
-
-def values_for_weights(
-    call: StackCall, example: tuple[Tree, Any, Any, Any], proxies: Callable[[Tree], Tree]
-) -> list[Any]:
-    """The values that the backward pass of a layer stores for W. `example`: the arguments of the layer."""
-    weights, x, one, shared = example
-    known, layer = (proxies(weights), weights, one, shared), LayerDerivative(call.run, proxies)
-    if call.plan is None:
-        derivative = layer.from_saved(*known, layer.forward(*example)[1])
-    else:
-        derivative = layer.recomputed(*known, x)
-    return SplitBackward().begin(derivative, x, known)[1]

@@ -4,17 +4,14 @@ the results.
 With p stages, m micro-batches and v rounds (groups of layers per stage), a stage has v m work items of each kind:
 
     F  the forward pass of a micro-batch through one group of layers
-    B  its backward pass; with `zero_bubble` only the gradients of activations
-    W  with `zero_bubble`, the gradients of weights
+    B  its backward pass
 
 A tick ends when all stages have finished it, since neighbours then send each other results. So the operations of a
-tick should take the same time: a schedule alternates ticks of F and ticks of B, and a W may fill an idle place of
-either kind. F of item k runs on stage s in the (k + s)-th tick of F, for every schedule; they differ in when B starts:
+tick should take the same time: a schedule alternates ticks of F and ticks of B. F of item k runs on stage s in the
+(k + s)-th tick of F, for every schedule; they differ in when B starts:
 
     gpipe, circular            after the last F (Huang et al., arXiv:1811.06965); all items are in memory
     1f1b, interleaved_1f1b     as early as possible (Narayanan et al., arXiv:2104.04473): v p + p - 1 items in memory
-    zero_bubble                like 1f1b; W fills the ticks in which a stage waits for the last gradients (Qi et al.,
-                               arXiv:2401.10241)
 
 Megatron's stages run at different paces and store p items with `1f1b`; here stage s stores 2 (p - s) - 1, because all
 stages keep one pace. The bubble is the same.
@@ -36,11 +33,10 @@ import numpy as np
 
 from jaxmem.kernels.run_counts import run_count
 
-Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"]
-IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
-KINDS = ("idle", "forward", "backward", "weight gradient")
-# The time of each operation in units of F. The key: whether W is separate; B then has half as many matmuls.
-COSTS = {False: (0.0, 1.0, 2.0, 0.0), True: (0.0, 1.0, 1.0, 1.0)}
+Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"]
+IDLE, FORWARD, BACKWARD = range(3)
+KINDS = ("idle", "forward", "backward")
+COSTS = (0.0, 1.0, 2.0)  # the time of each operation in units of F
 
 
 class WorkItem(NamedTuple):
@@ -73,11 +69,11 @@ class Timetable:
         >>> timetable("1f1b", 2, 3).rows()
         ['FF.FB.BB', '.FBFBFB.']
         """
-        return ["".join(".FBW"[kind] for kind in stage) for stage in self.kind.T]
+        return ["".join(".FB"[kind] for kind in stage) for stage in self.kind.T]
 
     def costs(self, recomputes: bool = False) -> np.ndarray:
         """The time of each operation. `recomputes`: whether a backward pass repeats the forward pass."""
-        return np.asarray(COSTS[self.splits_backward]) + recomputes * (np.arange(4) == BACKWARD)
+        return np.asarray(COSTS) + recomputes * (np.arange(3) == BACKWARD)
 
     def scope(self, kind: int, recomputes: bool = False) -> str | None:
         """The name of a scope that tells the planner how often a stage runs an operation, and in how many ticks it is
@@ -86,11 +82,6 @@ class Timetable:
         lasts = int(np.sum(self.kind[np.arange(self.ticks), longest] == kind))
         count = int(np.sum(self.kind == kind)) // self.stages
         return run_count(count, self.ticks, lasts) if count else None
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are operations of their own."""
-        return bool(np.any(self.kind == WEIGHTS))
 
     def micro_batch_of(self, stage: int, kind: int, round_index: int) -> np.ndarray:
         """For each tick, the micro-batch that a stage processes with this operation, or -1."""
@@ -106,8 +97,8 @@ class Timetable:
     def idle_share(self, recomputes: bool = False) -> float:
         """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
 
-        >>> [round(timetable(name, 4, 16).idle_share(), 3) for name in ("gpipe", "1f1b", "zero_bubble")]
-        [0.158, 0.158, 0.059]
+        >>> [round(timetable(name, 4, 16).idle_share(), 3) for name in ("gpipe", "1f1b")]
+        [0.158, 0.158]
         """
         each = self.costs(recomputes)[self.kind]
         return float(1 - np.sum(each) / (self.stages * np.sum(np.max(each, axis=1))))
@@ -135,22 +126,21 @@ class Slots:
     arrays on a stage."""
 
     saved: np.ndarray  # what F saves for B of the same item
-    waiting: np.ndarray  # what B saves for W
     inputs: np.ndarray  # the input of F; -1: the embedding of the micro-batch
     gradients: np.ndarray  # the gradient that B reads, or which F of the last layers writes
     received: np.ndarray  # where the activations are stored that arrive after the tick
     received_gradients: np.ndarray  # where the gradient is stored that arrives after the tick
-    counts: tuple[int, int, int, int]  # the sizes of the rings of `saved`, `inputs`, `gradients` and `waiting`
+    counts: tuple[int, int, int]  # the sizes of the rings of `saved`, `inputs` and `gradients`
 
 
-_SAVED, _INPUTS, _GRADIENTS, _WAITING = range(4)  # the rings
-_RINGS = ("saved activations", "inputs", "gradients", "values for the weight gradients")
+_SAVED, _INPUTS, _GRADIENTS = range(3)  # the rings
+_RINGS = ("saved activations", "inputs", "gradients")
 
 
-def _slots(table: Timetable) -> Slots:  # noqa: C901
+def _slots(table: Timetable) -> Slots:
     """Runs the table, and assigns the lowest free slot to each result when it is written."""
-    shape = (6, table.ticks, table.stages)
-    saved, waiting, inputs, gradients, received, received_gradients = np.full(shape, -1, np.int32)
+    shape = (5, table.ticks, table.stages)
+    saved, inputs, gradients, received, received_gradients = np.full(shape, -1, np.int32)
     rings = [[_Ring(contents) for _ in range(table.stages)] for contents in _RINGS]
     arriving: list[tuple[np.ndarray, int, int, int, tuple[int, int]]] = []
     now = -1
@@ -176,17 +166,13 @@ def _slots(table: Timetable) -> Slots:  # noqa: C901
                 arriving.append((received, _INPUTS, tick, after[0], (micro, after[1])))
             elif table.has_backward:
                 gradients[tick, stage] = rings[_GRADIENTS][stage].put(key)
-        elif kind == BACKWARD:
+        else:
             gradients[tick, stage] = rings[_GRADIENTS][stage].take(key)
             saved[tick, stage] = rings[_SAVED][stage].take(key)
-            if table.splits_backward:
-                waiting[tick, stage] = rings[_WAITING][stage].put(key)
             if before is not None:
                 arriving.append((received_gradients, _GRADIENTS, tick, before[0], (micro, before[1])))
-        else:
-            waiting[tick, stage] = rings[_WAITING][stage].take(key)
     counts = tuple(max([1, *(ring.size for ring in each)]) for each in rings)
-    return Slots(saved, waiting, inputs, gradients, received, received_gradients, counts)  # type: ignore[arg-type]
+    return Slots(saved, inputs, gradients, received, received_gradients, counts)  # type: ignore[arg-type]
 
 
 class _Ring:
@@ -212,7 +198,7 @@ def check(table: Timetable) -> None:
     """Raises ValueError if an operation is missing or repeated, or reads a result that has not been sent by a neighbour
     in an earlier tick. A table that passes cannot deadlock: in each tick every stage executes its operation without
     waiting, and then all neighbours send each other their results."""
-    kinds = [FORWARD, *([BACKWARD] * table.has_backward), *([WEIGHTS] * table.splits_backward)]
+    kinds = [FORWARD, BACKWARD] if table.has_backward else [FORWARD]
     items = itertools.product(range(table.stages), kinds, range(table.micro_batches), range(table.rounds))
     expected, found = Counter(items), Counter((stage, *one) for _, stage, one in table.work())
     for wrong, what in ((found - expected, "repeated or unknown"), (expected - found, "missing")):
@@ -225,8 +211,8 @@ def check(table: Timetable) -> None:
 def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> Timetable:
     """The table of a schedule.
 
-    >>> timetable("zero_bubble", 2, 2).rows()
-    ['FF..BWBW', '.FBFBWW.']
+    >>> timetable("gpipe", 2, 2).rows()
+    ['FF..BB', '.FFBB.']
     """
     p, m, v = stages, micro_batches, rounds
     order = [_item(number, p, v) for number in range(v * m)]
@@ -239,8 +225,6 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
         rows.append([_at(order, pair - s, FORWARD) for s in range(p)])
         rows.append([_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
     rows = [row for row in rows if any(row)]
-    if name == "zero_bubble":  # if more W may wait, fewer places are idle, up to a limit
-        rows = min((_with_weight_gradients(rows, p, most) for most in range(2 * p)), key=len)
     table = _table(p, m, v, rows)
     check(table)
     return table
@@ -267,28 +251,6 @@ def _item(number: int, p: int, v: int) -> tuple[int, int]:
 
 def _at(items: list[tuple[int, int]], number: int, kind: int) -> WorkItem | None:
     return WorkItem(kind, *items[number]) if 0 <= number < len(items) else None
-
-
-def _with_weight_gradients(rows: list[list[WorkItem | None]], p: int, most: int) -> list[list[WorkItem | None]]:
-    """Adds W for each B: in idle places, and in ticks of their own after a tick of B in which every stage has more than
-    `most` of them waiting."""
-    waiting: list[list[WorkItem]] = [[] for _ in range(p)]
-    result = []
-
-    def fill(row: list[WorkItem | None]) -> None:
-        row = [waiting[s].pop(0) if one is None and waiting[s] else one for s, one in enumerate(row)]
-        for s, one in enumerate(row):
-            if one is not None and one.kind == BACKWARD:
-                waiting[s].append(one._replace(kind=WEIGHTS))
-        result.append(row)
-
-    for row in rows:
-        fill(row)
-        if min(map(len, waiting)) > most:
-            fill([None] * p)
-    while any(waiting):
-        fill([None] * p)
-    return result
 
 
 def _table(p: int, m: int, v: int, rows: list[list[WorkItem | None]], has_backward: bool = True) -> Timetable:

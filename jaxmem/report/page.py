@@ -23,7 +23,7 @@ CURVES = {
 }  # fmt: skip
 # The letters of a pipeline schedule: names and colours.
 OPERATIONS = {
-    "F": ("forward", "#0072b2"), "B": ("backward", "#e69f00"), "W": ("weight gradients", "#009e73")
+    "F": ("forward", "#0072b2"), "B": ("backward", "#e69f00")
 }  # fmt: skip
 LEGEND = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
 

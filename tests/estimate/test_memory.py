@@ -111,16 +111,6 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 4},
             },
         ),
-        exhaustive(
-            4,
-            {
-                "memory": {"remat": "full"},
-                "mesh": {"stage": 2, "fsdp": 2},
-                "zero": 1,
-                "batch": {"global_size": 64, "accumulate": 4},
-                "pipeline": {"schedule": "zero_bubble"},
-            },
-        ),
     ],
 )
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:

@@ -46,8 +46,8 @@ RUNS = {
     "circular x fsdp x tensor": staged(
         {"stage": 2, "fsdp": 2, "tensor": 2}, rounds=2, dropout=0.2, schedule="circular", zero=1
     ),
-    "zero bubble x fsdp": staged(
-        {"stage": 3, "fsdp": 2}, dropout=0.2, schedule="zero_bubble", memory={"remat": "full", "update": "during"}
+    "1f1b x fsdp": staged(
+        {"stage": 3, "fsdp": 2}, dropout=0.2, schedule="1f1b", memory={"remat": "full", "update": "during"}
     ),
     "interleaved x fsdp": staged(
         {"stage": 2, "fsdp": 2},

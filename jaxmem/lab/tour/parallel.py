@@ -43,7 +43,7 @@ def _schedules() -> list[Ticks]:
     from jaxmem.pipeline.timetable import Name, timetable
     from jaxmem.report.page import OPERATIONS
 
-    titles: dict[Name, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "zero bubble"}
+    titles: dict[Name, str] = {"gpipe": "GPipe", "1f1b": "1F1B"}
     return [Ticks(title, timetable(name, 4, 8).rows(), OPERATIONS) for name, title in titles.items()]
 
 
