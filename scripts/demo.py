@@ -1,4 +1,4 @@
-"""One screen about the run of configs/demo.yaml: its text, its memory, and the effect of one line of its config.
+"""One screen about the run of configs/demo.yaml: its text, its memory, and the effect of lines of its config.
 
 jaxmem train configs/demo.yaml --simulate 2
 python scripts/demo.py [CHANGE]...
@@ -33,14 +33,15 @@ PROMPTS = (
     "    try:\n        return int(x)\n    except Value",
 )
 PARTS = ("parameters", "gradients", "optimizer", "activations")
-DEVICES = 8
-CHANGES = ("zero=0", "zero=1", "zero=2", "zero=3", "memory.remat=full", "optimizer.name=adamw8bit")
+DEVICES = 2  # as in the run
+CHANGES = ("zero=3", "zero=0", "memory.remat=full")
 MIB = 2**20
 WIDTH = min(shutil.get_terminal_size().columns, 80)
 NEXT = """
 Next:
   . .venv/bin/activate
-  jaxmem generate runs/demo --prompt def
+  jaxmem generate runs/demo \\
+      --prompt '    def __' --temperature 0
   jaxmem plan configs/demo.yaml \\
       --simulate 2 memory.remat=full
   jaxmem doctor
@@ -62,8 +63,8 @@ def bar(name: str, size: float, largest: float) -> str:
 
 
 def compiled(change: str) -> int:
-    """Planned bytes per device of the demo's step on more devices, not sharded, with one line of its config changed."""
-    cfg = jaxmem.load_config("configs/demo.yaml", (f"mesh.fsdp={DEVICES}", "zero=0", change))
+    """Planned bytes per device of the demo's step, with one line of its config changed."""
+    cfg = jaxmem.load_config("configs/demo.yaml", (change,))
     return plan_program(program(cfg, jax.devices())).bytes_per_device["total"]
 
 
@@ -80,11 +81,13 @@ def main(changes: Sequence[str]) -> None:
         print(bar(part, here[part], total))
     print(bar("other", total - sum(here[part] for part in PARTS), total))
 
-    print(f"\nOn {DEVICES} devices, zero=0; one line changed", flush=True)
+    print(f"\nThe same step on {DEVICES} devices, with one line of its config changed", flush=True)
     with ThreadPoolExecutor(2) as pool:
-        for number, (change, size) in enumerate(zip(changes, pool.map(compiled, changes), strict=True)):
-            largest = size if number == 0 else largest
-            print(bar("no change" if change == CHANGES[0] else change, size, largest), flush=True)
+        sizes = dict(zip(changes, pool.map(compiled, changes), strict=True))
+    for change, size in sizes.items():
+        print(bar("no change" if change == CHANGES[0] else change, size, max(sizes.values())), flush=True)
+    print(f"Activations are {here['activations'] / total:.0%} of the memory of so small a model on so many tokens.")
+    print("In large models weights and optimizer state are most of it: see the figure in README.md")
     print(NEXT)
 
 
