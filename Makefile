@@ -1,8 +1,9 @@
-# make demo      set up, train a small decoder, explain the memory
-# make test      set up, test each behavior once
-# make test-all  the tests of make test and all others
-# make lint      ruff, mypy, words, generated pages, planned figures
-# make clean     remove what these made
+# make demo        set up, train a small decoder, explain the memory
+# make test        set up, test each behavior once
+# make test-all    the tests of make test and all others
+# make mutations   plant faults, run the tests that must notice them
+# make lint        ruff, mypy, words, generated pages, planned figures
+# make clean       remove what these made
 # Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
 
 ifndef PYTHON
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all mutations lint clean
 
 demo: $(VENV)/installed
 	@$(BIN)/jaxmem train configs/demo.yaml --simulate 2
@@ -25,6 +26,9 @@ test: $(VENV)/installed-dev
 
 test-all: $(VENV)/installed-dev
 	@$(PYTEST)
+
+mutations: $(VENV)/installed-dev
+	@$(BIN)/python -m tests.support.mutations
 
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .

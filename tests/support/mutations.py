@@ -1,119 +1,49 @@
-"""Do the tests notice? Faults planted in the numerics one by one, in a copy, and the tests that must fail.
+"""Do the tests notice? Faults are planted one by one in a copy of the code, and the tests of their room must fail.
 
-    python -m tests.support.mutations            # all; ten seconds each on one core
+    make mutations                               # all faults
     python -m tests.support.mutations lora rope  # some
 
-Each is a line that a tired person might write. One that no test notices is a hole in the tests: exit code 1.
+First the tests of `make test` run; if they pass, those of `make test-all`. A fault that no test notices is a hole in
+the tests: exit code 1, as if `make test` misses more than a tenth.
 """
 
 import argparse
+import importlib
+import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.planted_faults import FAULTS, Fault
+
 ROOT = Path(__file__).parents[2]
 COPIED = ("jaxmem", "kernels", "tests", "scripts", "configs", "docs", "pyproject.toml")
-
-
-class Fault(NamedTuple):
-    what: str
-    file: str
-    right: str
-    wrong: str
-    tests: str  # which must fail
-
-
-FAULTS = {
-    "adam": Fault(
-        "the wrong sign in the bias correction of Adam's moments",
-        "jaxmem/optim/rules/plain.py",
-        "return 1 - jnp.float32(beta) ** count.astype(jnp.float32)",
-        "return 1 + jnp.float32(beta) ** count.astype(jnp.float32)",
-        "tests/optim/test_quantized.py::test_quantized_adam_follows_adam",
-    ),
-    "lora": Fault(
-        "LoRA without its scale",
-        "jaxmem/config/adapter.py",
-        "LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))",
-        "LowRank(rank, alpha, 1.0)",
-        "tests/adapters/test_lora.py",
-    ),
-    "galore": Fault(
-        "a projection that is never found anew",
-        "jaxmem/optim/rules/galore.py",
-        "due = turn | (context.count == 1)",
-        "due = context.count == 1",
-        "tests/optim/test_galore.py::test_layers_refresh_their_projections_at_different_steps",
-    ),
-    "segments": Fault(
-        "packed documents that see each other",
-        "jaxmem/models/attention.py",
-        '"segment_ids": ids, "sinks"',
-        '"segment_ids": None, "sinks"',
-        "tests/models/test_decoder.py::test_packed_documents_do_not_attend_to_each_other",
-    ),
-    "micro-batch": Fault(
-        "the last micro-batch dropped",
-        "jaxmem/step/gradients.py",
-        "looped = (batch, keys) if local is None else",
-        "looped = jax.tree.map(lambda x: x[:-1], (batch, keys)) if local is None else",
-        "tests/step/test_step.py::test_micro_batches_add_up_to_the_large_batch",
-    ),
-    "axes": Fault(
-        "two mesh axes exchanged in a rule: what the optimizer holds is split as for a lower ZeRO stage",
-        "jaxmem/sharding/table.py",
-        "optimizer=state if zero >= 1 else tensor",
-        "optimizer=tensor if zero >= 1 else state",
-        "tests/step/test_layouts.py::test_every_table_covers_the_same_axes "
-        "tests/step/test_layouts.py::test_every_layout_trains_as_one_device_in_the_bytes_of_its_table",
-    ),
-    "mask": Fault(
-        "the mask of the loss counted twice",
-        "jaxmem/step/objective.py",
-        '"count": jnp.sum(mask)}',
-        '"count": 2 * jnp.sum(mask)}',
-        "tests/step/test_step.py::test_the_update_is_adamw_on_clipped_mean_gradients",
-    ),
-    "rope": Fault(
-        "a rotation that is none",
-        "jaxmem/models/rope.py",
-        "b * cos + a * sin",
-        "b * cos - a * sin",
-        "tests/models/test_rope.py",
-    ),
-    "window": Fault(
-        "a window that sees one key too many",
-        "kernels/fused_attention/arguments.py",
-        "seen & (distance < window)",
-        "seen & (distance <= window)",
-        "tests/models/test_decoder.py::test_a_window_masks_earlier_tokens",
-    ),
-    "rounding": Fault(
-        "stochastic rounding that always rounds down",
-        "jaxmem/quant/precision.py",
-        "noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)",
-        "noise = jnp.zeros(x.shape, jnp.uint32)",
-        "tests/quant/test_precision.py::test_stochastic_rounding_returns_a_neighbour_and_is_unbiased",
-    ),
-    "dropout": Fault(
-        "what dropout keeps is not made larger",
-        "jaxmem/models/layers.py",
-        "x / (1.0 - rate)",
-        "x",
-        "tests/models/test_decoder.py::test_dropout_scales_what_it_keeps",
-    ),
-    "smoothing": Fault(
-        "label smoothing the wrong way round",
-        "jaxmem/models/losses.py",
-        "partition - (1.0 - s) * label_logit - s * mean()",
-        "partition - s * label_logit - (1.0 - s) * mean()",
-        "tests/models/test_losses.py",
-    ),
+TIERS = {"fast": ["-m", "not exhaustive"], "all": ["-m", "exhaustive"]}  # "all" runs after "fast"
+LIBRARIES = (
+    "pytest",
+    "jax",
+    "flax.nnx",
+    "optax",
+    "orbax.checkpoint",
+    "pydantic",
+)  # but plugins of pytest, which it must load
+# As in tests/conftest.py: jax reads them when it is imported.
+JAX_SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.04",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
 }
+NO_TESTS = 5  # pytest's exit code if all are deselected
+
+
+class Result(NamedTuple):
+    noticed_by: str  # a tier; "": no test
+    minutes: dict[str, float]  # of each tier that ran
 
 
 def copy_code(to: Path) -> Path:
@@ -127,42 +57,93 @@ def copy_code(to: Path) -> Path:
     return to
 
 
-def caught(fault: Fault, at: Path) -> bool:
-    """Whether a test fails with this fault planted; the copy is as it was afterwards."""
+def plant(fault: Fault, at: Path) -> Result:
+    """Runs the tests with a fault planted in the copy; the copy is as it was afterwards."""
     file = at / fault.file
     right = file.read_text()
     if right.count(fault.right) != 1:
-        raise SystemExit(f"{fault.file} has {right.count(fault.right)} times {fault.right!r}; once is needed")
+        raise SystemExit(f"{fault.file} contains {fault.right!r} {right.count(fault.right)} times; expected once")
     file.write_text(right.replace(fault.right, fault.wrong))
+    minutes = {}
     try:
-        ended = _tested(fault, at)
+        for tier, options in TIERS.items():
+            begin = time.monotonic()
+            has_failed = fails([*options, *fault.tests.split()], at)
+            minutes[tier] = (time.monotonic() - begin) / 60
+            if has_failed:
+                return Result(tier, minutes)
     finally:
         file.write_text(right)
-    if ended.returncode not in (0, 1):  # 1: tests failed
-        raise SystemExit(f"{fault.tests}: could not be run\n{ended.stdout[-2000:]}")
-    return ended.returncode == 1
+    return Result("", minutes)
 
 
-def _tested(fault: Fault, at: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *fault.tests.split()]
-    environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, check=False)
+def fails(arguments: list[str], at: Path) -> bool:
+    """Whether a test fails, in a process that has imported the libraries already."""
+    log = at / "log"
+    if (child := os.fork()) == 0:
+        code = 3
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(at)
+            sys.path[:] = [str(at), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("jaxmem", "tests")]:
+                del sys.modules[name]
+            import pytest
+
+            code = pytest.main(["-xq", "-p", "no:cacheprovider", *arguments])
+        except BaseException:  # noqa: BLE001 - reported in the log
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, 1, NO_TESTS):
+        raise SystemExit(f"{' '.join(arguments)}: could not be run\n{log.read_text()[-2000:]}")
+    return code == 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)}; all by default")
-    names = parser.parse_args().names or list(FAULTS)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="JSON; faults that it has are not planted again")
+    options = parser.parse_args()
+    names = options.names or list(FAULTS)
     if unknown := [name for name in names if name not in FAULTS]:
-        parser.error(f"no fault {unknown[0]!r}; known: {', '.join(FAULTS)}")
-    missed = 0
+        parser.error(f"unknown fault {unknown[0]!r}; expected one of {', '.join(FAULTS)}")
+    results: dict[str, Result] = {}
+    if options.results and options.results.exists():
+        results = {name: Result(*result) for name, result in json.loads(options.results.read_text()).items()}
     with tempfile.TemporaryDirectory() as folder:
-        at = copy_code(Path(folder))
-        for name in names:
-            found = caught(FAULTS[name], at)
-            missed += not found
-            print(f"{'caught' if found else 'MISSED'}  {name}: {FAULTS[name].what}", flush=True)
-    return min(missed, 1)
+        at = copy_code(Path(folder) / "code")
+        os.environ |= {"PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1", **JAX_SETTINGS}
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
+        os.environ.setdefault("XDG_CACHE_HOME", f"{folder}/cache")
+        for library in LIBRARIES:
+            importlib.import_module(library)
+        for name in (name for name in names if name not in results):
+            results[name] = plant(FAULTS[name], at)
+            if options.results:
+                options.results.write_text(json.dumps(results, indent=1))
+            print(row(name, results[name]), flush=True)
+    return summarize({name: results[name] for name in names})
+
+
+def row(name: str, result: Result) -> str:
+    minutes = ", ".join(f"{tier} {minutes:.1f} min" for tier, minutes in result.minutes.items())
+    verdict = f"noticed by {result.noticed_by}" if result.noticed_by else "MISSED"
+    return f"{verdict:16} {FAULTS[name].room:10} {name}: {FAULTS[name].what} ({minutes})"
+
+
+def summarize(results: dict[str, Result]) -> int:
+    """Prints how many faults each tier notices; returns the exit code."""
+    fast, total = sum(result.noticed_by == "fast" for result in results.values()), len(results)
+    noticed = sum(bool(result.noticed_by) for result in results.values())
+    spent = {tier: sum(result.minutes.get(tier, 0.0) for result in results.values()) for tier in TIERS}
+    print(f"of {total} faults make test notices {fast}, make test-all {noticed}; minutes: {spent}")
+    return int(noticed < total or fast < 0.9 * total)
 
 
 if __name__ == "__main__":
