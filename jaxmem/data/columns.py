@@ -1,23 +1,30 @@
 """Rows of Parquet files, or of the Arrow files that `datasets` saves.
 
 To read one row, a complete row group (Arrow: a record batch) is decoded. So the shuffle keeps row groups together
-(`blocks`), and the last few row groups stay decoded. A row is one record of any length. If row groups are large or many
-processes read the same row groups, run `jaxmem tokenize` first: it reads each row group once.
+(`blocks`), and the last few row groups stay decoded. If row groups are large or many processes read the same row
+groups, run `jaxmem tokenize` first: it reads each row group once.
+
+Files may come from anywhere, and pyarrow trusts them: an offset outside of its buffer ends the process. So a decoded
+row group is validated before a value is read, and its memory is limited while it is decoded.
 """
 
 import json
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmem.data.records import EmptyDataError
+from jaxmem.data.records import EmptyDataError, InvalidRecordError
 from jaxmem.errors import UserError, nearest
 
 MAX_DECODED_ROW_GROUPS = 4  # row groups that stay decoded
+MAX_DECODED_BYTES = 4 << 30  # largest size of a decoded row group
+MAX_ROW_BYTES = 16 << 20  # largest size of a row, as of a line of JSON
+BATCH_ROWS = 64  # rows that are decoded before the memory is compared with its limit
 SPLITS = "dataset_dict.json"  # a file of `datasets` next to one directory per split
 
 
@@ -47,8 +54,13 @@ class ColumnRows:
         """A row. Values that JSON does not have, such as dates, are text."""
         group, row = self._find(index)
         with self._lock:
-            table = self.decoded(group)
-        values = {name: table.column(name)[row].as_py() for name in table.schema.names}
+            table = self.decoded(group).slice(row, 1)
+        if table.nbytes > MAX_ROW_BYTES:
+            raise InvalidRecordError(f"the row is larger than the limit of {MAX_ROW_BYTES >> 20} MiB; split it")
+        try:
+            values = {name: table.column(name)[0].as_py() for name in table.schema.names}
+        except UnicodeDecodeError as error:
+            raise InvalidRecordError(f"a string is not UTF-8: {error}") from error
         found: dict[str, Any] = json.loads(json.dumps(values, default=str))
         return found
 
@@ -67,17 +79,23 @@ class ColumnRows:
 
     def _lengths(self, file: int) -> list[int]:
         """The number of rows of each row group."""
-        return self._read(file, lambda opened: opened.lengths)
+        lengths: list[int] = self._read(file, lambda opened: opened.lengths)
+        return lengths
 
     def _decode(self, group: int) -> Any:
+        """The table of a row group."""
         file, number = self._groups[group]
-        return self._read(file, lambda opened: opened.decode(number))
+        table = self._read(file, lambda opened: _decoded(opened, number))
+        if len(table) != self.blocks[group]:
+            stated = f"row group {number} contains {len(table)} rows, not {self.blocks[group]} as stated"
+            raise UserError(f"{self._paths[file]}: {stated}; copy the file again")
+        return table
 
     def _read(self, file: int, read: Callable[[Any], Any]) -> Any:
         path = self._paths[file]
         try:
             return read(self._opened(file))
-        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
+        except (OSError, ValueError, _pyarrow().ArrowException) as error:
             is_parquet = path.suffix.lower() == ".parquet"
             known = is_parquet or path.suffix.lower() == ".arrow"
             use = "copy it again" if known else "set data.source to the format of the file"
@@ -97,17 +115,65 @@ class ColumnRows:
 
 
 class _RowGroups(NamedTuple):
-    """An open file: the number of rows of each row group (Arrow: record batch), and a function that decodes one."""
+    """An open file: the number of rows of each row group (Arrow: record batch), and a function that decodes one as
+    several record batches."""
 
     schema: Any
     lengths: list[int]
-    decode: Callable[[int], Any]
+    decode: Callable[[int], Iterable[Any]]
+
+
+def _decoded(file: _RowGroups, group: int) -> Any:
+    """The table of a row group."""
+    arrow = _pyarrow()
+    before, batches = arrow.total_allocated_bytes(), []
+    for batch in file.decode(group):
+        if arrow.total_allocated_bytes() - before > MAX_DECODED_BYTES:
+            limit = f"{MAX_DECODED_BYTES >> 30} GiB"
+            raise arrow.ArrowInvalid(
+                f"row group {group} needs more memory than the limit of {limit} when it is decoded"
+            )
+        _validate(batch)
+        batches.append(batch)
+    return arrow.Table.from_batches(batches, batches[0].schema if batches else file.schema)
+
+
+def _validate(batch: Any) -> None:
+    """Refuses offsets and lengths outside of the buffers. Strings are compared as bytes, because a string that is not
+    UTF-8 makes only its row invalid."""
+    for column in batch.columns:
+        column.view(_without_encoding(column.type)).validate(full=True)
+
+
+def _without_encoding(kind: Any) -> Any:
+    """A type with the same buffers, whose strings are binary."""
+    arrow = _pyarrow()
+    types = arrow.types
+    if types.is_string(kind):
+        return arrow.binary()
+    if types.is_large_string(kind):
+        return arrow.large_binary()
+    if types.is_string_view(kind):
+        return arrow.binary_view()
+    if types.is_dictionary(kind):
+        return arrow.dictionary(kind.index_type, _without_encoding(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return arrow.struct([field.with_type(_without_encoding(field.type)) for field in kind])
+    if types.is_map(kind):
+        return arrow.map_(_without_encoding(kind.key_type), _without_encoding(kind.item_type), kind.keys_sorted)
+    for is_kind, of in ((types.is_list, arrow.list_), (types.is_large_list, arrow.large_list)):
+        if is_kind(kind):
+            return of(kind.value_field.with_type(_without_encoding(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return arrow.list_(kind.value_field.with_type(_without_encoding(kind.value_type)), kind.list_size)
+    return kind
 
 
 def _open_parquet(path: Path, columns: list[str] | None) -> _RowGroups:
     file = _pyarrow().parquet.ParquetFile(path)
     lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-    return _RowGroups(file.schema_arrow, lengths, partial(file.read_row_group, columns=columns))
+    _check_lengths(lengths)
+    return _RowGroups(file.schema_arrow, lengths, lambda group: file.iter_batches(BATCH_ROWS, [group], columns))
 
 
 def _open_arrow(path: Path, columns: list[str] | None) -> _RowGroups:
@@ -119,7 +185,13 @@ def _open_arrow(path: Path, columns: list[str] | None) -> _RowGroups:
     reader = arrow.ipc.open_file(mapped) if has_index else arrow.ipc.open_stream(mapped)
     batches = reader.read_all().to_batches()
     lengths = [batch.num_rows for batch in batches]
-    return _RowGroups(reader.schema, lengths, lambda group: batches[group].select(columns or reader.schema.names))
+    _check_lengths(lengths)
+    return _RowGroups(reader.schema, lengths, lambda group: [batches[group].select(columns or reader.schema.names)])
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if min(lengths, default=0) < 0 or sum(lengths) > sys.maxsize:
+        raise ValueError("it states impossible numbers of rows")
 
 
 def _pyarrow() -> Any:

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxmem.config.sections import Config
-from jaxmem.data import Corpus
+from jaxmem.data import Corpus, columns
 from jaxmem.data.columns import MAX_DECODED_ROW_GROUPS
 from jaxmem.data.jsonl import JsonRecords, JsonTexts
-from jaxmem.data.records import DocumentPiece
+from jaxmem.data.records import DocumentPiece, InvalidRecordError
 from jaxmem.errors import UserError
 from tests.support.records import open_records
 
@@ -106,3 +106,48 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
     lines = [open_records(JsonRecords, [path]) for path in (tmp_path / "chats.parquet", *place.glob("*.arrow"))]
     assert [one.record(2)["messages"] for one in lines] == [CHAT, CHAT]
     assert [len(one) for one in lines] == [4, 4]
+
+
+def write_file(path: Path, texts: list[bytes]) -> Path:
+    """A file whose column of strings contains these bytes."""
+    table = pa.table({"text": pa.array(texts).view(pa.string())})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_row_that_is_not_utf_8_is_invalid_and_the_others_are_read(tmp_path: Path, name: str) -> None:
+    records = open_records(JsonTexts, [write_file(tmp_path / name, [b"one", b"\xff", b"three"])], "text")
+    with pytest.raises(InvalidRecordError, match="a string is not UTF-8: "):
+        records.piece(1)
+    assert [records.piece(index).text for index in (0, 2)] == ["one", "three"]
+
+
+def test_offsets_outside_of_the_data_are_refused(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "x.arrow", [b"abc", b"defgh"])
+    data, offsets = path.read_bytes(), np.array([0, 3, 8], np.int32)
+    assert data.count(offsets.tobytes()) == 1
+    path.write_bytes(data.replace(offsets.tobytes(), np.array([0, 3, 2**30], np.int32).tobytes()))
+    with pytest.raises(UserError, match=r"x\.arrow: not a valid arrow file: .*out of bounds"):
+        open_records(JsonTexts, [path], "text").piece(1)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_row_that_is_too_large_is_invalid(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MAX_ROW_BYTES", 1 << 20)
+    records = open_records(JsonTexts, [write_file(tmp_path / name, [b"one", b"x" * (2 << 20)])], "text")
+    with pytest.raises(InvalidRecordError, match="the row is larger than the limit of 1 MiB; split it"):
+        records.piece(1)
+    assert records.piece(0).text == "one"
+
+
+def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MAX_DECODED_BYTES", 8 << 20)
+    path = write_file(tmp_path / "x.parquet", [b"x" * 1000] * 100_000)
+    assert path.stat().st_size < 1 << 14
+    with pytest.raises(UserError, match=r"x\.parquet: not a valid parquet file: row group 0 needs more memory than"):
+        open_records(JsonTexts, [path], "text").piece(0)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from gguf import GGUFWriter
 from PIL import Image
 
@@ -27,7 +29,7 @@ from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.images import FORMATS, ImageForm, read_image
-from jaxmem.data.jsonl import JsonTexts, parse_object
+from jaxmem.data.jsonl import JsonRecords, JsonTexts, parse_object
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.tensors import Tensors, open_file
@@ -146,6 +148,9 @@ def kinds() -> dict[str, Kind]:
             lambda source: ChatTemplate(source, "here", {}).render(CONVERSATIONS[0]["messages"]), TEMPLATE
         ),
         "jsonl": file("x.jsonl", _read_lines, lines),
+        "parquet": file("x.parquet", _read_lines, *map(_parquet, ("none", "snappy"))),
+        "arrow": file("x.arrow", _read_lines, *map(_arrow, (pa.ipc.new_stream, pa.ipc.new_file))),
+        "arrow rows": file("x.arrow", _read_rows, *map(_arrow, (pa.ipc.new_stream, pa.ipc.new_file))),
         "image": file("x.png", lambda path: read_image(path, ImageForm(8, 3, np.float32)), *map(_image, FORMATS)),
         **{
             f"checkpoint {name}": Kind([(_checkpoint() / part).read_bytes()], partial(_restore, part), slow=True)
@@ -205,10 +210,39 @@ def _read_lines(file: Path) -> None:
         records.close()
 
 
+def _table() -> pa.Table:
+    messages = CONVERSATIONS[0]["messages"]
+    return pa.table(
+        {"text": ["one", "two", "three" * 50], "messages": [messages, [], messages * 9], "number": [1, 2, 3]}
+    )
+
+
+def _parquet(compression: str) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(_table(), file, compression=compression)
+    return file.getvalue()
+
+
+def _arrow(writer: Callable[..., Any]) -> bytes:
+    file = io.BytesIO()
+    with writer(file, _table().schema) as opened:
+        opened.write_table(_table())
+    return file.getvalue()
+
+
 def _image(kind: str) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (9, 7), (200, 100, 50)).save(file, kind)
     return file.getvalue()
+
+
+def _read_rows(file: Path) -> None:
+    records = open_records(JsonRecords, [file])
+    try:
+        for index in range(len(records)):
+            records.record(index)
+    finally:
+        records.close()
 
 
 @cache
