@@ -22,7 +22,7 @@ def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
     >>> [round(value, 4) for value in dynamic_code(3, signed=False)]
     [0.0, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
     """
-    found = [np.float32(0), np.float32(1)]
+    values = [np.float32(0), np.float32(1)]
     for decade in range(bits - 1):
         parts = 2 ** (decade + (0 if signed else 1))
         # Interpolation from both ends with one rounding each is bitwise equal to the codes of other libraries.
@@ -30,5 +30,5 @@ def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
         low, high = (float(np.float32(0.1)) + step * np.arange(parts + 1), 1 - step * np.arange(parts + 1)[::-1])
         edges = np.concatenate([low[: (parts + 1) // 2], high[(parts + 1) // 2 :]]).astype(np.float32)
         middle = (edges[1:] + edges[:-1]) / np.float32(2) * np.float32(10.0 ** (decade - bits + 2))
-        found += [*middle, *(-middle if signed else ())]
-    return tuple(float(value) for value in sorted(found))
+        values += [*middle, *(-middle if signed else ())]
+    return tuple(float(value) for value in sorted(values))

@@ -94,8 +94,8 @@ def _triton_call() -> Any:
     library: Any = importlib.import_module("jax_triton.triton_lib")
     compiled = library.compile_ttir_inplace
 
-    def check_shared_memory(module: Any, backend: Any, options: Any, target: Any, *rest: Any) -> Any:
-        made = compiled(module, backend, options, target, *rest)
+    def check_shared_memory(module: Any, backend: Any, options: Any, target: Any, *later_arguments: Any) -> Any:
+        made = compiled(module, backend, options, target, *later_arguments)
         number = getattr(target, "arch", target)  # jax-triton 0.3 passes the compute capability itself: 90 for 9.0
         name = f"{number // 10}.{number % 10}"
         if (needed := made.shared_mem_bytes) > SHARED_MEMORY_BYTES.get(name, needed):

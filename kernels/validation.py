@@ -34,9 +34,9 @@ class Validator:
             least = dims.count(",") + 1 - dims.count("...")
             fits = x.size > 0 and (x.ndim >= least if "..." in dims else x.ndim == least)
             self.require(fits, f"{name} has shape {x.shape}; it should be {dims}, with no empty dimension")
-        one = "" if len(dtypes) == 1 else "one of "
+        prefix = "" if len(dtypes) == 1 else "one of "
         allowed = not dtypes or x.dtype.name in dtypes
-        self.require(allowed, f"{name} is {x.dtype}; it should be {one}{', '.join(dtypes)}")
+        self.require(allowed, f"{name} is {x.dtype}; it should be {prefix}{', '.join(dtypes)}")
         return jnp.asarray(x)
 
     def integers(self, name: str, x: Any, shape: tuple[int, ...], dims: str = "") -> jax.Array:
@@ -56,9 +56,9 @@ class Validator:
     def number(self, name: str, value: Any) -> float:
         try:
             if not isinstance(value, bool | np.bool_ | str | bytes) and getattr(value, "ndim", 0) == 0:
-                found = float(value)
-                self.require(math.isfinite(found), f"{name} is {found}; it should be a finite number")
-                return found
+                number = float(value)
+                self.require(math.isfinite(number), f"{name} is {number}; it should be a finite number")
+                return number
         except (TypeError, OverflowError):  # jax raises TypeError for traced values too
             pass
         raise ValueError(f"{self.operation}: {name} is {describe(value)}; it should be a finite number")

@@ -170,8 +170,8 @@ def _own_devices(scheduler: Any) -> tuple[int, ...] | None:
         raise UserError(
             f"{of} processes on this host cannot share {seen} GPUs equally; start one per GPU, or one per host"
         )
-    each = seen // of
-    return tuple(range(which * each, (which + 1) * each))
+    count = seen // of
+    return tuple(range(which * count, (which + 1) * count))
 
 
 def visible_gpus() -> int:
@@ -188,8 +188,8 @@ def _expanded(counts: str) -> list[int]:
     >>> _expanded("4(x2),3")
     [4, 4, 3]
     """
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

@@ -57,21 +57,23 @@ def environments(processes: int, devices: int | None, started: int | None = None
         )
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    found = []
+    processes_of = []
     for process in range(started or processes):
-        one = {
+        environment = {
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
             "JAX_NUM_PROCESSES": str(started or processes),
             "JAX_PROCESS_ID": str(process),
             "PYTHONUNBUFFERED": "1",
         }
         if devices:
-            one |= simulation_environment(devices)
+            environment |= simulation_environment(devices)
         elif gpus:
-            each = gpus // processes
-            one["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(process * each + n) for n in range(each))
-        found.append(one)
-    return found
+            gpus_per_process = gpus // processes
+            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(
+                str(process * gpus_per_process + n) for n in range(gpus_per_process)
+            )
+        processes_of.append(environment)
+    return processes_of
 
 
 async def _run(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def preflight() -> list[str]:
     everyone = gather(mine)
     values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
     bandwidth = 2 * (comm.size - 1) / comm.size * count / _best(lambda: comm.allreduce(values))
-    return report(bandwidth, {what: [one[what] for one in everyone] for what in mine}, hosts())
+    return report(bandwidth, {what: [rates[what] for rates in everyone] for what in mine}, hosts())
 
 
 def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequence[str]) -> list[str]:
@@ -47,9 +47,9 @@ def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequen
     count, host_count = len(next(iter(rates.values()))), len(set(hosts))
     on = f" on {host_count} host{'s' * (host_count > 1)}" if hosts else ""
     lines = [f"{count} processes{on}: all-reduce {bandwidth / 1e9:.3g} GB/s"]
-    for what, each in rates.items():
-        median = statistics.median(each)
-        for process, rate in enumerate(each):
+    for what, of_processes in rates.items():
+        median = statistics.median(of_processes)
+        for process, rate in enumerate(of_processes):
             if rate < SLOW_SHARE * median:
                 host = f" ({hosts[process]})" if hosts else ""
                 share = f"{rate / median:.0%} of the median"

@@ -83,8 +83,8 @@ class Watch:
 
     def _stopped(self) -> dict[int, tuple[int, str]]:
         """Exit code and reason of each process that has stopped."""
-        found = self._client.key_value_dir_get(STOPPED)
-        return {int(key.rpartition("/")[2]): tuple(json.loads(text)) for key, text in found}
+        entries = self._client.key_value_dir_get(STOPPED)
+        return {int(key.rpartition("/")[2]): tuple(json.loads(text)) for key, text in entries}
 
     def _run(self) -> None:
         everyone = list(range(self.cluster.processes))

@@ -127,11 +127,11 @@ def cuda_wheels() -> dict[str, str]:
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of those packages that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def cudnn_remedy() -> str | None:
@@ -144,8 +144,8 @@ def cudnn_remedy() -> str | None:
     version = package_versions([package]).get(package)
     if version is not None and tuple(map(int, version.split(".")[:2])) >= CUDNN_NEEDED:
         return None
-    found, needed = f"is {version}" if version else "is missing", ".".join(map(str, CUDNN_NEEDED))
-    return f"{package} {found}; {needed} or newer is required; run pip install -U {package}"
+    state, needed = f"is {version}" if version else "is missing", ".".join(map(str, CUDNN_NEEDED))
+    return f"{package} {state}; {needed} or newer is required; run pip install -U {package}"
 
 
 def gpu_compiler_remedy() -> str | None:
@@ -227,8 +227,8 @@ def spill_to_host() -> None:
     """Lets jax allocate more CUDA unified memory than a GPU has: the driver moves pages to host memory when the GPU is
     full, and back when a kernel reads them. XLA reads this setting once, when jax starts. It applies only to XLA's own
     allocator (`bfc`), whose limit is then a fraction above 1 of the memory of the GPU."""
-    found = nvidia_gpus() if has_nvidia_gpu() else []
-    if not found:
+    gpus_found = nvidia_gpus() if has_nvidia_gpu() else []
+    if not gpus_found:
         return  # a plan for other GPUs; a run without GPUs is refused later
     if Path("/dev/dxg").exists():
         raise UserError(
@@ -240,7 +240,7 @@ def spill_to_host() -> None:
     for name in _FRACTIONS:
         if (share := os.environ.get(name)) is not None and float(share) <= 1:
             raise UserError(f"{name}={share} leaves no memory for memory.spill=unified; unset it")
-    count, least = _visible(found), min(gpu["memory"] for gpu in found)
+    count, least = _visible(gpus_found), min(gpu["memory"] for gpu in gpus_found)
     room = least - gpus.reserved(count) + gpus.spillable(main_memory() // count)
     if not any(name in os.environ for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = f"{room / least:.4f}"
@@ -252,9 +252,9 @@ def is_spilling() -> bool:
     return os.environ.get(_UNIFIED, "").lower() in ("1", "true")
 
 
-def _visible(found: list[dict[str, Any]]) -> int:
+def _visible(gpus_found: list[dict[str, Any]]) -> int:
     """The number of these GPUs that jax may use."""
-    return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]) or len(found)
+    return len([index for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index]) or len(gpus_found)
 
 
 def reserve_gpu_memory() -> None:
@@ -262,9 +262,9 @@ def reserve_gpu_memory() -> None:
     quarters of the memory. A fraction that the user has set does not change, and plans subtract the rest."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
-    if found := nvidia_gpus():
-        least = min(gpu["memory"] for gpu in found)
-        share = 1 - gpus.reserved(_visible(found)) / least
+    if gpus_found := nvidia_gpus():
+        least = min(gpu["memory"] for gpu in gpus_found)
+        share = 1 - gpus.reserved(_visible(gpus_found)) / least
         os.environ[_FRACTIONS[0]] = f"{share:.4f}"
 
 

@@ -96,7 +96,7 @@ def table(findings: dict[str, Any]) -> Group:
 
     packages, memory = findings["packages"] | findings["cuda_wheels"], findings["host_memory"]
     kinds = Counter(device["kind"] for device in findings["devices"])
-    kernels = {one["kind"]: one["kernels"] for one in findings["devices"] if one["platform"] != "cpu"}
+    kernels = {device["kind"]: device["kernels"] for device in findings["devices"] if device["platform"] != "cpu"}
     rows = [
         ("python", f"{findings['python']} on {findings['system']}, {findings['cores']} cores"),
         ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())),
@@ -182,8 +182,8 @@ def _host_memory() -> dict[str, int]:
         return {"total": total, "available": total}
     kib = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        kib[name] = int(rest.split()[0])
+        name, _, amount = line.partition(":")
+        kib[name] = int(amount.split()[0])
     total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":

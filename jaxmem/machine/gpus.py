@@ -103,8 +103,8 @@ def find(device_kind: str, memory: int | None = None) -> Gpu | None:
     ('h100-pcie-80gb', 'a100-80gb', None)
     """
     words = f" {device_kind.replace('-', ' ')} "
-    found = [gpu for gpu in GPUS.values() if f" {gpu.kind} " in words]
-    return max(found, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
+    matches = [gpu for gpu in GPUS.values() if f" {gpu.kind} " in words]
+    return max(matches, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
 
 
 def spillable(host_memory: int) -> int:

@@ -56,5 +56,5 @@ def _regroup(words: jax.Array, bits: int, new_bits: int, axis: int) -> jax.Array
         joined = functools.reduce(operator.or_, parts)
         return joined if new_bits == 8 else joined & jnp.uint8(2**new_bits - 1)
 
-    found = jnp.stack([word(end) for end in range(new_bits, group + 1, new_bits)], axis=dim + 1)
-    return found.reshape(*before, size * bits // new_bits, *after)
+    packed = jnp.stack([word(end) for end in range(new_bits, group + 1, new_bits)], axis=dim + 1)
+    return packed.reshape(*before, size * bits // new_bits, *after)

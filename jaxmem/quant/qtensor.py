@@ -83,8 +83,8 @@ class QTensor:
         def repeat(x: jax.Array | None) -> jax.Array | None:
             if x is None:
                 return None
-            more = jnp.repeat(x, self.block_size // block, axis=self.axis)
-            return jax.lax.slice_in_dim(more, 0, self.size // block, axis=self.axis + self.ndim)
+            repeated = jnp.repeat(x, self.block_size // block, axis=self.axis)
+            return jax.lax.slice_in_dim(repeated, 0, self.size // block, axis=self.axis + self.ndim)
 
         return dataclasses.replace(self, scale=repeat(self.scales), offset=repeat(self.offset), block_size=block)
 
@@ -168,8 +168,8 @@ def even_block_size(size: int, limit: int, parts: int = 8) -> int | None:
     (256, 172, 127, None)
     """
     part = size // math.gcd(size, parts)
-    found = next(block for block in range(max(1, min(limit, part)), 0, -1) if part % block == 0)
-    return found if found >= limit // 16 else None
+    block_size = next(block for block in range(max(1, min(limit, part)), 0, -1) if part % block == 0)
+    return block_size if block_size >= limit // 16 else None
 
 
 def _draws(key: jax.Array | None, seeds: jax.Array | None, values: jax.Array, dim: int) -> jax.Array | None:

@@ -86,12 +86,12 @@ def visible(
 
 
 def check_arguments(
-    q: Any, k: Any, v: Any, **more: Unpack[AttentionOptions]
+    q: Any, k: Any, v: Any, **arguments: Unpack[AttentionOptions]
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError names a wrong argument."""
-    if unknown := more.keys() - AttentionOptions.__annotations__:
+    if unknown := arguments.keys() - AttentionOptions.__annotations__:
         raise TypeError(f"attention: unknown argument {', '.join(sorted(unknown))}")
-    read: Any = more.get
+    read: Any = arguments.get
     q, k, v = (
         CHECKS.array(name, x, "[batch, sequence, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v))
     )

@@ -104,9 +104,9 @@ def _visit_tiles(
     """Calls `visit(first, other, state)` for every tile that is not completely masked. `first` is the start of a block
     of queries and `other` the start of a block of keys; with `by_keys` it is the reverse. The loop carries the
     positions, since a table of all tiles would grow with the square of the sequence."""
-    own, step = blocks[::-1] if by_keys else blocks
+    size, step = blocks[::-1] if by_keys else blocks
     ranges = block_ranges(problem.options, problem.queries, problem.keys, blocks, by_keys=by_keys)
-    lines = np.stack([own * np.arange(len(ranges), dtype=np.int32), step * ranges[:, 0], step * ranges[:, 3]], axis=1)
+    lines = np.stack([size * np.arange(len(ranges), dtype=np.int32), step * ranges[:, 0], step * ranges[:, 3]], axis=1)
     lines = lines[lines[:, 1] < lines[:, 2]]
     if not len(lines):
         return state
@@ -164,8 +164,8 @@ def _visit_backward(
     def visit(j: Any, i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile = Tile(i, block_q, j, block_k)
         rows = _slice(d_out, i, block_q, 3), _slice(lse, i, block_q, 3), _slice(inner, i, block_q, 3)
-        own = _slice(k, j, block_k, 2), _slice(k_transposed, j, block_k, 3), _slice(v, j, block_k, 2)
-        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, rows)
+        keys_and_values = _slice(k, j, block_k, 2), _slice(k_transposed, j, block_k, 3), _slice(v, j, block_k, 2)
+        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *keys_and_values, rows)
         places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
         return tuple(
             _put(x, _slice(x, start, length, dim) + part, start, dim)

@@ -40,12 +40,12 @@ def attention_over(
     v: jax.Array,
     *,
     implementation: str,
-    **more: Any,
+    **arguments: Any,
 ) -> jax.Array:
     """Causal attention of a sequence over all devices of `axis`. Options are those of `attention`."""
-    _, options, extras = check_arguments(q, k, v, causal=True, **more)
+    _, options, extras = check_arguments(q, k, v, causal=True, **arguments)
     devices, time = jax.lax.axis_size(axis), q.shape[1]
-    window = more.get("window")
+    window = arguments.get("window")
     options = dataclasses.replace(options, window=window)  # the window may be longer than this device's part
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
     why = refusal(implementation, every.over_context(method, devices), None)
@@ -69,15 +69,15 @@ def _ulysses(shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras) ->
     return _to_sequence(shard.axis, out)[0], lse
 
 
-def _ulysses_backward(shard: ShardedAttention, own: Any, out: Any, lse: Any, d_out: Any) -> Any:
-    axis, (q, k, v, extras) = shard.axis, own
+def _ulysses_backward(shard: ShardedAttention, inputs: Any, out: Any, lse: Any, d_out: Any) -> Any:
+    axis, (q, k, v, extras) = shard.axis, inputs
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
     here = _of_sequence(axis, extras)
-    *found, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, None, shard.options, here)
+    *gradients, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, None, shard.options, here)
     if d_sinks is not None:  # the gradients for this device's heads; zeros for the other heads
         first = jax.lax.axis_index(axis) * d_sinks.size
         d_sinks = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(extras.sinks), d_sinks, first, 0)
-    dq, *others = _to_sequence(axis, *found)
+    dq, *others = _to_sequence(axis, *gradients)
     return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others), d_sinks
 
 
@@ -99,8 +99,8 @@ def _of_sequence(axis: str, extras: Extras) -> Extras:
     """The extras with the sinks of this device's heads, and the segment ids of the complete sequence."""
     if extras.sinks is not None:
         size = extras.sinks.size // jax.lax.axis_size(axis)
-        own = jax.lax.dynamic_slice_in_dim(extras.sinks, jax.lax.axis_index(axis) * size, size)
-        extras = extras._replace(sinks=own)
+        sinks = jax.lax.dynamic_slice_in_dim(extras.sinks, jax.lax.axis_index(axis) * size, size)
+        extras = extras._replace(sinks=sinks)
     if extras.segment_ids is None:
         return extras
     ids = jax.lax.all_gather(extras.segment_ids, axis, axis=1, tiled=True)

@@ -106,22 +106,22 @@ def _gradients_by_heads(
     keys = max(1, size // group)  # key heads of a part, repeated for its query heads
     summed = jnp.float32 if size < group else by_key[0].dtype  # several parts add to the gradients of a key head
 
-    def step(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         first = i * size // group
         q, out, d_out = (jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x in by_query)
         k, v = (jnp.repeat(jax.lax.dynamic_slice_in_dim(x, first, keys, 2), size // keys, 2) for x in by_key)
         stats = packed.per_document(part, jax.lax.dynamic_slice_in_dim(lse, i * size, size, 1))
         dq, *others = _run(_BACKWARD, part, (q, k, v, stats, d_out, out), packed)
-        dq = jax.lax.dynamic_update_slice_in_dim(found[0], dq, i * size, 2)
-        return dq, *(add(x, y, first) for x, y in zip(found[1:], others, strict=True))
+        dq = jax.lax.dynamic_update_slice_in_dim(sums[0], dq, i * size, 2)
+        return dq, *(add(x, y, first) for x, y in zip(sums[1:], others, strict=True))
 
     def add(x: jax.Array, y: jax.Array, first: jax.Array) -> jax.Array:
         y = y.reshape(*y.shape[:2], keys, -1, call.dim).astype(jnp.float32).sum(3).astype(summed)
         return jax.lax.dynamic_update_slice_in_dim(x, jax.lax.dynamic_slice_in_dim(x, first, keys, 2) + y, first, 2)
 
     start = jnp.zeros_like(by_query[0]), *(jnp.zeros(x.shape, summed) for x in by_key)
-    found = jax.lax.fori_loop(0, call.heads // size, step, start)
-    return tuple(x.astype(by_query[0].dtype) for x in found)
+    sums = jax.lax.fori_loop(0, call.heads // size, step, start)
+    return tuple(x.astype(by_query[0].dtype) for x in sums)
 
 
 # ---------------------------------------------------------------- documents
@@ -150,8 +150,8 @@ class PackedDocuments:
         """Values per position of a sequence, from values per position of a document."""
         start = self.starts[jnp.minimum(self.number, self.starts.size - 1)]
         place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - start
-        found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
-        return found.swapaxes(1, 2)
+        values = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
+        return values.swapaxes(1, 2)
 
     def per_document(
         self, call: CudnnCall, rows: Float[Array, "batch heads sequence"]
@@ -195,13 +195,13 @@ def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Pa
     and dv."""
     q, k, v = arrays[:3]
     forward = target == _FORWARD
-    more: tuple[jax.Array, ...] = ()
+    sizes: tuple[jax.Array, ...] = ()
     if packed is not None:
         # The shapes are those of jax's own call.
         lengths = jnp.diff(packed.starts).reshape(call.batch, call.max_segments)
         starts = jnp.pad(packed.starts, (0, call.batch - 1), mode="edge").reshape(call.batch, -1)
         strides = (call.heads * call.dim, call.kv_heads * call.dim)
-        more = (lengths, lengths, *(starts * stride for stride in strides))
+        sizes = (lengths, lengths, *(starts * stride for stride in strides))
     heads_first = [jax.ShapeDtypeStruct((x.shape[0], *(x.shape[d] for d in (2, 1, 3))), x.dtype) for x in (q, k, v)]
     if forward:
         stats = jax.ShapeDtypeStruct((call.slots, call.heads, call.length), jnp.float32)
@@ -213,7 +213,7 @@ def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Pa
 
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         with set_xla_metadata(flops_per_output=str(flops)):
-            found = jax.ffi.ffi_call(
+            results = jax.ffi.ffi_call(
                 target,
                 [*shapes, jax.ShapeDtypeStruct((size,), jnp.uint8)],
                 # In memory they are [batch, sequence, heads, dim].
@@ -222,7 +222,7 @@ def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Pa
                 custom_call_api_version=_STATUS_RETURNING,
                 legacy_backend_config=json.dumps(_backend_config(target, call, q.dtype)),
             )(*arrays)
-        return [x.swapaxes(1, 2) if i < transposed else x for i, x in enumerate(found[:-1])]
+        return [x.swapaxes(1, 2) if i < transposed else x for i, x in enumerate(results[:-1])]
 
     def refuse(*_: Any) -> Any:
         raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another implementation on a CPU")
@@ -232,7 +232,7 @@ def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Pa
             return ON_CPU(target, call, arrays)
         return list(jax.pure_callback(refuse, jax.eval_shape(on_gpu, *arrays), *arrays, vmap_method="sequential"))
 
-    return tuple(jax.lax.platform_dependent(*arrays, *more, cpu=on_cpu, default=on_gpu))
+    return tuple(jax.lax.platform_dependent(*arrays, *sizes, cpu=on_cpu, default=on_gpu))
 
 
 def _backend_config(target: str, call: CudnnCall, dtype: Any) -> dict[str, Any]:

@@ -51,12 +51,12 @@ class Implementation(NamedTuple):
         self, saved: Residuals, d_out: Any, d_lse: Any, options: Options, extras: Extras
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The gradients of q, k and v, and of the sinks, with the log-sum-exp that includes them."""
-        found = _branches(lambda *how: self.module.gradients(saved, d_out, d_lse, *how), options, extras)
+        of_arrays = _branches(lambda *how: self.module.gradients(saved, d_out, d_lse, *how), options, extras)
         if extras.sinks is None:
-            return *found, None
+            return *of_arrays, None
         inner = row_products(saved.out, d_out)
         share = jnp.exp(extras.sinks.astype(saved.lse.dtype)[:, None] - saved.lse)
-        return *found, -jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype)
+        return *of_arrays, -jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype)
 
     def attend(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
         """Output and log-sum-exp, differentiable."""
@@ -96,9 +96,9 @@ def _backward(implementation: Any, options: Options, saved: Any, cotangents: tup
     d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
     q, k, v = arrays
-    *found, d_sinks = implementation.gradients(Residuals(q, k, v, out, lse), d_out, d_lse, options, extras)
+    *of_arrays, d_sinks = implementation.gradients(Residuals(q, k, v, out, lse), d_out, d_lse, options, extras)
     of_extras = None if d_sinks is None else Extras(sinks=d_sinks)
-    return *(d.astype(x.dtype) for d, x in zip(found, arrays, strict=True)), of_extras
+    return *(d.astype(x.dtype) for d, x in zip(of_arrays, arrays, strict=True)), of_extras
 
 
 # (an object with `forward` and `gradients`, options, q, k, v, extras) -> output and log-sum-exp.

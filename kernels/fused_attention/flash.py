@@ -29,10 +29,12 @@ def block_ranges(
     """For each block of queries, the blocks of keys that are not completely masked; with `by_keys`, for each block of
     keys, the blocks of queries. The columns are the ends of three ranges: partly masked, unmasked, and partly masked
     blocks. `blocks`: the numbers of queries and of keys of a block. Segments are ignored."""
-    own, size = blocks[::-1] if by_keys else blocks
+    block, size = blocks[::-1] if by_keys else blocks
     count, length = (keys, queries) if by_keys else (queries, keys)
-    first = np.arange(0, count, own) + (length - count)  # first positions of blocks, as positions of the other sequence
-    last = first + own - 1
+    first = np.arange(0, count, block) + (
+        length - count
+    )  # first positions of blocks, as positions of the other sequence
+    last = first + block - 1
     low = all_low = np.zeros_like(first)
     high = np.full_like(first, length)
     # Rows beyond the end of the last block of queries add zero, so this block needs no mask.

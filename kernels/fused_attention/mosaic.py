@@ -29,8 +29,8 @@ from .mosaic_parts import (
     HEAD,
     ROWS,
     BackwardMemory,
+    FixedBlocks,
     ForwardMemory,
-    OwnBlocks,
     SharedGradients,
     Stream,
 )
@@ -50,7 +50,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: E
     ids, size = extras.segment_ids is not None, call.blocks.queries
     rows = jax.ShapeDtypeStruct((batch, heads, pl.cdiv(queries, size) * size), jnp.float32)
     memory = ForwardMemory(
-        own=_own(q, of=1, ids=ids),
+        fixed=_fixed(q, of=1, ids=ids),
         keys=_stream(call, call.blocks.keys, q, of=1, ids=ids),
         values=_stream(call, call.blocks.keys, q, of=1),
         rows=plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
@@ -73,13 +73,13 @@ def gradients(
     ds = plgpu.SMEM((2, COMPUTE_WARPGROUPS, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
     dq = plgpu.SMEM((COMPUTE_WARPGROUPS, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
     memory = BackwardMemory(
-        own=_own(q, of=2, ids=ids, line=line),
+        fixed=_fixed(q, of=2, ids=ids, line=line),
         queries=_stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
         together=SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS), dq),
     )
     flops = 10 * call.pairs / call.queries
-    found = _run(gradients_program, call, (q, k, *others, *rows), extras, (k, k), memory, flops)
-    dk, dv, sums = (x[..., : call.dim] for x in found)
+    outputs = _run(gradients_program, call, (q, k, *others, *rows), extras, (k, k), memory, flops)
+    dk, dv, sums = (x[..., : call.dim] for x in outputs)
     return (sums * options.scale).astype(q.dtype), dk, dv
 
 
@@ -100,8 +100,8 @@ def _run(
     present = {name: x for name, x in masks._replace(**ids)._asdict().items() if x is not None}
 
     def body(*refs: Any) -> None:
-        own = MaskArrays(**dict.fromkeys(ids) | dict(zip(present, refs[count:], strict=False)))
-        program(call, heads // kv_heads, refs[:count], own, refs[count + len(present) : -1], refs[-1])
+        masked = MaskArrays(**dict.fromkeys(ids) | dict(zip(present, refs[count:], strict=False)))
+        program(call, heads // kv_heads, refs[:count], masked, refs[count + len(present) : -1], refs[-1])
 
     kernel = MosaicKernel(
         "attention_gradients" if by_keys else "attention_forward",
@@ -116,9 +116,9 @@ def _run(
     return launch(kernel, (*arrays, *present.values()), shapes, sums)
 
 
-def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> OwnBlocks:
+def _fixed(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> FixedBlocks:
     blocks = _shared_rows(COMPUTE_WARPGROUPS, ROWS, like, of, numbers, ids, line)
-    return OwnBlocks(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTE_WARPGROUPS))
+    return FixedBlocks(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTE_WARPGROUPS))
 
 
 def _stream(

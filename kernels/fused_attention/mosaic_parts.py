@@ -37,7 +37,7 @@ class BlockRange(NamedTuple):
     masked: bool
 
 
-class OwnBlocks(NamedTuple):
+class FixedBlocks(NamedTuple):
     """Blocks in shared memory that a warpgroup reads once, [COMPUTE_WARPGROUPS, ...], and the barrier of the copies."""
 
     blocks: tuple[Any, ...]
@@ -64,7 +64,7 @@ class SharedGradients(NamedTuple):
 class ForwardMemory(NamedTuple):
     """Shared memory and barriers of the forward program."""
 
-    own: OwnBlocks
+    fixed: FixedBlocks
     keys: Stream
     values: Stream
     rows: Any
@@ -74,7 +74,7 @@ class ForwardMemory(NamedTuple):
 class BackwardMemory(NamedTuple):
     """Shared memory and barriers of the backward program."""
 
-    own: OwnBlocks
+    fixed: FixedBlocks
     queries: Stream
     together: SharedGradients
 
@@ -131,12 +131,12 @@ def slice_ids(ids: Any, first: Any, size: int) -> Any:
 # ---------------------------------------------------------------- copies
 
 
-def copy_own(own: OwnBlocks, number: Any, *sources: Any) -> list[Any]:
+def copy_fixed(held_by: FixedBlocks, number: Any, *sources: Any) -> list[Any]:
     """Copies this warpgroup's blocks to shared memory, and waits for them."""
-    held = [x.at[number] for x in own.blocks]
+    held = [x.at[number] for x in held_by.blocks]
     for source, target in zip((x for x in sources if x is not None), held, strict=True):
-        plgpu.copy_gmem_to_smem(source, target, own.arrived.at[number])
-    plgpu.barrier_wait(own.arrived.at[number])
+        plgpu.copy_gmem_to_smem(source, target, held_by.arrived.at[number])
+    plgpu.barrier_wait(held_by.arrived.at[number])
     return held
 
 

@@ -38,7 +38,7 @@ def forward(
 ) -> None:
     """The two warpgroups alternate: the matmuls of one (its scores, and the probabilities of the previous block with
     the values) overlap the softmax of the other. Each program visits at least one block, which initializes the sums."""
-    (q_ref, k_ref, v_ref), (out_ref, lse_ref), (own, keys, values, rows_held, turns) = arrays, outputs, memory
+    (q_ref, k_ref, v_ref), (out_ref, lse_ref), (fixed, keys, values, rows_held, turns) = arrays, outputs, memory
     number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
     # The last blocks start first, since they take longest with a causal mask.
     block = pl.cdiv(call.queries, call.blocks.queries) - 1 - lax.axis_index(BLOCK)
@@ -54,7 +54,7 @@ def forward(
         plgpu.set_max_registers(parts.COMPUTE_REGISTERS, action="increase")
         first = block * call.blocks.queries + number * ROWS
         here = (batch, pl.ds(first, ROWS), head)
-        q, *ids = parts.copy_own(own, number, q_ref.at[here], parts.slice_ids(masks.ids, first, ROWS))
+        q, *ids = parts.copy_fixed(fixed, number, q_ref.at[here], parts.slice_ids(masks.ids, first, ROWS))
         mine = parts.load_as(ids[0], BY_ROW) if ids else None
         at = parts.positions(ROWS, first, BY_ROW)
         pl.when(number == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
@@ -103,8 +103,8 @@ def forward(
             parts.zeros_in((ROWS,), BY_ROW),
         )
         state = softmax(begin, raw, *nothing, masked=True)
-        rest = [part._replace(start=jnp.maximum(part.start, begin + 1)) for part in ranges]
-        out, p, top, total = parts.loop_over(rest, visit, state)
+        masked_ranges = [part._replace(start=jnp.maximum(part.start, begin + 1)) for part in ranges]
+        out, p, top, total = parts.loop_over(masked_ranges, visit, state)
         last = parts.slot_of(call, end - 1 - begin)
         plgpu.barrier_wait(values.arrived.at[last])
         add_values = lambda accumulator: plgpu.wgmma(accumulator, p, values.blocks[0].at[last])  # noqa: E731
@@ -135,7 +135,7 @@ def gradients(
     queries], as the matmuls of dk and dv read them. dq sums over the keys of both warpgroups: they share their parts of
     the gradient of the scores, and each computes half of the columns of dq."""
     (q_ref, k_ref, v_ref, d_out_ref, lse_ref, inner_ref), (dq_ref, dk_ref, dv_ref) = arrays, outputs
-    own, queries, together = memory
+    fixed, queries, together = memory
     number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
     masks = parts.select_batch(masks, batch)
     begin, end, ranges = parts.visited_blocks(call, block, masks, by_keys=True)
@@ -151,8 +151,8 @@ def gradients(
         plgpu.set_max_registers(parts.COMPUTE_REGISTERS, action="increase")
         first = block * call.blocks.keys + number * ROWS
         here = (batch, pl.ds(first, ROWS), kv_head)
-        _, _, *ids = parts.copy_own(
-            own, number, k_ref.at[here], v_ref.at[here], parts.slice_ids(masks.kv_ids, first, ROWS)
+        _, _, *ids = parts.copy_fixed(
+            fixed, number, k_ref.at[here], v_ref.at[here], parts.slice_ids(masks.kv_ids, first, ROWS)
         )
         theirs = parts.load_as(ids[0], BY_ROW) if ids else None
         key = parts.positions(ROWS, first, BY_ROW)
@@ -161,7 +161,7 @@ def gradients(
             def visit(i: Any, sums: Any, *, masked: bool) -> Any:
                 n = g * count + i - begin
                 slot, zero = parts.slot_of(call, n), parts.opaque_zero(n)
-                k, v = (x.at[number + zero] for x in own.blocks[:2])
+                k, v = (x.at[number + zero] for x in fixed.blocks[:2])
                 plgpu.barrier_wait(queries.arrived.at[slot])
                 q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.blocks)
                 at = parts.positions(size, i * size, BY_COLUMN)
@@ -181,7 +181,7 @@ def gradients(
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
                     _add_to_dq(
-                        together, n, number, ds, (dk, q), own.blocks[0].at[pl.ds(zero, COMPUTE_WARPGROUPS)], there
+                        together, n, number, ds, (dk, q), fixed.blocks[0].at[pl.ds(zero, COMPUTE_WARPGROUPS)], there
                     )
 
                 zeros = parts.zeros_in(shape, WGMMA)
@@ -193,7 +193,7 @@ def gradients(
 
             return parts.loop_over(ranges, visit, sums)
 
-        k, v = (x.at[number] for x in own.blocks[:2])
+        k, v = (x.at[number] for x in fixed.blocks[:2])
         zeros = parts.zeros_in((ROWS, k.shape[-1]), WGMMA)
         dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
         _synchronize(together)  # before this, the other warpgroup may read these keys

@@ -57,20 +57,20 @@ def forward(
         out, lse = shard.kernel.forward(q, k, v, options, Extras(ids, key_ids))
         return out.astype(jnp.float32), lse.swapaxes(1, 2)
 
-    def meet(found: Any, block: Block, step: jax.Array) -> Any:
+    def meet(state: Any, block: Block, step: jax.Array) -> Any:
         for rows, keys in _pairs(shard.axis, step):
             part = attend(_half(rows, (q, ids)), _half(keys, block), all_seen)
-            found = _put(rows, found, _merged(_half(rows, found), part))
-        return found
+            state = _put(rows, state, _merged(_half(rows, state), part))
+        return state
 
-    all_seen, own = dataclasses.replace(shard.options, causal=False), (k, v, ids)
-    out, lse = _visited(shard.axis, meet, own, attend((q, ids), own, shard.options), gathered)
+    all_seen, local = dataclasses.replace(shard.options, causal=False), (k, v, ids)
+    out, lse = _visited(shard.axis, meet, local, attend((q, ids), local, shard.options), gathered)
     return out.astype(q.dtype), lse
 
 
 def backward(
     shard: ShardedAttention,
-    own: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
@@ -87,18 +87,18 @@ def backward(
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 
-    def meet(found: Any, block: Block, step: jax.Array) -> Any:
-        dq, d_keys = found
+    def meet(state: Any, block: Block, step: jax.Array) -> Any:
+        dq, d_keys = state
         # The block's gradients so far: zeros if gathered, otherwise the sum over the devices that the block has
         # visited.
         d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _send_to_next(axis, d_keys)
         for rows, keys in _pairs(axis, step):
-            more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
-            dq = _put(rows, dq, _half(rows, dq) + more)
-            d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_more))
+            dq_of_block, d_keys_of_block = gradients(_half(rows, mine), _half(keys, block), all_seen)
+            dq = _put(rows, dq, _half(rows, dq) + dq_of_block)
+            d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_keys_of_block))
         return dq, _store(d_keys, d_block, _device(axis, step)) if gathered else d_block
 
-    q, k, v, ids = *own[:3], own[3].segment_ids
+    q, k, v, ids = *inputs[:3], inputs[3].segment_ids
     all_seen, mine = dataclasses.replace(shard.options, causal=False), (q, ids, out, lse, d_out)
     dq, d_keys = gradients(mine, (k, v, ids), shard.options)
     if gathered:
@@ -108,26 +108,26 @@ def backward(
     return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _send_to_next(axis, d_keys)), None
 
 
-def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any, gathered: bool) -> Any:
+def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], local: Block, result: Any, gathered: bool) -> Any:
     """Calls `meet` with the keys of every other device. Either all keys are gathered first, or each device sends its
     current block to the next device while `meet` uses it."""
     last = jax.lax.axis_size(axis) - 1
     if gathered:
-        every = jax.lax.all_gather(own, axis)
+        every = jax.lax.all_gather(local, axis)
 
-        def read(found: Any, step: jax.Array) -> tuple[Any, None]:
+        def read(result: Any, step: jax.Array) -> tuple[Any, None]:
             device = _device(axis, step)
             block = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), every)
-            return meet(found, block, step), None
+            return meet(result, block, step), None
 
-        return jax.lax.scan(read, found, jnp.arange(1, last + 1, dtype=jnp.int32))[0]
+        return jax.lax.scan(read, result, jnp.arange(1, last + 1, dtype=jnp.int32))[0]
 
     def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
-        found, block = state
-        return (meet(found, block, step), _send_to_next(axis, block)), None
+        result, block = state
+        return (meet(result, block, step), _send_to_next(axis, block)), None
 
-    (found, block), _ = jax.lax.scan(visit, (found, _send_to_next(axis, own)), jnp.arange(1, last, dtype=jnp.int32))
-    return meet(found, block, jnp.int32(last))
+    (result, block), _ = jax.lax.scan(visit, (result, _send_to_next(axis, local)), jnp.arange(1, last, dtype=jnp.int32))
+    return meet(result, block, jnp.int32(last))
 
 
 def _device(axis: str, step: jax.Array) -> jax.Array:

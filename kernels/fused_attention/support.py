@@ -170,6 +170,8 @@ def choose(call: Request, capability: int | None, failed: Mapping[str, str] = NO
         if why is None:
             return Choice(name, "; ".join([reason, *refused]), call.kind)
         value, _, allowed = why.partition("; ")
-        why = allowed if allowed and any(one.startswith(value) for one in refused) else why  # the value is stated once
+        why = (
+            allowed if allowed and any(reason_before.startswith(value) for reason_before in refused) else why
+        )  # the value is stated once
         refused.append(why if name in why else f"{name}: {why}")
     return Choice(PLAIN, "; ".join(refused), call.kind)

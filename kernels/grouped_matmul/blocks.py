@@ -45,13 +45,13 @@ def sort_rows(groups: Int[Array, "rows choices"], count: int, capacity: int | No
     def edges(ascending: jax.Array) -> jax.Array:
         return jnp.searchsorted(ascending, jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
 
-    found = edges(flat[order])
+    first_places = edges(flat[order])
     if capacity is not None:
-        place = jnp.arange(flat.size, dtype=jnp.int32) - found[flat[order]]
+        place = jnp.arange(flat.size, dtype=jnp.int32) - first_places[flat[order]]
         flat = flat.at[order].set(jnp.where(place < capacity, flat[order], count))
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        found = edges(flat[order])
-    return Groups(order // groups.shape[-1], found[:-1], found[1:], order)
+        first_places = edges(flat[order])
+    return Groups(order // groups.shape[-1], first_places[:-1], first_places[1:], order)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -62,8 +62,8 @@ def sum_of_groups(y: Float[Array, "sorted width"], groups: Groups, rows: int) ->
         .at[groups.order]
         .set(jnp.arange(groups.order.size, dtype=groups.order.dtype), unique_indices=True)
     )
-    own = y[places].reshape(rows, -1, y.shape[1])
-    return jnp.sum(own, axis=1, dtype=jnp.float32).astype(y.dtype)
+    results = y[places].reshape(rows, -1, y.shape[1])
+    return jnp.sum(results, axis=1, dtype=jnp.float32).astype(y.dtype)
 
 
 @jax.custom_vjp
@@ -116,8 +116,8 @@ def _map(
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
         rows, places, group = blocks.read(i)
-        own = function(_take(weights, group), _take(frozen, group), _rows(x, rows), _rows(values, places))
-        return y.at[rows].add(own.astype(jnp.float32), mode="drop")
+        results = function(_take(weights, group), _take(frozen, group), _rows(x, rows), _rows(values, places))
+        return y.at[rows].add(results.astype(jnp.float32), mode="drop")
 
     zeros = jnp.zeros((x.shape[0], _outputs(function, weights, frozen, x, values)), jnp.float32)
     return blocks.loop(step, zeros, parts > 1)
@@ -130,16 +130,16 @@ def _backward(function: GroupFunction, parts: int, saved: Any, g: jax.Array) -> 
     def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         of_weights, sums, of_x, of_values = carry
         rows, places, group = blocks.read(i)
-        own = _take(frozen, group)
+        frozen_weights = _take(frozen, group)
         y, derivative = jax.vjp(
-            lambda weights, x, values: function(weights, own, x, values),
+            lambda weights, x, values: function(weights, frozen_weights, x, values),
             _take(weights, group),
             _rows(x, rows),
             _rows(values, places),
         )
-        more, dx, dvalues = derivative(_rows(g, rows).astype(y.dtype))
+        dw, dx, dvalues = derivative(_rows(g, rows).astype(y.dtype))
         first = blocks.is_first[i]
-        sums = jax.tree.map(lambda s, w: jnp.where(first, 0, s) + w.astype(jnp.float32), sums, more)
+        sums = jax.tree.map(lambda s, w: jnp.where(first, 0, s) + w.astype(jnp.float32), sums, dw)
         put = lambda dw, s: jax.lax.dynamic_update_index_in_dim(dw, s.astype(dw.dtype), group, 0)  # noqa: E731
         of_x = of_x.at[rows].add(dx.astype(jnp.float32), mode="drop")
         of_values = jax.tree.map(lambda v, d: v.at[places].set(d, mode="drop"), of_values, dvalues)
@@ -226,5 +226,5 @@ def _outputs(function: GroupFunction, *arrays: Tree) -> int:
     weights, frozen, x, values = (
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tree) for tree in arrays
     )
-    one = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), tree)  # noqa: E731
-    return jax.eval_shape(function, weights, frozen, one(x), one(values)).shape[-1]
+    one_row = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), tree)  # noqa: E731
+    return jax.eval_shape(function, weights, frozen, one_row(x), one_row(values)).shape[-1]

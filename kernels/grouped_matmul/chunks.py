@@ -35,8 +35,8 @@ def map_chunks(
     chunks = _Chunks(size, x.shape[0], groups)
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
-        own = chunks.groups(i)
-        return y + chunks.sum_of_rows(i, function(weights, frozen, x[own.rows], chunks.read(i, values), own))
+        chunk = chunks.groups(i)
+        return y + chunks.sum_of_rows(i, function(weights, frozen, x[chunk.rows], chunks.read(i, values), chunk))
 
     return chunks.loop(step, jnp.zeros_like(x))
 
@@ -47,16 +47,16 @@ def _backward(function: ChunkFunction, size: int, saved: Any, g: jax.Array) -> t
 
     def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         of_weights, of_x, of_values = carry
-        own = chunks.groups(i)
+        chunk = chunks.groups(i)
         _, derivative = jax.vjp(
-            lambda weights, x, values: function(weights, frozen, x, values, own),
+            lambda weights, x, values: function(weights, frozen, x, values, chunk),
             weights,
-            x[own.rows],
+            x[chunk.rows],
             chunks.read(i, values),
         )
-        more, dx, dvalues = derivative(g[own.rows])
+        dw, dx, dvalues = derivative(g[chunk.rows])
         of_values = jax.lax.dynamic_update_slice_in_dim(of_values, dvalues, i * size, 0)
-        return jax.tree.map(jnp.add, of_weights, more), of_x + chunks.sum_of_rows(i, dx), of_values
+        return jax.tree.map(jnp.add, of_weights, dw), of_x + chunks.sum_of_rows(i, dx), of_values
 
     begin = jax.tree.map(jnp.zeros_like, weights), jnp.zeros_like(x), jnp.zeros(chunks.padded, values.dtype)
     of_weights, of_x, of_values = chunks.loop(step, begin)
@@ -89,8 +89,8 @@ class _Chunks:
         """The sum of the results of a chunk for each row."""
         within = self.places - i * self.size
         within = jnp.where((within >= 0) & (within < self.size), within, self.size)
-        own = y.at[within].get(mode="fill", fill_value=0)
-        return jnp.sum(own, axis=1, dtype=jnp.float32).astype(y.dtype)
+        values = y.at[within].get(mode="fill", fill_value=0)
+        return jnp.sum(values, axis=1, dtype=jnp.float32).astype(y.dtype)
 
     def loop(self, step: Callable[[jax.Array, Any], Any], begin: Any) -> Any:
         return jax.lax.fori_loop(0, -(-self.all.stops[-1] // self.size), step, begin)

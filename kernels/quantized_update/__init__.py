@@ -62,15 +62,15 @@ def check_arguments(
     )
     lines = list(like.shape)
     lines[blocks.along] = size // blocks.size
-    found = {}
+    arrays = {}
     for name_, (x, dtype) in numbers.items():
-        found[name_] = checks.array(name_, x, None, (dtype,))
+        arrays[name_] = checks.array(name_, x, None, (dtype,))
         checks.require(x.shape == like.shape, f"{name_} has shape {x.shape}; it should be {name}'s, {like.shape}")
     for name_, (x, dtype) in scales.items():
-        found[name_] = checks.array(name_, x, None, (dtype,))
+        arrays[name_] = checks.array(name_, x, None, (dtype,))
         message = f"{name_} has shape {x.shape}; with blocks of {blocks.size} it should be {tuple(lines)}"
         checks.require(x.shape == tuple(lines), message)
-    return like, found, blocks
+    return like, arrays, blocks
 
 
 def blocked(x: jax.Array, blocks: ScaleBlocks) -> jax.Array:
@@ -106,8 +106,8 @@ def adam8_update(
     checks.require(isinstance(state, Moments8), f"state is {describe(state)}; it should be Moments8")
     numbers = {"m": (state.m, "uint8"), "v": (state.v, "uint8")}
     scales = {"m_scale": (state.m_scale, "float32"), "v_scale": (state.v_scale, "float32")}
-    g, found, blocks = check_arguments(checks, "g", g, numbers, scales, axis, block_size)
-    state, unbiased = Moments8(**found), checks.array("unbiased", unbiased, None, ("float32",))
+    g, arrays, blocks = check_arguments(checks, "g", g, numbers, scales, axis, block_size)
+    state, unbiased = Moments8(**arrays), checks.array("unbiased", unbiased, None, ("float32",))
     checks.require(unbiased.shape == (2,), f"unbiased has shape {unbiased.shape}; it should be (2,)")
     is_adam = isinstance(adam, AdamHyperparameters)
     checks.require(is_adam, f"adam is {describe(adam)}; it should be AdamHyperparameters")
@@ -136,8 +136,8 @@ def int8_add(
     block, so blocks with the same word draw the same numbers in any part of an array."""
     numbers, scales = {"codes": (codes, "int8")}, {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
     checks = Validator("int8_add")
-    update, found, blocks = check_arguments(checks, "update", update, numbers, scales, axis, block_size)
-    arrays = found["codes"], found["scale"], update, found["seeds"]
+    update, checked, blocks = check_arguments(checks, "update", update, numbers, scales, axis, block_size)
+    arrays = checked["codes"], checked["scale"], update, checked["seeds"]
     return _run("int8_add", implementation, lambda module: module.int8_add(blocks, *arrays), arrays)
 
 

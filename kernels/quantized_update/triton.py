@@ -83,11 +83,11 @@ def _run(
         )
     total = like.size // blocks.size
     if along_columns:
-        each = max(1, NUMBERS // padded)
-        grid = -(-total // each)
+        blocks_per_program = max(1, NUMBERS // padded)
+        grid = -(-total // blocks_per_program)
     else:
-        each = min(max(MIN_COLUMNS, NUMBERS // padded), next_power_of_2(columns))
-        grid = -(-columns // each) * (total // columns)
+        blocks_per_program = min(max(MIN_COLUMNS, NUMBERS // padded), next_power_of_2(columns))
+        grid = -(-columns // blocks_per_program) * (total // columns)
     betas = {} if adam is None else {"beta1": adam.beta1, "beta2": adam.beta2}
     return launch(
         getattr(load_programs(PROGRAMS), operation),
@@ -95,8 +95,8 @@ def _run(
         outputs,
         Launch(
             grid=(grid,),
-            static=UpdateTiling(along_columns, blocks.size, padded, each, total, columns, **betas),
-            warps=min(MAX_WARPS, WARPS * max(1, padded * each // NUMBERS)),
+            static=UpdateTiling(along_columns, blocks.size, padded, blocks_per_program, total, columns, **betas),
+            warps=min(MAX_WARPS, WARPS * max(1, padded * blocks_per_program // NUMBERS)),
             in_place=in_place,
         ),
     )
