@@ -68,7 +68,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     '; did you mean a100-40gb or a100-80gb?'
     """
     known = sorted(known)
-    longer = [one for one in known if len(str(name)) > 2 and str(name).lower() in one]
+    longer = [candidate for candidate in known if len(str(name)) > 2 and str(name).lower() in candidate]
     close = longer[:3] or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     return f"; did you mean {one_of(close)}?" if close else f"; expected one of {', '.join(known)}"
 
@@ -90,8 +90,8 @@ def abridge(items: Sequence[str], most: int = 4, separator: str = ", ") -> str:
     >>> abridge(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(items[:most]) + rest
+    others = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + others
 
 
 def one_line(error: BaseException) -> str:

@@ -54,9 +54,9 @@ def _low_rank(module: Any, x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Arra
     x = x.astype(y.dtype)
     if isinstance(module, nnx.Einsum):
         inputs, result, inner, outer, sizes = _equation(module)
-        rest = "".join(d for d in inputs if d not in inner)
-        rows = jnp.einsum(f"{inputs},{inner}z->{rest}z", x, a.reshape(*(sizes[d] for d in inner), -1))
-        return jnp.einsum(f"{rest}z,z{outer}->{result}", rows, b.reshape(-1, *(sizes[d] for d in outer)))
+        kept_dims = "".join(d for d in inputs if d not in inner)
+        rows = jnp.einsum(f"{inputs},{inner}z->{kept_dims}z", x, a.reshape(*(sizes[d] for d in inner), -1))
+        return jnp.einsum(f"{kept_dims}z,z{outer}->{result}", rows, b.reshape(-1, *(sizes[d] for d in outer)))
     contracted = y.ndim - _outer_dims(module)
     return (x.reshape(*x.shape[:contracted], -1) @ a @ b).reshape(y.shape)
 

@@ -64,7 +64,7 @@ class Lora(nnx.Module):
         stacked, (first, last) = axes[: len(stack)], axes[len(stack) :]
         is_shared = cfg.shared_a and "expert" in stacked  # all experts of a layer share A
         stack_of_a, stacked_of_a = (stack[:-1], stacked[:-1]) if is_shared else (stack, stacked)
-        rank = max(own.rank for own in layers if own is not None)
+        rank = max(layer.rank for layer in layers if layer is not None)
         if isinstance(base, Embedding):  # rows of A are looked up, so A instead of B is zero
             a = jnp.zeros((*stack, inputs, rank))
             b = jax.random.normal(rngs.params(), (*stack, rank, outputs))
@@ -74,15 +74,17 @@ class Lora(nnx.Module):
             b = jnp.zeros((*stack, rank, outputs))
         if stack and order is not None:
             a, b = a[np.asarray(order)], b[np.asarray(order)]
-        own = [layers[i] if i < len(layers) else None for i in (order or range(stack[0]))] if stack else layers
+        layers_of_stack = (
+            [layers[i] if i < len(layers) else None for i in (order or range(stack[0]))] if stack else layers
+        )
         shared = layers[0] if len(set(layers)) == 1 else None  # the settings, if all layers have the same
         is_uniform = shared is not None
         if not is_uniform:
-            ranks = np.array([one.rank if one else 0 for one in own])
+            ranks = np.array([layer.rank if layer else 0 for layer in layers_of_stack])
             kept = np.arange(rank) < ranks.reshape(-1, *[1] * (a.ndim - 1))
             a = jnp.where(kept, a, jnp.zeros((), a.dtype))
         self.scale = 1.0 if shared is None else shared.scale
-        scales = jnp.array([one.scale if one else 0.0 for one in own], jnp.float32)
+        scales = jnp.array([layer.scale if layer else 0.0 for layer in layers_of_stack], jnp.float32)
         self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked[:1])
         self.dropout = cfg.dropout
         inputs_axis, outputs_axis = (
@@ -212,10 +214,10 @@ def _targets(
 ) -> Iterator[tuple[str, Linear | Embedding, tuple[LowRank | None, ...]]]:
     """The matching modules and the adapters of their layers, sorted by name, so that random keys depend on names only.
     `is_padded`: whether stacks end with identity layers."""
-    found = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     known: dict[str, Any] = {
         name: module
-        for name, module in sorted(found.items())
+        for name, module in sorted(modules.items())
         if isinstance(module, Linear | Embedding) or flax_layers.can_adapt(module)
     }
     weights = {name: flax_layers.as_matrix(x) if flax_layers.can_adapt(x) else x for name, x in known.items()}
@@ -224,9 +226,9 @@ def _targets(
         sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
     total = count_layers(known)
     every = [
-        (own, layers or range(size or 1), total if layers else size)
+        (module_name, layers or range(size or 1), total if layers else size)
         for name, size in sizes.items()
-        for own, layers in [split_stack(name)]
+        for module_name, layers in [split_stack(name)]
     ]
     for key in ("targets", "alpha_pattern"):
         for pattern in getattr(cfg, key) or ():

@@ -68,8 +68,8 @@ class TokenRows(nnx.Module):
     def rows(self, x: Embedded, ids: Ids, _: Callable[[], jax.Array]) -> Embedded:
         """The output of an embedding, from the rows `x` of its own weight."""
         same: Bool[Array, "batch time n"] = ids[..., None] == self.tokens
-        own = fetch(self.trained, x.dtype)[jnp.argmax(same, axis=-1)]
-        return constrain(jnp.where(same.any(axis=-1, keepdims=True), own, x), *RESIDUAL)
+        trained = fetch(self.trained, x.dtype)[jnp.argmax(same, axis=-1)]
+        return constrain(jnp.where(same.any(axis=-1, keepdims=True), trained, x), *RESIDUAL)
 
 
 def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) -> tuple[str, ...]:

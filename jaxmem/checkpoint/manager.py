@@ -177,8 +177,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self._reopen()
                 report(f"{error}; renamed to {aside}")
         if steps:
-            found = f"all {len(steps)} checkpoints in {self.directory} are damaged"
-            raise DamagedError(f"{found}; restore a copy, or start from step 0 with checkpoint.resume=never")
+            problem = f"all {len(steps)} checkpoints in {self.directory} are damaged"
+            raise DamagedError(f"{problem}; restore a copy, or start from step 0 with checkpoint.resume=never")
         return None
 
     def wait(self) -> None:
@@ -221,8 +221,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _move_misnamed(self) -> None:
         """Renames directories that Orbax would read as steps, but whose names no step has (007,
         99999999999999999999)."""
-        found = self.directory.iterdir() if jax.process_index() == 0 and self.directory.is_dir() else ()
-        for path in [path for path in found if path.name.isdigit() and not STEP_PATTERN.fullmatch(path.name)]:
+        paths = self.directory.iterdir() if jax.process_index() == 0 and self.directory.is_dir() else ()
+        for path in [path for path in paths if path.name.isdigit() and not STEP_PATTERN.fullmatch(path.name)]:
             aside = free_name(path)
             path.rename(aside)
             (self._warn or print)(f"{path}: its name is not a step number; renamed to {aside}")
@@ -287,8 +287,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._silence.pop_all()  # other reads end later, at an unknown time
             raise damaged(path, root_cause(error)) from None
         # With damaged metadata, the restored value may not be an array of the expected shape.
-        found = {name: arrays[name] for name in leaves if isinstance(arrays.get(name), jax.Array)}
-        wrong = [name for name in leaves if name not in found or checksum(found[name]) != saved[name][2]]
+        present = {name: arrays[name] for name in leaves if isinstance(arrays.get(name), jax.Array)}
+        wrong = [name for name in leaves if name not in present or checksum(present[name]) != saved[name][2]]
         if wrong:
             raise damaged(path, f"the contents of {abridge(wrong)} differ from their checksums")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])

@@ -105,7 +105,9 @@ def _place_of(option: str, context: typer.Context, arguments: list[str]) -> str:
     from jaxmem.config.explain import key_of_option
 
     commands = getattr(context.parent and context.parent.command, "commands", {})
-    options = {name: [opt for parameter in one.params for opt in parameter.opts] for name, one in commands.items()}
+    options = {
+        name: [opt for parameter in command.params for opt in parameter.opts] for name, command in commands.items()
+    }
     known = {opt for opts in options.values() for opt in opts if opt.startswith("--")}
     if option not in known and any(parameter.name == "overrides" for parameter in context.command.params):
         if "." in option:

@@ -47,8 +47,8 @@ def generate(
                 print_text(text)
             return
         texts = read_prompts(prompts or "")
-        for one, text in zip(texts, model.complete_all(texts, batch), strict=True):
-            print_text(json.dumps({"prompt": one, "text": text}, ensure_ascii=False) + "\n")
+        for prompt_text, text in zip(texts, model.complete_all(texts, batch), strict=True):
+            print_text(json.dumps({"prompt": prompt_text, "text": text}, ensure_ascii=False) + "\n")
 
 
 def chat(

@@ -136,23 +136,23 @@ def fit(
     if compares and (maximize or png or allow):
         option = f"--maximize {maximize}" if maximize else f"--png {png}" if png else f"--allow {allow}"
         raise UserError(f"{option} supports a single method only; use --method NAME")
-    found: Any
+    result: Any
     with only_json(as_json):
         if maximize:
-            found = largest.maximize(cfg, maximize, target, **limits)
+            result = largest.maximize(cfg, maximize, target, **limits)
         else:
             given = {"overrides": overrides or [], **sizes}
-            found = fit.fit(source, target, compiles=compiles, progress=_progress, **limits, **given)
+            result = fit.fit(source, target, compiles=compiles, progress=_progress, **limits, **given)
         if png:
-            found.figure(png)
-        if found.best and write:
-            found.write(write)
-    show(found.as_json() if as_json else found.table())
-    if found.best and write:
-        of_method = f", method {found.best.name}" if isinstance(found, comparison.Comparison) else ""
-        best = found.best.candidate if isinstance(found, comparison.Comparison) else found.best
+            result.figure(png)
+        if result.best and write:
+            result.write(write)
+    show(result.as_json() if as_json else result.table())
+    if result.best and write:
+        of_method = f", method {result.best.name}" if isinstance(result, comparison.Comparison) else ""
+        best = result.best.candidate if isinstance(result, comparison.Comparison) else result.best
         _progress(f"wrote {write}{of_method}; next: {_train_command(write, best.cfg)}")
-    raise typer.Exit(0 if found.best else 3)
+    raise typer.Exit(0 if result.best else 3)
 
 
 def _train_command(file: Path, cfg: Config) -> str:
@@ -169,7 +169,7 @@ def _check_files(files: dict[str, Path | None]) -> None:
 
 
 def _config(
-    source: str | None, overrides: list[str] | None, target: str | None, simulate: int | None, **more: Any
+    source: str | None, overrides: list[str] | None, target: str | None, simulate: int | None, **options: Any
 ) -> Config:
     """The config, which is checked before jax is imported. Also chooses its devices."""
     from jaxmem.config.methods import run_config
@@ -183,7 +183,7 @@ def _config(
         count = simulate or len(devices.nvidia_gpus()) or 1
     else:  # the target is checked when it is used
         count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
-    cfg = run_config(source, overrides or (), devices=count, **more)
+    cfg = run_config(source, overrides or (), devices=count, **options)
     take_devices(simulate, only_compile=True, spill=cfg.memory.spill != "none")
     return cfg
 

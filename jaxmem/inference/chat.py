@@ -35,8 +35,8 @@ class TextGenerator:
 
     def complete(self, prompt: str) -> Iterator[str]:
         """The continuation of a text, token by token."""
-        found = self._generate([self._encode(prompt)], self._tokens, self._tokenizer.ends)
-        return self._decode(int(tokens[0]) for tokens in found)
+        steps = self._generate([self._encode(prompt)], self._tokens, self._tokenizer.ends)
+        return self._decode(int(tokens[0]) for tokens in steps)
 
     def complete_all(self, prompts: Sequence[str], batch: int = 8) -> Iterator[str]:
         """The continuation of each text, `batch` at a time."""
@@ -114,4 +114,4 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
         certain = shown if text.endswith("\ufffd") else len(text) - pending
         yield text[shown:certain]
         shown = max(shown, certain)
-    yield from [rest for rest in [decode(seen)[shown:]] if rest and not rest.endswith("\ufffd")]
+    yield from [last_text for last_text in [decode(seen)[shown:]] if last_text and not last_text.endswith("\ufffd")]

@@ -57,8 +57,8 @@ class Evaluator(AbstractContextManager["Evaluator"]):
             sums = serialized(compiled(params, self._program.place(batch)))
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         if not total or not total["count"]:
-            found = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"
-            raise UserError(f"the held-out data has no token to evaluate on: {found}")
+            reason = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"
+            raise UserError(f"the held-out data has no token to evaluate on: {reason}")
         result = {name: float(value) for name, value in means(total).items()}
         if self._program.cfg.objective.name == "next_token":
             result["perplexity"] = math.exp(min(result["loss"], 700.0))  # exp overflows above
@@ -85,7 +85,7 @@ def evaluate(
             return evaluator(params)
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
         raise UserError(f"{run}: a Hugging Face model has no held-out data; use --data FILE")
-    own = (
+    settings = (
         []
         if data is None
         else [
@@ -95,7 +95,7 @@ def evaluate(
             "data.streaming=false",
         ]
     )
-    program, params = open_model(run, [*own, *overrides])
+    program, params = open_model(run, [*settings, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":
             evaluator.set_reference(read(file_for(program.cfg)))
@@ -145,7 +145,7 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
         return jax.lax.map(one, (tokens, scored))
 
     compiled = jax.jit(likelihood)
-    found = []
+    results = []
     with program.layout.for_generation(1):
         for question in questions:
             rows = [_encode(tokenizer, question.prompt, choice) for choice in question.choices]
@@ -155,8 +155,8 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
             for at, (ids, start) in enumerate(rows):
                 tokens[at, : len(ids)] = ids
                 scored[at, start - 1 : len(ids) - 1] = 1
-            found.append(np.asarray(compiled(params, jnp.asarray(tokens), jnp.asarray(scored))))
-    return found
+            results.append(np.asarray(compiled(params, jnp.asarray(tokens), jnp.asarray(scored))))
+    return results
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray, int]:
@@ -172,20 +172,24 @@ def _encode(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray,
 
 
 def read_questions(file: str | Path) -> list[Question]:
-    found = []
+    questions = []
     for number, record in read_objects(file, "question"):
         try:
-            found.append(_question(record))
+            questions.append(_question(record))
         except ValueError as error:
             raise UserError(f"{file}, line {number}: {error}; write {EXAMPLE}") from error
-    return found
+    return questions
 
 
 def _question(record: dict[str, Any]) -> Question:
     prompt, choices, answer = (record.get(key) for key in ("prompt", "choices", "answer"))
     if type(prompt) is not str:
         raise ValueError("prompt is missing or not a string")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
         raise ValueError("choices is not a list of at least two texts")
     if isinstance(answer, str):
         letters = string.ascii_uppercase[: len(choices)]

@@ -56,7 +56,7 @@ def export_model(
     check_run(run)
     _check_adapters(run, model_config(run), adapter, merge)
     program, params = open_model(run)
-    cfg, own = program.cfg, Path(run, HF_FOLDER)
+    cfg, base_files = program.cfg, Path(run, HF_FOLDER)
     indices = program.model.layer_indices
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)
@@ -68,15 +68,15 @@ def export_model(
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
     if Path(target).suffix == ".gguf":
-        tokenizer = str(own) if own.is_dir() else cfg.data.tokenizer
-        length = read_json(own / "config.json").get("max_position_embeddings") if own.is_dir() else None
+        tokenizer = str(base_files) if base_files.is_dir() else cfg.data.tokenizer
+        length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
         length = length or cfg.data.sequence_length
         hf.save_gguf(model, target, tokenizer=tokenizer, kind=dtype or "float16", length=length, indices=indices)
         return f"{target}: a GGUF file for llama.cpp"
     hf.save(
         model,
         target,
-        base=own if own.is_dir() else None,
+        base=base_files if base_files.is_dir() else None,
         tokenizer=cfg.data.tokenizer,
         dtype=dtype,
         length=cfg.data.sequence_length,

@@ -52,9 +52,9 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
     directory = Path(local_directory(str(directory), "model"))
     if is_run(directory):
         cfg = load_config(directory / "config.yaml", overrides)
-        own = directory / HF_FOLDER
-        if (own / "tokenizer.json").is_file() and cfg.data.tokenizer != "bytes":
-            cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"tokenizer": str(own)})})
+        hf_files = directory / HF_FOLDER
+        if (hf_files / "tokenizer.json").is_file() and cfg.data.tokenizer != "bytes":
+            cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"tokenizer": str(hf_files)})})
         return cfg
     if (directory / "config.json").is_file():
         return load_config(_hf_config(directory), overrides)
@@ -71,11 +71,11 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
 
 def tokenizer_of(program: Program) -> Tokenizer:
     name, vocab = program.cfg.data.tokenizer, getattr(program.cfg.model, "vocab", 0)
-    found = tokenizer_for(name)
-    if found.vocab_size > vocab:
-        tokens = f"{found.vocab_size} tokens, more than model.vocab={vocab}"
+    tokenizer = tokenizer_for(name)
+    if tokenizer.vocab_size > vocab:
+        tokens = f"{tokenizer.vocab_size} tokens, more than model.vocab={vocab}"
         raise UserError(f"data.tokenizer={name} has {tokens}; use the tokenizer of the model")
-    return found
+    return tokenizer
 
 
 def _hf_config(directory: Path) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Any:
         params = {path: x for path, x in params.items() if path[0] != "head"} | built.new_module("head")
     model_params = flatten_dict(adapters.base_of(built.spec.state.params))
     for path in sorted(model_params.keys() | params.keys()):
-        found, expected = (list(tree[path].shape) if path in tree else "missing" for tree in (params, model_params))
-        if found != expected:
+        shape, expected = (list(tree[path].shape) if path in tree else "missing" for tree in (params, model_params))
+        if shape != expected:
             raise UserError(
-                f"{where}: {'.'.join(path)} has shape {found}, but model requires {expected}; use the model of that run"
+                f"{where}: {'.'.join(path)} has shape {shape}, but model requires {expected}; use the model of that run"
             )
     return _store_as(built, unflatten_dict(params))
 
@@ -184,11 +184,11 @@ def _store_as(built: Program, params: Any) -> Any:
 
     def one(path: Any) -> Any:
         stacked = axes[path][:1] == ("layer",)
-        own = axes[path][1:] if stacked else axes[path]
+        weight_axes = axes[path][1:] if stacked else axes[path]
 
         def convert(w: Any) -> Any:
             w = fetch_from_host(w)
-            return store(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.model.storage(path))
+            return store(w.dequantize(jnp.float32) if is_quantized(w) else w, weight_axes, built.model.storage(path))
 
         target = placed[path]
         if _format_of(left[path]) == _format_of(target):

@@ -39,15 +39,15 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
     file = file_for(cfg)
     data = f"{identity} {cfg.data.sequence_length} {cfg.data.on_overlong} {cfg.data.on_invalid}"
     if any_process(file.is_file()):
-        found = read(file)
+        stored = read(file)
         expected = weights or fingerprint(params)
-        problem = "other data" if found.data != data else "other weights" if found.weights != expected else None
-        if problem or len(found.values) != len(corpus.sources[0]):
+        problem = "other data" if stored.data != data else "other weights" if stored.weights != expected else None
+        if problem or len(stored.values) != len(corpus.sources[0]):
             raise UserError(
                 f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
                 " data.reference_logprobs to another file"
             )
-        return found
+        return stored
     if weights is not None:
         raise UserError(
             f"{file} is missing; it was computed from the weights before training, which are no longer available; copy "
@@ -71,11 +71,11 @@ def file_for(cfg: Config) -> Path:
 
 def read(file: Path) -> Reference:
     try:
-        with np.load(file, allow_pickle=False) as found:
-            values = found["values"]
+        with np.load(file, allow_pickle=False) as arrays:
+            values = arrays["values"]
             if values.ndim != 2 or values.shape[1] != 2 or values.dtype != np.float32:
                 raise ValueError("values: the shape is not [pairs, 2], or the dtype is not float32")
-            return Reference(values, str(found["data"]), str(found["weights"]))
+            return Reference(values, str(arrays["data"]), str(arrays["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{file}: not a file of reference log-probabilities; remove it, and `jaxmem train` writes it again"
@@ -93,14 +93,14 @@ def fingerprint(params: Any) -> str:
 def _compute(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
-    found = []
+    results = []
     one_length = program.cfg.at_length(program.cfg.data.sequence_length)  # without length buckets
     with Loader(one_length, "all", program.rows, corpus=corpus, agree=any_process) as loader:
         for batch in loader:
             rows = serialized(program.compiled_likelihoods(params, program.place(batch)))
-            found.append(np.asarray(rows).ravel())
+            results.append(np.asarray(rows).ravel())
     corpus.references = None
-    return np.concatenate(found)[: 2 * pairs].reshape(pairs, 2)
+    return np.concatenate(results)[: 2 * pairs].reshape(pairs, 2)
 
 
 def _write(file: Path, reference: Reference) -> None:

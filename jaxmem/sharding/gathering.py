@@ -103,8 +103,8 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
 def _mapped_like(at: jax.Array, stored: Any) -> Any:
     """A separate view of a stored weight for each group of rows, like `at`; XLA removes the operation. A shared value
     would have one gradient, the sum over the groups, and the `at` of each group would receive the complete sum."""
-    one = jax.lax.stop_gradient(at)[(0,) * at.ndim]
-    return jax.tree.map(lambda x: jnp.where(False, one.astype(x.dtype), x), stored)
+    first = jax.lax.stop_gradient(at)[(0,) * at.ndim]
+    return jax.tree.map(lambda x: jnp.where(False, first.astype(x.dtype), x), stored)
 
 
 def gather_quantized(q: QTensor, axes: Axes) -> QTensor:

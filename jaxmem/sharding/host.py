@@ -100,8 +100,8 @@ def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
 
 def streamed_leaves(stacked: Any, layer: jax.Array) -> Any:
     """A layer of the streamed arrays; None for other leaves."""
-    one = lambda x: replace(x, layer=layer) if is_streamed(x) else None  # noqa: E731
-    return jax.tree.map(one, stacked, is_leaf=is_streamed)
+    streamed = lambda x: replace(x, layer=layer) if is_streamed(x) else None  # noqa: E731
+    return jax.tree.map(streamed, stacked, is_leaf=is_streamed)
 
 
 def put_layer(stacked: Any, layer: jax.Array, new: Any) -> Any:

@@ -112,10 +112,10 @@ def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Seq
         return function(*arrays)
     alike = [x.shape for x in jax.tree.leaves(arrays) if x.ndim == len(shape)]
     least = [min(sizes) for sizes in zip(*alike, strict=True)]
-    own = layout.sharding("optimizer", relax_resized(axes, least, shape), least).spec
+    spec = layout.sharding("optimizer", relax_resized(axes, least, shape), least).spec
 
     def specs(tree: Any) -> Any:
-        return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)
+        return jax.tree.map(lambda x: spec if x.ndim == len(shape) else PartitionSpec(), tree)
 
     results = specs(jax.eval_shape(function, *arrays))
     return map_devices(function, specs(arrays), results)(*arrays)

@@ -139,7 +139,7 @@ def make_rules(zero: int, indivisible: Collection[str] = (), section: Rules = DE
 
 def _with_expert(over: tuple[str, ...]) -> tuple[str, ...]:
     """Mesh axes from those in the section `rules`, where `fsdp` stands for `fsdp` and `expert`."""
-    return tuple(one for axis in over for one in ((axis, "expert") if axis == "fsdp" else (axis,)))
+    return tuple(mesh_axis for axis in over for mesh_axis in ((axis, "expert") if axis == "fsdp" else (axis,)))
 
 
 def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
@@ -168,8 +168,8 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
         if _is_if_even(axis):
             over = _without(over, *exact)
         if isinstance(axis, Axis) and axis.like_storage:
-            more = (*over, *(a for a in storage if a not in over and a not in exact and a not in assigned))
-            over = more if divides(size, more) else over
+            combined = (*over, *(a for a in storage if a not in over and a not in exact and a not in assigned))
+            over = combined if divides(size, combined) else over
         if _is_if_even(axis) and not divides(size, over):
             left += [a for a in over if a in storage]
             over = ()

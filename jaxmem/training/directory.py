@@ -87,7 +87,7 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
     if cfg.checkpoint.resume == "never":
         move_aside(directory)
         move_aside(path)
-    new = [one for one in (epath.Path(directory), path) if not one.exists()]
+    new = [folder for folder in (epath.Path(directory), path) if not folder.exists()]
     try:
         if jax.process_index() == 0:
             path.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,8 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
             time.sleep(1)  # a network file system may show the directory later
         yield new.clear
     except BaseException:
-        for one in new if jax.process_index() == 0 else ():
-            one.rmtree(missing_ok=True)
+        for folder in new if jax.process_index() == 0 else ():
+            folder.rmtree(missing_ok=True)
         raise
 
 

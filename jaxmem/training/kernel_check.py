@@ -179,19 +179,19 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
 
 def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
     values, g = _random_normal(ROWS, COLUMNS), _random_normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
-    found: dict[str, jax.Array] = {}
+    results: dict[str, jax.Array] = {}
     if "adamw8bit" in kind:
         m, v = quantize(values, "dynamic8", 256, -1), quantize(values**2, "udynamic8", 256, -1)
         state = kernels.Moments8(m.codes, jnp.maximum(v.codes, 1), m.scale, v.scale)
         update = jax.jit(lambda *a: kernels.adam8_update(*a, implementation=implementation))
         u, new = update(g, state, jnp.asarray([0.5, 0.5]))
-        found |= {"update": u, **new._asdict()}
+        results |= {"update": u, **new._asdict()}
     if "int8" in kind:
         w = quantize(values, "int8", 256, -2)
         seeds = jnp.arange(w.scale.size, dtype=jnp.uint32).reshape(w.scale.shape)
         add = jax.jit(lambda *a: kernels.int8_add(*a, implementation=implementation))
-        found |= zip(("codes", "scale"), add(w.codes, w.scale, g * jnp.bfloat16(1e-3), seeds), strict=True)
-    return found
+        results |= zip(("codes", "scale"), add(w.codes, w.scale, g * jnp.bfloat16(1e-3), seeds), strict=True)
+    return results
 
 
 # For each setting: the implementation in plain JAX, and a function of the results of an implementation, by name.

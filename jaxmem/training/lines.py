@@ -65,8 +65,8 @@ def plan_line(plan: Plan, step: int) -> str:
     start = f"resuming after step {step}: " if step else ""
     unit = unit_of(cfg)
     work = f"{work_of(plan.program).tokens:,} {unit} per update, {cfg.steps:,} updates"
-    repeated = [one for one in plan.warnings if one.kind in (SPILLED, TOO_LONG)]
-    warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in repeated)
+    repeated = [warning for warning in plan.warnings if warning.kind in (SPILLED, TOO_LONG)]
+    warnings = "".join(f"\nwarning: {warning.text}; try {warning.cure}" for warning in repeated)
     planned = format_bytes(plan.bytes_per_device["total"])
     choices = "".join(f"\n{line}" for line in plan.choices)
     return f"{start}planned {planned} per device, {work}{choices}{warnings}"
@@ -136,4 +136,4 @@ def last_line(cfg: Config, step: int, directory: Path) -> str:
             *use,
             *(f"export {directory} DIR{option}" for option in options),
         ]
-    return "\n  ".join([f"done: {step} steps, saved in {directory}; next:", *(f"jaxmem {one}" for one in use)])
+    return "\n  ".join([f"done: {step} steps, saved in {directory}; next:", *(f"jaxmem {command}" for command in use)])

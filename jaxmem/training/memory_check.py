@@ -121,7 +121,7 @@ def _requested(message: str) -> int | None:
     >>> _requested("allocate 12 bytes")
     12
     """
-    if not (found := REQUESTED_BYTES.search(message)):
+    if not (match := REQUESTED_BYTES.search(message)):
         return None
-    number, unit, whole = found.groups()
+    number, unit, whole = match.groups()
     return int(whole) if whole else int(float(number) * 1024 ** (1 + "KMGT".index(unit)))

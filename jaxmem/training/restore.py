@@ -50,25 +50,25 @@ def refuse_another_run(
     if not all(gather(path.is_dir())):
         return 0, {}
     with Checkpoints(path, read_only=True) as checkpoints:
-        found = checkpoints.read_latest()
-    if found is None:
+        latest = checkpoints.read_latest()
+    if latest is None:
         return 0, {}
-    step, position, before = found
+    step, position, before = latest
     cfg, after = built.cfg, built.cfg.model_dump(mode="json")
     before = load_config(before).model_dump(mode="json")  # adds settings that did not exist when it was saved
     if position:
         refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
         SavedState(built).check_base(position, directory)
     else:  # imported weights; a frozen base may be stored in another dtype
-        own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
-        refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
+        sections = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
+        refuse_changes({key: before[key] for key in sections}, {key: after[key] for key in sections}, directory)
     return step, before
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
-    found = read_state(built, checkpoints)
-    return None if found is None else (found[0], found[1](), found[2])
+    saved_state = read_state(built, checkpoints)
+    return None if saved_state is None else (saved_state[0], saved_state[1](), saved_state[2])
 
 
 def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], dict[str, Any]] | None:
@@ -80,10 +80,10 @@ def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[
 
         return 0, lambda: built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}
     saved = SavedState(built)
-    found = checkpoints.restore_latest(saved.shapes)
-    if found is None:
+    restored = checkpoints.restore_latest(saved.shapes)
+    if restored is None:
         return None
-    step, state, position, config = found
+    step, state, position, config = restored
     return step, lambda: saved.restored(state, config), position
 
 
@@ -107,9 +107,9 @@ class Rollback:
             raise error
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        found = restore(self._built, self._checkpoints)
-        assert found is not None
-        return found[:2]
+        restored = restore(self._built, self._checkpoints)
+        assert restored is not None
+        return restored[:2]
 
 
 def check_finite(params: Any, step: int) -> None:
@@ -129,16 +129,16 @@ def _is_finite(x: jax.Array) -> jax.Array:
 def check_replicas(state: Any, step: int) -> None:
     """Raises an error that names an array whose replicas differ, and the devices in the minority."""
     sums: dict[str, dict[str, int]] = {}
-    for own in gather(_checksums(state)):
-        for shard, found in own.items():
-            sums.setdefault(shard, {}).update(found)
-    for shard, found in sums.items():
-        (majority, _), *others = Counter(found.values()).most_common()
+    for sums_of_process in gather(_checksums(state)):
+        for shard, value_of in sums_of_process.items():
+            sums.setdefault(shard, {}).update(value_of)
+    for shard, value_of in sums.items():
+        (majority, _), *others = Counter(value_of.values()).most_common()
         if others:
-            odd = ", ".join(device for device, value in found.items() if value != majority)
+            odd = ", ".join(device for device, value in value_of.items() if value != majority)
             raise UserError(
                 f"{shard.partition(' ')[0]} differs between replicas after step {step}: {odd} differs from the majority"
-                f" of {len(found)} copies; exclude that device, and run the same command again"
+                f" of {len(value_of)} copies; exclude that device, and run the same command again"
             )
 
 

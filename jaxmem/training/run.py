@@ -217,10 +217,10 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     if done < built.cfg.steps:
         return None
     with _checkpoints(built.cfg, path) as checkpoints, failing_together():
-        found = read_state(built, checkpoints)
-    if found is None or found[0] < built.cfg.steps:
+        restored = read_state(built, checkpoints)
+    if restored is None or restored[0] < built.cfg.steps:
         return None
-    step, state, _ = found
+    step, state, _ = restored
     if jax.process_index() == 0:
         print(lines.finished_line(built.cfg, config, step, directory), flush=True)
     return Result(directory, step, {}, {}, state, built)
@@ -230,9 +230,9 @@ def _preflight(cfg: Config) -> None:
     if cfg.cluster.preflight and jax.process_count() > 1:
         from jaxmem.distributed.preflight import preflight
 
-        found = preflight()
+        lines = preflight()
         if jax.process_index() == 0:
-            print(*found, sep="\n", flush=True)
+            print(*lines, sep="\n", flush=True)
 
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
@@ -272,8 +272,8 @@ def _flush(telemetry: Telemetry, loader: Loader) -> None:
     """Reads the pending metrics. A run in which no step had a target token is stopped, not saved."""
     telemetry.flush()
     if telemetry.last and not telemetry.has_targets:
-        found = "; ".join(loader.corpus.summary()) or "the data has no target tokens"
-        raise UserError(f"no step had a token to train on: {found}; change data.on_invalid or data.on_overlong")
+        reason = "; ".join(loader.corpus.summary()) or "the data has no target tokens"
+        raise UserError(f"no step had a token to train on: {reason}; change data.on_invalid or data.on_overlong")
 
 
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:

@@ -73,7 +73,7 @@ class StopSignal:
 
     def _handle(self, number: int) -> None:
         self.requested = signal.Signals(number)
-        for each in EXIT_CODES:
-            signal.signal(each, signal.SIG_DFL)
+        for signal_number in EXIT_CODES:
+            signal.signal(signal_number, signal.SIG_DFL)
         # print() is not reentrant, and the signal may interrupt one.
         os.write(2, f"\n{self.requested.name}: finishing this step and saving; again to stop at once\n".encode())
