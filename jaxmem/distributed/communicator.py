@@ -4,7 +4,8 @@ Each device along the axis is a participant with its own value: an array [partic
 sharded over the axis. The checks at the start of a run use this module (`agree`, `preflight`). The training step does
 not: XLA's partitioner derives its collectives from shardings. For a value of B bytes and n participants, on a ring
 (Patarasuk and Yuan, 2009) a device sends 2 B (n-1)/n for `allreduce`, B (n-1) for `all_gather` of n such values, and
-B (n-1)/n for `reduce_scatter`, the first half of an all-reduce. `broadcast` is an all-reduce in which all devices except the root add 0.
+B (n-1)/n for `reduce_scatter`, the first half of an all-reduce. `broadcast` is an all-reduce in which all devices
+except the root add 0.
 """
 
 from collections.abc import Callable, Sequence
