@@ -98,8 +98,9 @@ def check_size(cfg: Config, target: Target) -> None:
     meant for other devices, and compiling it for a CPU takes minutes."""
     if not target.is_cpu:
         return
-    resolved = for_devices(cfg.replace(memory={"remat": "full"}), target.count)  # no policy changes the state
-    parts = estimate(resolved, target.platform).parts
+    if cfg.memory.remat == "auto":
+        cfg = cfg.replace(memory={"remat": "none"})  # no policy changes the state
+    parts = estimate(for_devices(cfg, target.count), target.platform).parts
     if (size := sum(parts[part] for part in STATE)) > target.memory:
         raise UserError(
             f"{cfg.name} needs {format_bytes(size)} per device for weights and optimizer state, more than this machine"

@@ -18,10 +18,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
-from jaxmem.config import Config, Decoder
-from jaxmem.errors import UserError
+from jaxmem.config import MESH_AXES, Config, Decoder
+from jaxmem.config.devices import SEQUENCE_AXES
+from jaxmem.config.mesh import BATCH_AXES
+from jaxmem.config.networks import Vit
+from jaxmem.errors import UserError, one_of
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Layout, layout_for
+from jaxmem.sharding import Layout, is_axes, layout_for
 from jaxmem.step import batches, host_placement
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Sums, likelihoods, objective
@@ -70,6 +73,7 @@ class Program:
 
     @cached_property
     def spec(self) -> StateSpec:
+        check_mesh(self.cfg, self.layout, self.model)
         return StateSpec(self.cfg, self.layout, self.model)
 
     @property
@@ -245,6 +249,22 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     devices = jax.devices() if devices is None else devices
     cfg = for_devices(cfg, len(devices))
     return Program(cfg, layout_for(cfg, devices))
+
+
+def check_mesh(cfg: Config, layout: Layout, model: ModelSpec) -> None:
+    """Refuses a mesh axis that shards neither the batch, nor the sequence, nor a weight: its devices would all compute
+    the same."""
+    used = {*BATCH_AXES, *(SEQUENCE_AXES if isinstance(cfg.model, Decoder | Vit) else ())}
+    for axes in jax.tree.leaves(model.axes, is_leaf=is_axes):
+        used.update(*layout.mesh_axes_each("compute", axes), *layout.mesh_axes_each("weights", axes))
+    for axis in (axis for axis in MESH_AXES if getattr(cfg.mesh, axis) > 1 and axis not in used):
+        named = [dim for dim, over in cfg.rules.table.items() if axis in over]
+        why = f"none of its weights has the axis {one_of(named)}" if named else f"no key of rules names {axis}"
+        use = f"use mesh.{axis}=1 and e.g. a larger mesh.fsdp"
+        if cfg.own.model is not None and named:
+            use += f", or name the axes of its weights, e.g. axes={{'*.up.kernel': ('embed', '{named[-1]}')}}"
+            use += " (docs/how-to/from-a-script.md)"
+        raise UserError(f"mesh.{axis}={getattr(cfg.mesh, axis)} does not shard the model: {why}; {use}")
 
 
 def step_at(length: int) -> str:

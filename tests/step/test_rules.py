@@ -3,7 +3,9 @@
 import jax
 import pytest
 
+from jaxmem.errors import UserError
 from jaxmem.sharding import Axis, layout_for
+from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases
 
@@ -57,3 +59,15 @@ def test_block_scales_are_sharded():
     assert split(("layer", Axis("embed", if_even=True), "mlp"), (8, 2, 60)) == (8, 2, 30)
     assert split(("layer", Axis("mlp", if_even=True), "embed"), (8, 3, 64)) == (8, 3, 16)
     assert split(("vocab", Axis("embed", if_even=True)), (64, 2)) == (32, 2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"family": "mlp", "embed": 16, "mlp": 32, "layers": 2}, {"family": "convnet", "stages": [8]}],
+    ids=lambda model: model["family"],
+)
+def test_refuses_a_mesh_axis_that_shards_nothing(model):
+    sections = {"model": model, "objective": "classify", "data": {"source": "digits"}, "mesh": {"fsdp": 4, "tensor": 2}}
+    assert program(config(**sections), jax.devices()).spec
+    with pytest.raises(UserError, match=r"mesh.tensor=2 does not shard the model.*vocab.*mesh.tensor=1"):
+        assert program(config(**sections, rules={"mlp": []}), jax.devices()).spec
