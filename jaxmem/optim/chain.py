@@ -11,7 +11,7 @@ import optax
 from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_matrix, is_quantized
 
 Rate: TypeAlias = float | jax.Array | optax.Schedule
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
@@ -37,7 +37,7 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: Any = None) -> Tr
 
     def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
         def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
-            if len(names) - (names[:1] == ("layer",)) < 2:
+            if not is_matrix(names):
                 return u
             if not is_quantized(w):
                 return u + weight_decay * w

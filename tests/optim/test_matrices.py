@@ -80,11 +80,19 @@ def test_adam_mini_has_one_second_moment_a_neuron(axes, neuron):
 
 
 def test_only_matrices_decay():
-    params = {"w": normal(3, 4, 5), "norm": normal(3, 4), "bias": normal(5)}
-    axes = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm"), "bias": ("mlp",)}
+    """Of a layer, and of an expert of a layer."""
+    axes = {
+        "w": ("layer", "embed", "mlp"),
+        "experts": ("layer", "expert", "embed", "mlp"),
+        "norm": ("layer", "norm"),
+        "bias": ("mlp",),
+        "expert_biases": ("layer", "expert", "mlp"),
+    }
+    sizes = {"layer": 3, "expert": 2, "embed": 4, "norm": 4, "mlp": 5}
+    params = {name: normal(*map(sizes.get, dims)) for name, dims in axes.items()}
     nothing = jax.tree.map(jnp.zeros_like, params)
-    (said,), _ = updates(optim.sgd(0.5, weight_decay=0.1, axes=axes), params, [nothing])
-    same(said, {"w": -0.05 * params["w"], "norm": nothing["norm"], "bias": nothing["bias"]})
+    (decay,), _ = updates(optim.sgd(0.5, weight_decay=0.1, axes=axes), params, [nothing])
+    same(decay, {name: (-0.05 if name in ("w", "experts") else 0) * x for name, x in params.items()})
 
 
 # ------------------------------------------------------------------ the config
