@@ -7,14 +7,21 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem.config.check import check
-from jaxmem.config.mesh import BATCH_AXES, MESH_AXES, Mesh, Rules, divisors, head_group_counts, replicated_dims
+from jaxmem.config.mesh import (
+    BATCH_AXES,
+    MESH_AXES,
+    SEQUENCE_AXES,
+    Mesh,
+    Rules,
+    divisors,
+    head_group_counts,
+    replicated_dims,
+)
 from jaxmem.config.networks import Convnet, Decoder, Family, OwnModel, Vit, pipelined_layers
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
 ON_REQUEST = ("expert", "context", "stage")  # axes that errors name only if the config uses them
-
-SEQUENCE_AXES = ("context", "tensor")  # axes over which the sequence of the residual stream is sharded
 
 
 def for_devices(cfg: Config, n: int) -> Config:

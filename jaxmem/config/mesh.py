@@ -32,6 +32,7 @@ class Mesh(Section):
 
 MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method")
 BATCH_AXES = ("replica", "fsdp", "expert")  # axes over which the rows of a batch are sharded
+SEQUENCE_AXES = ("context", "tensor")  # axes over which the sequence of the residual stream is sharded
 
 _Over = ListOf[Literal["fsdp", "context", "tensor"]]
 WeightKind = Literal["attention", "gate_up", "down", "experts", "head"]

@@ -19,8 +19,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
 from jaxmem.config import MESH_AXES, Config, Decoder
-from jaxmem.config.devices import SEQUENCE_AXES
-from jaxmem.config.mesh import BATCH_AXES
+from jaxmem.config.mesh import BATCH_AXES, SEQUENCE_AXES
 from jaxmem.config.networks import Vit
 from jaxmem.errors import UserError, one_of
 from jaxmem.quant.precision import Params
