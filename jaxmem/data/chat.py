@@ -170,12 +170,18 @@ class ChatEncoder:
         the token that ends its turn."""
         start, end = self._changed_span(chat, number, text)
         with suppress(TemplateError):  # a template may refuse an unfinished conversation
-            prompt, _ = self._render(chat, chat.messages[:number], answer=True)
+            earlier = chat.messages[:number]
+            prompt, _ = self._render(chat, earlier, answer=True)
             before = text[:start].rstrip()
             if text.startswith(prompt):
                 start = min(start, len(prompt))
             elif prompt.endswith(before[-PROMPT_SUFFIX_LENGTH:]):  # earlier text may differ
                 start = len(before)
+            else:  # other text of the answer comes first
+                header = prompt[_common_prefix(prompt, self._render(chat, earlier).text) :].rstrip()
+                previous_end = self._changed_span(chat, number - 1, text)[1] if number else 0
+                if header and (at := text.rfind(header, previous_end, start)) >= 0:
+                    start = at + len(header)
         after = len(text) - len(text[end:].lstrip())
         if (following := self._special.match(text, after)) is None:  # the rest of a tool call is in between
             is_last = number + 1 == len(chat.messages)
@@ -185,20 +191,25 @@ class ChatEncoder:
 
     def _changed_span(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
         """The characters of `text` that depend on the content of a message."""
-        messages = [*chat.messages]
-        messages[number] = _replaced(messages[number])
-        changed, _ = self._render(chat, messages)
-        start = _common_prefix(text, changed)
-        return start, len(text) - _common_prefix(text[start:][::-1], changed[start:][::-1])
+
+        def changed(*, names: bool) -> str:
+            message = _replaced(chat.messages[number], names=names)
+            return self._render(chat, [*chat.messages[:number], message, *chat.messages[number + 1 :]]).text
+
+        start = _common_prefix(text, with_names := changed(names=True))
+        # The header of a result may have the name of the function, which then is not a part of this message.
+        other = changed(names=False) if "tool_calls" in chat.messages[number] else with_names
+        return start, len(text) - _common_prefix(text[start:][::-1], other[start:][::-1])
 
 
-def _replaced(message: Message) -> Message:
-    """The message with a placeholder instead of its content."""
-    changed = {**message, "content": PLACEHOLDER}
-    changed |= {name: PLACEHOLDER for name in REASONING if name in message}
+def _replaced(message: Message, *, names: bool) -> Message:
+    """The message with a placeholder instead of its content. `names`: also instead of the names of functions."""
+    changed = {**message, **{name: PLACEHOLDER for name in REASONING if name in message}}
+    if "tool_calls" not in message or message.get("content"):  # a template may refuse content in addition to calls
+        changed["content"] = PLACEHOLDER
     if "tool_calls" in message:
         calls = message["tool_calls"]
-        said = {"name": PLACEHOLDER, "arguments": {PLACEHOLDER: PLACEHOLDER}}
+        said = {"arguments": {PLACEHOLDER: PLACEHOLDER}, **({"name": PLACEHOLDER} if names else {})}
         changed["tool_calls"] = [{**call, "function": {**call["function"], **said}} for call in calls]
     return changed
 

@@ -5,7 +5,7 @@ environment with transformers 5 and tokenizers:
 
     python -m tests.data.chat_reference tests/data/conversations.json
 
-Recorded with transformers 5.23.0.
+Recorded with transformers 5.24.0.
 """
 
 import json
@@ -91,6 +91,32 @@ TEMPLATES = {
 {%- endfor %}""",
     "qwen2": TOOLS + CHATML.replace("        THOUGHTS\n", ""),
     "qwen3": TOOLS + CHATML.replace("THOUGHTS", THOUGHTS),
+    # An answer may be several messages, with a header each; the header of a result has the name of the function.
+    "harmony": """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list %}
+        {{- '<|start|>assistant' }}
+        {%- generation %}
+        {%- if message.reasoning_content and not later | rejectattr('tool_calls', 'defined') | list %}
+            {{- '<|channel|>analysis<|message|>' + message.reasoning_content + '<|end|><|start|>assistant' }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- if message.content %}{{ raise_exception('content beside a call') }}{%- endif %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- ' to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+            {{- call.arguments | tojson + '<|call|>' }}
+        {%- else %}
+            {{- '<|channel|>final<|message|>' + message.content + ('<|return|>' if loop.last else '<|end|>') }}
+        {%- endif %}
+        {%- endgeneration %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + messages[loop.index0 - 1].tool_calls[0].function.name }}
+        {{- ' to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}""",
     # The last answer only.
     "last": """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -100,6 +126,7 @@ TEMPLATES = {
 }  # fmt: skip
 SPECIAL = ["<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["[INST]", "[/INST]"]
+HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"]
 OTHER = ["<tool_call>", "</tool_call>", "<think>", "</think>"]  # tokens that a text may contain
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -120,6 +147,13 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "call": {"messages": [SYSTEM, ASK, said(None, tool_calls=[CALL]), RESULT, said("3")], "tools": [TOOL]},
     "last call": {"messages": [SYSTEM, ASK, said("", tool_calls=[CALL])], "tools": [TOOL]},
     "two calls": {"messages": [SYSTEM, ASK, said("Both.", tool_calls=[CALL, CALL]), RESULT, RESULT, said("4")]},
+    "calls with thoughts": {
+        "messages": [
+            ASK, said(None, tool_calls=[CALL], reasoning_content="hm"), RESULT, said("3"),
+            ASK, said(None, tool_calls=[CALL], reasoning_content="so"), RESULT,
+        ],
+        "tools": [TOOL],
+    },
     "thoughts": {"messages": [ASK, said("1", reasoning_content="hm"), ASK, said("2", reasoning_content="so")]},
 }  # fmt: skip
 
@@ -140,6 +174,7 @@ def write_tokenizer(template: str, place: Path, **settings: str) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in OTHER])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in HARMONY])
     tokenizer.save(str(place / "tokenizer.json"))
     own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (place / "tokenizer_config.json").write_text(json.dumps({**own, "chat_template": template, **settings}))
