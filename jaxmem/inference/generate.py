@@ -5,12 +5,14 @@ length and depth. A conversation keeps its KV cache between turns, and reads onl
 
 Prompts of a batch are padded on the left, so that they end at the same position; no position attends to padding.
 Lengths are rounded up, so that a growing conversation is compiled for a few lengths only.
+
+With `longrope`, a text that becomes longer than the original length is read again with its long factors.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +65,21 @@ class Sampling:
 
 @dataclass
 class DecodingState:
-    """The KV cache of a batch, and its positions in use."""
+    """The tokens that a batch has read, and their KV cache."""
 
-    first: jax.Array  # [rows]: the position at which each text begins, after its padding
-    length: int = 0  # positions in use
+    first: np.ndarray  # [rows]: the index of the first token of each text, after its padding
+    tokens: np.ndarray  # [rows, length]
     cache: KVCache | None = None
+    is_long: np.ndarray | None = None  # whether the cache was computed with the long factors of longrope
+
+    @classmethod
+    def of_rows(cls, first: Sequence[int]) -> Self:
+        """Of texts of which no token is read yet."""
+        return cls(np.array(first, np.int32), np.zeros((len(first), 0), np.int32))
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
 
 
 class Generator:
@@ -92,7 +104,7 @@ class Generator:
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, start, prompt in zip(tokens, first, prompts, strict=True):
             row[start:] = [*self.prompt_tokens, *prompt]
-        return self.extend(DecodingState(jnp.asarray(first, jnp.int32)), tokens, count, ends)
+        return self.extend(DecodingState.of_rows(first), tokens, count, ends)
 
     def extend(
         self, state: DecodingState, tokens: np.ndarray, count: int, ends: Collection[int] = ()
@@ -100,43 +112,62 @@ class Generator:
         """Reads tokens [rows, length], then yields up to `count` new tokens, which it reads too, except the last."""
         if count < 1:
             raise UserError(f"tokens={count} must be at least 1")
-        rows, width = tokens.shape
-        ended = np.zeros(rows, bool)
-        with self._program.layout.for_generation(rows):
-            *chunks, rest = (tokens[:, start : start + self._chunk] for start in range(0, width, self._chunk))
-            padding = min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
-            needed = state.length + width + max(count, padding)
-            if state.cache is None:
-                state.cache = self._empty(rows, cache_size_for(needed))
-            elif needed > (room := capacity_of(state.cache)):  # room is doubled, so that few lengths are compiled
-                state.cache = self._compiled_grow(state.cache, cache_size_for(max(needed, 2 * room)) - room)
-            for chunk in chunks:
-                self._step(state, chunk, self._chunk)
-            token = self._step(state, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1])
+        ended = np.zeros(len(tokens), bool)
+        with self._program.layout.for_generation(len(tokens)):
+            token = self._read(state, tokens, count)
             for generated in range(1, count + 1):
-                found = np.asarray(token)
-                yield np.where(ended, ENDED, found)
-                ended |= np.isin(found, list(ends))
+                yield np.where(ended, ENDED, token)
+                ended |= np.isin(token, list(ends))
                 if ended.all() or generated == count:
                     return
-                token = self._step(state, token[:, None], 1)
+                token = self._read(state, token[:, None])
 
-    def _step(self, state: DecodingState, tokens: Any, count: int) -> jax.Array:
-        """Reads the first `count` of these tokens, and samples the next token of each text."""
-        length, last = (jnp.asarray(x, jnp.int32) for x in (state.length, count - 1))
-        key, tokens = jax.random.key(self._sampling.seed), jnp.asarray(tokens)
-        token, state.cache = self._compiled_step(self._params, tokens, state.cache, length, state.first, last, key)
-        state.length += count
+    def _read(self, state: DecodingState, tokens: np.ndarray, count: int = 0) -> np.ndarray:
+        """Reads tokens [rows, length] in chunks, and samples the next token of each text. The cache gets room for
+        `count` tokens after these."""
+        lengths = state.length + tokens.shape[1] - state.first
+        is_long = self._is_long(lengths)
+        if state.is_long is not None and (is_long != state.is_long).any():
+            # Other factors change the keys and values of all tokens, so all are read again, as in transformers.
+            tokens = np.concatenate([state.tokens, tokens], axis=1)
+            state.tokens = state.tokens[:, :0]
+        state.is_long = is_long
+        *chunks, rest = (tokens[:, start : start + self._chunk] for start in range(0, tokens.shape[1], self._chunk))
+        padding = 0 if rest.shape[1] == 1 else min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
+        self._make_room(state, state.length + tokens.shape[1] + max(count, padding))
+        for chunk in chunks:
+            self._step(state, chunk, self._chunk, lengths)
+        return np.asarray(self._step(state, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1], lengths))
+
+    def _is_long(self, lengths: np.ndarray) -> np.ndarray:
+        """Whether texts of these lengths have the long factors of each longrope: [rows, ropes]."""
+        ropes = self._program.cfg.model.ropes
+        return lengths[:, None] > [rope.original_length for rope in ropes if rope.scaling == "longrope"]
+
+    def _make_room(self, state: DecodingState, needed: int) -> None:
+        """Gives the cache room for `needed` tokens."""
+        if state.cache is None:
+            state.cache = self._empty(len(state.first), cache_size_for(needed))
+        elif needed > (room := capacity_of(state.cache)):  # room is doubled, so that few lengths are compiled
+            state.cache = self._compiled_grow(state.cache, cache_size_for(max(needed, 2 * room)) - room)
+
+    def _step(self, state: DecodingState, tokens: np.ndarray, count: int, lengths: np.ndarray) -> jax.Array:
+        """Reads the first `count` of these tokens, and samples the next token of each text. `lengths`: the number of
+        tokens of each text."""
+        places = [jnp.asarray(x, jnp.int32) for x in (state.length, state.first, count - 1, lengths)]
+        token, state.cache = self._compiled_step(self._params, jnp.asarray(tokens), state.cache, *places)
+        state.tokens = np.concatenate([state.tokens, tokens[:, :count]], axis=1)
         return token
 
     @cached_property
     def _compiled_step(self) -> Any:
         def step(
-            params: Any, tokens: jax.Array, cache: KVCache, length: Any, first: jax.Array, last: Any, key: Any
+            params: Any, tokens: jax.Array, cache: KVCache, length: Any, first: Any, last: Any, lengths: Any
         ) -> tuple[jax.Array, KVCache]:
             network = nnx.merge(self._program.model.graphdef, params)
-            logits, cache = network.extend(tokens, cache, length, first, last)
-            return self._sampling.sample(logits, jax.random.fold_in(key, length + last)), cache
+            logits, cache = network.extend(tokens, cache, length, first, last, lengths)
+            key = jax.random.fold_in(jax.random.key(self._sampling.seed), length + last)
+            return self._sampling.sample(logits, key), cache
 
         return jax.jit(step, donate_argnums=2)
 
@@ -155,22 +186,19 @@ class Conversation:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._state = DecodingState(jnp.zeros(1, jnp.int32))
-        self._tokens = np.zeros(0, np.int32)  # the tokens that were read
+        self._state = DecodingState.of_rows([0])
 
     def __call__(self, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[int]:
         """Up to `count` tokens after these. A common beginning with the previous tokens is not read again."""
         if not len(tokens):
             raise UserError("the prompt is empty; it must have at least one token")
         tokens = np.append(self._generator.prompt_tokens, tokens).astype(np.int32)
-        # The last token is read again for its logits.
-        known = min(len(self._tokens), self._state.length, len(tokens) - 1)
-        different = np.flatnonzero(self._tokens[:known] != tokens[:known])
-        self._state.length = int(different[0]) if len(different) else known
-        self._tokens = tokens
-        for token in self._generator.extend(self._state, tokens[None, self._state.length :], count, ends):
+        known = min(self._state.length, len(tokens) - 1)  # the last token is read again for its logits
+        different = np.flatnonzero(self._state.tokens[0, :known] != tokens[:known])
+        known = int(different[0]) if len(different) else known
+        self._state.tokens = self._state.tokens[:, :known]
+        for token in self._generator.extend(self._state, tokens[None, known:], count, ends):
             yield int(token[0])
-            self._tokens = np.append(self._tokens, token)  # it is read before the next token is sampled
 
 
 def length_for(size: int) -> int:

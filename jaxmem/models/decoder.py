@@ -18,7 +18,7 @@ from jaxmem.models.embedding import Embedding
 from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys, soft_cap, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import STATISTICS, Execution, Network
-from jaxmem.models.rope import Angles, angles, select
+from jaxmem.models.rope import Angles, angles, document_lengths, select
 from jaxmem.sharding import constrain, current
 from jaxmem.stack import StackOptions, apply_stack, creating_in, stacked
 
@@ -225,18 +225,21 @@ class Decoder(Network):
         length: Int[Array, ""],
         first: Int[Array, "batch"] | None = None,
         last: Int[Array, ""] | None = None,
+        lengths: Int[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], Any]:
         """Returns the logits after `tokens`, and the cache with `tokens` written in place, starting at index `length`.
 
         `first`: the index of the first token of each text that is not padding (texts are padded on the left). `last`:
         the index of the token whose logits are returned, by default the last; tokens after it are padding, which the
-        next call overwrites.
+        next call overwrites. `lengths`: the number of tokens of each text, by default up to the last of `tokens`; if
+        its factors of longrope differ from those of the cache, the caller reads the text again from its beginning.
         """
         from jaxmem.models.kv_cache import CacheSlot
 
         positions = jnp.broadcast_to(length + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        # Padding is before the first token, so its position does not matter.
-        shared = self._shared(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
+        if first is not None:  # padding is before the first token, so its position does not matter
+            positions = jnp.maximum(positions - first[:, None], 0)
+        shared = self._shared(tokens, positions, lengths=None if lengths is None else lengths[:, None])
 
         def layer(block: Block, carry: tuple[jax.Array, Any], one: Any, _: None) -> Any:
             (x, cache), (i, has_window) = carry, one
@@ -269,14 +272,21 @@ class Decoder(Network):
         windows = self.cfg.windows
         return jnp.asarray([window is not None for window in windows]) if self.cfg.windows_differ else None
 
-    def _shared(self, tokens: Ids, positions: Ids | None, segment_ids: Ids | None = None) -> _SharedInputs:
+    def _shared(
+        self,
+        tokens: Ids,
+        positions: Ids | None,
+        segment_ids: Ids | None = None,
+        lengths: Int[Array, "batch #time"] | None = None,
+    ) -> _SharedInputs:
         cfg = self.cfg
         if positions is None:
             order = context_order(current(), tokens.shape[1], self.execution.context_method, self.cfg.window)
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
             positions = jnp.broadcast_to(row, tokens.shape)
         rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
-        first, *others = (angles(positions, rope, rotated) for rope in cfg.ropes)
+        lengths = document_lengths(positions, segment_ids) if lengths is None else lengths
+        first, *others = (angles(positions, rope, rotated, lengths) for rope in cfg.ropes)
         return _SharedInputs(first, others[0] if others else None, segment_ids)
 
 

@@ -2,11 +2,12 @@
 
 `linear` divides every frequency; `llama3` divides low frequencies, and interpolates between two wavelengths; `yarn`
 (Peng et al., arXiv:2309.00071) interpolates between two numbers of rotations, and sharpens the softmax; `longrope`
-(Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own, with other factors in batches that have
-positions beyond the original length.
+(Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own, with other factors for documents that
+are longer than the original length.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,12 +66,27 @@ def rotated(rope: Rope, head_dim: int) -> int:
     return int(head_dim * rope.share)
 
 
-def angles(positions: Int[Array, "batch time"], rope: Rope, head_dim: int) -> Angles:
+def document_lengths(
+    positions: Int[Array, "batch time"], segment_ids: Int[Array, "batch time"] | None
+) -> Int[Array, "batch #time"]:
+    """The number of tokens of each token's document; without segment ids, a row is one document."""
+    if segment_ids is None:
+        return jnp.max(positions, axis=1, keepdims=True) + 1
+    longest = partial(jax.ops.segment_max, num_segments=positions.shape[1] + 1)  # a row has at most one per token
+    return jnp.take_along_axis(jax.vmap(longest)(positions, segment_ids), segment_ids, axis=1) + 1
+
+
+def angles(
+    positions: Int[Array, "batch time"], rope: Rope, head_dim: int, lengths: Int[Array, "batch #time"] | None = None
+) -> Angles:
+    """`lengths`: the number of tokens of each token's document, which chooses the factors of longrope; None: a row is
+    one document."""
     radians, factor = frequencies(rope, head_dim)
     steps = jnp.asarray(radians, jnp.float32)
-    if rope.scaling == "longrope":  # as in transformers, the longest sequence of a batch decides
+    if rope.scaling == "longrope":
+        lengths = document_lengths(positions, None) if lengths is None else lengths
         long = jnp.asarray(frequencies(rope, head_dim, is_long=True)[0], jnp.float32)
-        steps = jnp.where(jnp.max(positions) >= rope.original_length, long, steps)
+        steps = jnp.where(lengths[..., None] > rope.original_length, long, steps)
     phase = positions[..., None].astype(jnp.float32) * steps
     return Angles(jnp.cos(phase) * factor, jnp.sin(phase) * factor)
 

@@ -53,6 +53,21 @@ def test_greedy_follows_the_whole_sequence(alone):
     assert list(generate(made, params, PROMPT, 5)) == expected
 
 
+def test_a_text_that_passes_the_original_length_gets_the_long_factors_from_its_beginning():
+    """The rows of a batch pass it at different times, and a prompt in chunks has factors of its whole length."""
+    scaling = {"scaling": "longrope", "factor": 4.0, "original_length": 12}
+    rope = {**scaling, "short_factors": [1.0] * 4, "long_factors": [1.0, 3.0, 5.0, 9.0]}
+    longer = made(generate={"prefill_chunk": 4}, rope=rope)
+    params = longer.initialise().params
+    forward = jax.jit(nnx.merge(longer.model.graphdef, params))
+    prompts = PROMPT, PROMPT[3:8], np.arange(60, 75)
+    generated = np.stack(list(Generator(longer, params)(prompts, 6)), axis=1)
+    for prompt, tokens in zip(prompts, generated, strict=True):
+        for known in (0, 5):
+            text = jnp.asarray([*prompt, *tokens[:known]], jnp.int32)
+            assert jnp.argmax(forward(text[None])[0, -1]) == tokens[known]
+
+
 def test_a_mesh_says_the_same(alone):
     split, params = built({"fsdp": 4, "tensor": 2}, 8)
     assert list(generate(split, params, PROMPT, 8)) == list(generate(*alone, PROMPT, 8))
@@ -60,7 +75,7 @@ def test_a_mesh_says_the_same(alone):
 
 @pytest.mark.exhaustive
 def test_rows_and_heads_of_the_kv_cache_are_sharded(alone):
-    read, prompts = DecodingState(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
+    read, prompts = DecodingState.of_rows([0, 0]), np.stack([PROMPT, PROMPT + 9])
     together = list(Generator(*built({"fsdp": 2, "tensor": 2}, 4)).extend(read, prompts, 4))
     assert {x.addressable_shards[0].data.shape for x in read.cache} == {(2, 1, 16, 1, 8)}
     np.testing.assert_array_equal(together, list(Generator(*alone)(prompts, 4)))

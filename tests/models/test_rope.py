@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem.config import Rope
-from jaxmem.models.rope import angles, frequencies, rotate
+from jaxmem.models.rope import angles, document_lengths, frequencies, rotate
 
 
 def test_plain_frequencies_are_powers_of_theta():
@@ -58,3 +58,16 @@ def test_yarn_blends_and_sharpens():
     np.testing.assert_allclose(stretched[turns > 64], plain[turns > 64])  # well above beta_fast
     np.testing.assert_allclose(stretched[turns < 0.5], plain[turns < 0.5] / 4)  # well below beta_slow
     assert np.all(np.diff(stretched) < 0)
+
+
+def test_the_length_of_each_document_chooses_the_factors_of_longrope():
+    factors = {"short_factors": (1.0, 2.0), "long_factors": (4.0, 8.0)}
+    rope = Rope(scaling="longrope", original_length=4, attention_factor=1.0, **factors)
+    lengths = (5, 4, 2)  # documents of both rows; the last is padding
+    segments = np.repeat([1, 2, 0], lengths)
+    positions = jnp.asarray(np.concatenate([np.arange(length) for length in lengths]), jnp.int32)
+    order = np.random.default_rng(0).permutation(len(segments))  # a sequence may be stored in another order
+    rows, ids = jnp.stack([positions, positions[order]]), jnp.asarray(np.stack([segments, segments[order]]), jnp.int32)
+    turned = angles(rows, rope, 4, document_lengths(rows, ids))
+    phase = np.asarray(positions)[:, None] * [1.0, 0.01] / np.where(segments[:, None] == 1, [4.0, 8.0], [1.0, 2.0])
+    np.testing.assert_allclose(turned.cos, np.cos([phase, phase[order]]), rtol=1e-6)
