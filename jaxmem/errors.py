@@ -62,12 +62,14 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
     >>> nearest("adamww", ["adamw", "adam"])
     '; did you mean adamw?'
+    >>> nearest("adam", ["adamw", "adam"])  # known, but not supported here
+    '; did you mean adamw?'
     >>> nearest("zzz", ["adamw", "adam"])
     '; expected one of adam, adamw'
     >>> nearest("a100", ["a100-80gb", "a100-40gb", "h100-80gb"])
     '; did you mean a100-40gb or a100-80gb?'
     """
-    known = sorted(known)
+    known = sorted({*known} - {str(name)})
     longer = [candidate for candidate in known if len(str(name)) > 2 and str(name).lower() in candidate]
     close = longer[:3] or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     return f"; did you mean {one_of(close)}?" if close else f"; expected one of {', '.join(known)}"

@@ -9,9 +9,11 @@ from jaxmem.errors import UserError, as_yaml, nearest_numbers
 
 
 def check_decoder(cfg: Config) -> Iterator[str]:
-    model = cfg.model
-    if not isinstance(model, Decoder):
-        return
+    if isinstance(cfg.model, Decoder):
+        yield from decoder_errors(cfg.model)
+
+
+def decoder_errors(model: Decoder) -> Iterator[str]:
     if model.heads % model.kv_heads:
         yield indivisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
     if (experts := model.experts) is not None and experts.top_k > experts.count:

@@ -97,6 +97,7 @@ INTERLEAVED = {
     for end, dim in (("", 2), ("_bias", 1), ("_blocks", 1), ("_scales", 1))
 }
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
+EXPERT = ".experts."  # in the names of the modules and tensors of experts
 REGEX_SECONDS = 5
 MATCH = """import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -110,6 +111,10 @@ class HfModule(NamedTuple):
     name: str  # its name in a Hugging Face model
     layer: int | None
     has_bias: bool
+
+    @property
+    def is_expert(self) -> bool:
+        return EXPERT in self.name
 
     @property
     def is_matrix(self) -> bool:

@@ -4,6 +4,7 @@ PEFT names modules by suffixes, complete names or regexes of names; here they ar
 model.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -11,21 +12,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
 
 from jaxmem.config.base import Fraction
-from jaxmem.config.hf_modules import MODULES, HfModule, match_names, modules_of, select_names
+from jaxmem.config.hf_modules import EXPERT, MODULES, HfModule, match_names, modules_of, select_names
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
-from jaxmem.errors import UserError, abridge, nearest
+from jaxmem.errors import UserError, abridge, nearest, one_of
 
 CONFIG = "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
+KINDS = ("LORA", "PROMPT_TUNING")
 COMMON = (
     "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
 )  # fmt: skip
 FROM_BASE = ("pissa", "olora")  # initialized from the base weights; they are read as adapters of twice the rank
 # Settings that change the outputs of an adapter, and the values that are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA", "PROMPT_TUNING"),
     "fan_in_fan_out": (False, None),
     "bias": ("none", "all", "lora_only"),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", *FROM_BASE),  # others change the base
@@ -62,7 +65,9 @@ def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any
     model."""
     file, settings = _read(directory)
     try:
-        return _prompt_fields(settings) if is_prompt(directory) else _low_rank_fields(settings, model)
+        if (kind := settings.get("peft_type", "LORA")) not in KINDS:  # the kind decides which keys are known
+            raise UnsupportedError(f"peft_type={json.dumps(kind)} is not supported; expected {one_of(KINDS)}")
+        return _prompt_fields(settings) if is_prompt(directory) else _low_rank_fields(directory, settings, model)
     except UnsupportedError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -82,7 +87,9 @@ def _prompt_fields(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     return {"kind": "prompt", "virtual_tokens": read(settings, "num_virtual_tokens", Size)}, []
 
 
-def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[str, Any], list[str]]:
+def _low_rank_fields(
+    directory: str | Path, settings: Mapping[str, Any], model: Decoder
+) -> tuple[dict[str, Any], list[str]]:
     if names := [name for name in _target_parameters(settings) if not name.endswith(".weight")]:
         raise UnsupportedError(
             f"target_parameters={abridge(names)} (adapters of parameters, such as the experts of gpt-oss) is not "
@@ -92,6 +99,9 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     modules = modules_of(model)
     saved = _saved_modules(settings, modules, model)
     targets = [one for one in _targets(settings, modules) if one not in saved]
+    others = [one for one in targets if not one.is_expert]
+    if 0 < len(others) < len(targets) and not _has_experts(directory):
+        targets = others
     if not targets:
         raise UnsupportedError('target_modules selects no layer of the model; use e.g. "all-linear"')
     rank, alpha = read(settings, "r", Size, 8), read(settings, "lora_alpha", Number, 8)
@@ -117,6 +127,18 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
         "targets": _by_pattern({one: factor * ranks.get(one.name, rank) for one in targets}, modules),
     }
     return fields, list(trained)
+
+
+def _has_experts(directory: str | Path) -> bool:
+    """Whether the file of an adapter has tensors of experts. Since transformers 5, experts are not linear layers, and
+    a name in `target_modules` selects only the linear layers with this name, such as those of shared experts."""
+    file = Path(directory).expanduser() / ADAPTER
+    try:
+        with safe_open(file, "numpy") as opened:
+            names = opened.keys()
+        return any(EXPERT in name for name in names)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
 
 
 def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> dict[str, Any]:
@@ -145,9 +167,10 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
     else:
         found = select_names(selection, all_names, "target_modules")
     if isinstance(selection, list):
+        suffixes = {name.rpartition(".")[2] for name in all_names}
         for name in selection:
             if not select_names([name], all_names, "target_modules"):
-                raise UnsupportedError(f"target_modules: {name} is not supported{nearest(name, SUFFIXES)}")
+                raise UnsupportedError(f"target_modules: {name} is not supported{nearest(name, suffixes)}")
         if layers := read(settings, "layers_to_transform", int | list[int], []):
             own = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
             found = {name for name in found if name in selection or name in own}

@@ -8,12 +8,13 @@ from typing import Any
 from jaxmem.config.hf_values import read_json
 from jaxmem.errors import UserError
 
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
@@ -51,6 +52,14 @@ def copy_tokenizer(name: str, target: Path) -> None:
     for file in TOKENIZER:
         if (source / file).is_file() and not (target / file).exists():
             _copy(source / file, target / file)
+
+
+def copy_chat_template(name: str, target: Path) -> None:
+    """Copies the file that `data.chat_template` names."""
+    try:
+        shutil.copyfile(Path(name).expanduser(), target / CHAT_TEMPLATE)
+    except OSError as error:
+        raise UserError(f"data.chat_template={name} cannot be read: {error.strerror}; restore the file") from error
 
 
 def _copy(file: Path, target: Path) -> None:

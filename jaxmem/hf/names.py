@@ -16,7 +16,6 @@ from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
-ADAPTER = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # prefix of the names of tensors of an adapter
 
 LEAVES = {"weight": "weight", "scale": "weight", "bias": "bias"}

@@ -23,10 +23,10 @@ from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.names import count_layers, split_stack
-from jaxmem.config.peft import CONFIG, base_directory, initialization
+from jaxmem.config.peft import ADAPTER, CONFIG, base_directory, initialization
 from jaxmem.errors import UserError
+from jaxmem.hf.files import copy_chat_template
 from jaxmem.hf.names import (
-    ADAPTER,
     ADAPTER_PREFIX,
     FileWeight,
     WeightPath,
@@ -174,10 +174,11 @@ def save_adapter(
     base: str | None = None,
     indices: Sequence[int] | None = None,
     saved: Collection[str] = (),
+    chat_template: str | None = None,
 ) -> set[int]:
     """Writes the adapters among the parameters of a decoder, and returns their ranks. `base`: the directory of the base
     model. `indices`: the position of each layer in a stack, by default in order. `saved`: the names of the tensors of
-    the base model that are written too."""
+    the base model that are written too. `chat_template`: the value of `data.chat_template`."""
     if base is not None and family_of(read_json(Path(base).expanduser() / "config.json")).fused is CONCATENATED:
         raise UserError(
             f"--adapter does not support {base}, whose queries, keys and values are one matrix (qkv_proj); use --merge"
@@ -195,6 +196,8 @@ def save_adapter(
             adapter, stacks, base, sorted(modules), names=module_names(params), has_biases=has_biases
         )
         (place / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        if chat_template:
+            copy_chat_template(chat_template, place)
         write_tensors(place, output_tensors([*weights, *others], dtype), single=ADAPTER, metadata=metadata)
     return {one.rank for stack in stacks.values() for one in stack if one is not None}
 

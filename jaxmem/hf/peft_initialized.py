@@ -15,7 +15,8 @@ import numpy as np
 from jaxmem.config.adapter import LowRank
 from jaxmem.config.hf_modules import ALL_MODULES
 from jaxmem.config.names import split_stack
-from jaxmem.hf.names import ADAPTER, ADAPTER_PREFIX
+from jaxmem.config.peft import ADAPTER
+from jaxmem.hf.names import ADAPTER_PREFIX
 from jaxmem.hf.tensors import Tensors
 
 RANK_DIMS = {"lora_A": 0, "lora_B": 1}  # the dimension of a tensor that is the rank

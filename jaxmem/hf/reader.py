@@ -21,13 +21,14 @@ from jax.typing import DTypeLike
 
 from jaxmem import models
 from jaxmem.config import Decoder
+from jaxmem.config.check_decoder import decoder_errors
 from jaxmem.config.hf_families import text_name, text_settings
 from jaxmem.config.hf_quantized import scheme_of
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
+from jaxmem.config.peft import ADAPTER
 from jaxmem.errors import UserError
 from jaxmem.hf.names import (
-    ADAPTER,
     FileWeight,
     WeightPath,
     base_tensor_name,
@@ -54,6 +55,8 @@ def load(
 ) -> models.Decoder:
     """The model of a directory as a network with weights stored in `dtype`, on one device or sharded by `layout`."""
     cfg = Decoder(**decoder_fields(str(directory)))
+    if errors := [*decoder_errors(cfg)]:
+        raise UserError("\n".join(f"{directory}: {error}" for error in errors))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
     graphdef: Any
     graphdef, state = nnx.split(network)

@@ -21,7 +21,7 @@ from jaxmem.adapters import Lora, TokenRows, base_of, merged_weight, weights_to_
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
-from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
+from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
@@ -42,6 +42,7 @@ def save(
     *,
     base: str | Path | None = None,
     tokenizer: str | None = None,
+    chat_template: str | None = None,
     dtype: str | None = None,
     length: int = 2048,
     indices: Sequence[int] | None = None,
@@ -51,9 +52,10 @@ def save(
     the experts of the model are written as they are stored.
 
     `base`: the directory of the model, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
-    `data.tokenizer`, used if there is no base. `dtype`: float32, float16 or bfloat16; by default the dtype of the base,
-    or of the weights. `length`: the longest sequence of the training. `indices`: the position of each layer in a
-    stack, by default in order. `shard`: the largest number of bytes per file.
+    `data.tokenizer`, used if there is no base. `chat_template`: the value of `data.chat_template`. `dtype`: float32,
+    float16 or bfloat16; by default the dtype of the base, or of the weights. `length`: the longest sequence of the
+    training. `indices`: the position of each layer in a stack, by default in order. `shard`: the largest number of
+    bytes per file.
     """
     if jax.process_count() > 1:
         raise UserError("export does not support several processes; run it in one process")
@@ -70,13 +72,16 @@ def save(
     with atomic_directory(directory) as place:
         if base:
             copy_metadata(base, place)
-        elif tokenizer:
+        else:  # without these ids, transformers would use the defaults of the family's class
+            settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        if tokenizer and not base:
             from jaxmem.data.tokenizer import tokenizer_for
 
             copy_tokenizer(tokenizer, place)
             known = tokenizer_for(tokenizer)
-            # Without these ids, transformers would use the defaults of the family's class.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
+        if chat_template:
+            copy_chat_template(chat_template, place)
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         tensors = model_tensors(model, dtype, indices, keeps_mxfp4=keeps_mxfp4)
         write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), shard)
@@ -101,6 +106,8 @@ def model_tensors(
     """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack. `keeps_mxfp4`: whether
     experts are written as they are stored."""
     params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
+    if model.prompt is not None:
+        raise UserError("the model has a soft prompt, which no weight can contain; use hf.save_adapter, or --adapter")
     if own.keys() - flatten_dict(params).keys():
         raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
     found = []

@@ -60,7 +60,15 @@ def export_model(
     indices = program.model.layer_indices
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)
-        ranks = hf.save_adapter(params, cfg.adapter, target, base=cfg.model.hf, indices=indices, saved=saved)
+        ranks = hf.save_adapter(
+            params,
+            cfg.adapter,
+            target,
+            base=cfg.model.hf,
+            indices=indices,
+            saved=saved,
+            chat_template=cfg.data.chat_template,
+        )
         note = (
             "; vLLM does not support several ranks, base weights or embedding rows in an adapter; use --merge for vLLM"
         )
@@ -78,6 +86,7 @@ def export_model(
         target,
         base=base_files if base_files.is_dir() else None,
         tokenizer=cfg.data.tokenizer,
+        chat_template=cfg.data.chat_template,
         dtype=dtype,
         length=cfg.data.sequence_length,
         indices=indices,

@@ -62,6 +62,8 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         raw = _hf_config(base_of(directory))
         if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
             raw["data"]["packing"] = False
+        if (template := directory / hf.CHAT_TEMPLATE).is_file():
+            raw["data"]["chat_template"] = str(template)
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
         f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "

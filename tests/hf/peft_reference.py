@@ -11,7 +11,7 @@ and before the last, where jaxmem is installed:
 
     python -m tests.hf.peft_reference write DIR
 
-Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.2, on a CPU.
+Recorded with torch 2.13.0, transformers 5.24.0, peft 0.21.2, on a CPU.
 """
 
 import json
@@ -57,8 +57,10 @@ CASES: dict[str, dict[str, Any]] = {
         "init_lora_weights": "pissa",
     },
     "olora": {"r": 2, "lora_alpha": 3, "target_modules": ["o_proj", "up_proj"], "init_lora_weights": "olora"},
+    # In transformers 5 the routed experts are no linear layers, so these are shared experts and an MLP without experts.
+    "shared": {"r": 2, "lora_alpha": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
 }  # fmt: skip
-BASES = {"biases": "llama-biases"}  # others have the base BASE
+BASES = {"biases": "llama-biases", "shared": "qwen2-moe-dense"}  # others have the base BASE
 TRAINED = ("lora", "patterns", "saved", "names", "tokens")  # cases whose losses are recorded
 SHAPES = Path(__file__).parent / "data" / "peft.json"
 LEARNING = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

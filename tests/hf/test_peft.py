@@ -129,7 +129,8 @@ def test_what_does_not_fit(place, tmp_path, peft):
     for settings, message in (
         ({"target_modules": ["qproj"]}, r"target_modules: qproj is not supported; did you mean q_proj"),
         ({"target_modules": "all"}, r"target_modules selects no layer of the model"),
-        ({"peft_type": "LOHA"}, 'peft_type="LOHA" is not supported; expected "LORA"'),
+        ({"target_modules": ["input_layernorm"]}, "input_layernorm is not supported; expected one of down_proj"),
+        ({"use_bdlora": True, "peft_type": "LOHA"}, 'peft_type="LOHA" is not supported; expected LORA or PROMPT_TUN'),
         ({"base_model_name_or_path": "meta/Llama"}, r"base_model_name_or_path=meta/Llama is not a local directory"),
         ({"base_model_name_or_path": "a\0b" + "c" * 9000}, r"is not a local directory"),
         ({"use_bdlora": {"nblocks": 2}}, r"use_bdlora=.* is not supported"),

@@ -12,14 +12,18 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli import main
+from jaxmem.config import save_config
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
 from jaxmem.inference.evaluate import read_questions, scores
+from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import ENDED, Generator, Sampling
-from jaxmem.inference.load import open_model
+from jaxmem.inference.load import initial_state, open_model
 from tests.data.chat_reference import write_tokenizer
 
 
@@ -191,7 +195,7 @@ def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path) -> No
     place = tmp_path / "model"
     shutil.copytree(model, place)
     write_tokenizer("", place)
-    with pytest.raises(UserError, match=r"has 274 tokens, more than model\.vocab=257"):
+    with pytest.raises(UserError, match=r"has 280 tokens, more than model\.vocab=257"):
         TextGenerator(place)
 
 
@@ -203,6 +207,20 @@ def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_p
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
         TextGenerator(tmp_path / "model").answer([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("how", ["adapter", "merge"])
+def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp_path: Path) -> None:
+    (template := tmp_path / "template.jinja").write_text("{{ messages[0].content }}")
+    built, _ = open_model(model, ["adapter.kind=lora", f"data.chat_template={template}"])
+    params = SavedState(built).of(initial_state(built)).params
+    save_config(built.cfg, tmp_path / "run/config.yaml")
+    with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
+        checkpoints.save(0, {"params": params}, {}, built.cfg.model_dump(mode="json"), force=True)
+    export_model(tmp_path / "run", tmp_path / "out", **{how: True})
+    template.unlink()
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert TextGenerator(tmp_path / "out", tokens=1).answer([{"role": "user", "content": "a"}])
 
 
 def test_bytes_as_a_file_are_the_bytes(tmp_path: Path) -> None:
