@@ -36,9 +36,10 @@ class HfFamily:
     biased: bool | None = None  # whether queries, keys and values have biases; None: `attention_bias` decides
     biased_output: bool = True  # whether `attention_bias` includes the output projection
     mlp_bias: bool = False  # whether config.json may set biases of the MLP
-    # Layers with `sliding_window`. "all": every layer; "asked": those of `use_sliding_window`; a number n: all but
-    # every n-th layer, unless the file has `layer_types`; None: no layer.
-    windows: Literal["all", "asked"] | int | None = None
+    # Layers with `sliding_window`. "all": every layer; a number n: all but every n-th layer, unless the file has
+    # `layer_types`; "after": those from `max_window_layers` on, unless the file has `layer_types`; None: no layer.
+    windows: Literal["all", "after"] | int | None = None
+    asks_for_windows: bool = False  # whether layers have no window without `use_sliding_window`
     activation: str = "hidden_act"  # the key of the activation function
     sliding_theta: float | None = None  # base of the rotary positions of layers with a window, if it differs
     # Tensors of files that contain several weights (`hf_modules`): matrices one after the other, or interleaved.
@@ -178,13 +179,10 @@ def text_name(name: str) -> str | None:
     return next((new + name.removeprefix(old) for old, new in _TEXT_PREFIXES.items() if name.startswith(old)), None)
 
 
+_ASKED_WINDOWS: Any = {"windows": "after", "asks_for_windows": True}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {"activation": "gelu_tanh", "norms": "both", "norm_offset": True, "scale_embeddings": True}
-_GEMMA_KEYS = {
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attention_soft_cap": "attn_logit_softcapping",
-    "logit_soft_cap": "final_logit_softcapping",
-}
+_GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar", "logit_soft_cap": "final_logit_softcapping"}
 _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
@@ -193,7 +191,7 @@ _MIXTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 _QWEN_MOE_DEFAULTS = {
-    "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 0, "num_experts": 128,
+    "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768,
 }  # fmt: skip
 _QWEN2_MOE_DEFAULTS = {
@@ -218,13 +216,13 @@ FAMILIES = {
     "MistralForCausalLM": HfFamily(
         "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
     ),
-    "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, windows="asked"),
-    "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, {"qk_norm": True}, windows="asked"),
+    "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, **_ASKED_WINDOWS),
+    "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, {"qk_norm": True}, **_ASKED_WINDOWS),
     "Gemma2ForCausalLM": HfFamily(
         "gemma2",
         {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         _GEMMA,
-        _GEMMA_KEYS,
+        {**_GEMMA_KEYS, "attention_soft_cap": "attn_logit_softcapping"},
         windows=2,
         activation="hidden_activation",
     ),
@@ -278,7 +276,8 @@ FAMILIES = {
         "qwen3_moe",
         _QWEN_MOE_DEFAULTS,
         {"qk_norm": True},
-        windows="asked",
+        windows="all",
+        asks_for_windows=True,
         experts=("num_experts", "moe_intermediate_size"),
     ),
     "DeepseekV2ForCausalLM": HfFamily(

@@ -11,10 +11,11 @@ from jaxmem.config.networks import Rope
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Scalings of rotary positions, with the fields of `model.rope` that each has besides `factor`: key and default.
 _OPTIONAL = {name: (name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+_SCORES = {"mscale_all_dim": ("mscale_all_dim", None)}  # its factor on scores of latent attention is in every scaling
 ROPE: dict[str, dict[str, tuple[str, Any]]] = {
     "default": {},
-    "linear": {},
-    "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None)},
+    "linear": {**_SCORES},
+    "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None), **_SCORES},
     "yarn": {
         "beta_fast": ("beta_fast", 32.0),
         "beta_slow": ("beta_slow", 1.0),
@@ -25,6 +26,7 @@ ROPE: dict[str, dict[str, tuple[str, Any]]] = {
         "short_factors": ("short_factor", None),
         "long_factors": ("long_factor", None),
         "attention_factor": ("attention_factor", None),
+        **_SCORES,
     },
 }
 _KINDS: dict[str, Any] = {"truncate": bool, "short_factors": list[Number], "long_factors": list[Number]}

@@ -127,7 +127,7 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
         raise UnsupportedError(
             f"layer_types has {len(types)} values, but num_hidden_layers={layers}; set one value per layer"
         )
-    is_asked = family.windows != "asked" or read(settings, "use_sliding_window", bool, False)
+    is_asked = not family.asks_for_windows or read(settings, "use_sliding_window", bool, False)
     if family.sliding_theta is not None:
         read(settings, "sliding_window", Size)  # layers differ in their rotary positions even without a window
     if settings.get("sliding_window") is None or family.windows is None or not is_asked:
@@ -143,7 +143,7 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
         period = family.windows
         if family.sliding_theta is not None:
             period = read(settings, "sliding_window_pattern", Size, period)
-        is_full = [i < first if period == "asked" else (i + 1) % period == 0 for i in range(layers)]
+        is_full = [i < first if period == "after" else (i + 1) % period == 0 for i in range(layers)]
         types = [("sliding_attention", "full_attention")[one] for one in is_full]
     if "sliding_attention" not in types and types:
         return {"window": None}
@@ -220,10 +220,19 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
         **family.latent_settings(model),
     }
     if family.sliding_theta is not None:
-        found["rope_local_base_freq"] = (model.sliding_rope or model.rope).theta
+        sliding = model.sliding_rope or model.rope
+        found["rope_local_base_freq"] = sliding.theta
         found["sliding_window"] = model.window or length  # `length` if no layer has a window
-    if family.windows == "asked":
-        found |= {"use_sliding_window": any(model.windows), "max_window_layers": model.windows.count(None)}
+        if any(model.windows) and sliding.scaling != "none":
+            found["rope_scaling"] = None
+            found["rope_parameters"] = {
+                kind: {"rope_theta": rope.theta, **(scaling_json(rope) or {"rope_type": "default"})}
+                for kind, rope in zip(get_args(WINDOWS), (sliding, model.rope), strict=True)
+            }
+    if family.asks_for_windows:
+        found["use_sliding_window"] = any(model.windows)
+    if family.windows == "after":
+        found["max_window_layers"] = model.windows.count(None)
     if model.windows_differ or isinstance(family.windows, int):
         found["layer_types"] = [get_args(WINDOWS)[window is None] for window in model.windows]
     return found

@@ -48,9 +48,9 @@ class Rope(Section):
     )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
     short_factors: ListOf[Positive] = setting(
-        (), "longrope: divisors of the frequencies for sequences up to original_length"
+        (), "longrope: divisors of the frequencies for documents of up to original_length tokens"
     )
-    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies for longer sequences")
+    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies for longer documents")
     attention_factor: Positive | None = setting(
         None,
         "factor on cosine and sine; null: 0.1 ln(factor) + 1 (yarn), "
@@ -62,7 +62,7 @@ class Rope(Section):
         " 0.1 * s * ln(factor) + 1",
     )
     mscale_all_dim: Positive | None = setting(
-        None, "yarn: attention scores of model.latent are multiplied by the square of m(mscale_all_dim)"
+        None, "attention scores of model.latent are multiplied by the square of m(mscale_all_dim)"
     )
 
     def magnitude(self, mscale: float) -> float:

@@ -71,6 +71,26 @@ def test_a_model_of_its_own_is_written_with_its_tokenizer(tmp_path: Path) -> Non
     assert len(list((tmp_path / "out").glob("model-0000*"))) > 1
 
 
+def test_unknown_special_tokens_are_null(tmp_path: Path, directories: Path) -> None:
+    """Without these keys, transformers has the defaults of the class: in Phi-3 a padding token of 32000."""
+    hf.save(hf.load(directories / "phi3"), tmp_path / "out")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert [found[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [None, None, None]
+
+
+def test_a_soft_prompt_is_not_dropped(tmp_path: Path, directories: Path) -> None:
+    overrides = ["adapter.kind=prompt", "adapter.virtual_tokens=2", "data.packing=false"]
+    built, params = open_model(directories / "llama3", overrides)
+    with pytest.raises(UserError, match=r"soft prompt.* use hf\.save_adapter"):
+        hf.save(nnx.merge(built.model.graphdef, params), tmp_path / "out", base=directories / "llama3")
+
+
+def test_values_wider_than_keys_are_refused(tmp_path: Path, compare) -> None:
+    compare.write_directory("deepseek-v2", tmp_path / "wide", v_head_dim=20)
+    with pytest.raises(UserError, match=r"wide: model\.latent\.value_dim=20 exceeds model\.head_dim=16"):
+        hf.load(tmp_path / "wide")
+
+
 def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
     for name in compare.CASES:
         fields = fields_of({**compare.config(name), "quantization_config": None})

@@ -7,7 +7,7 @@ environment with torch, transformers 5, safetensors and numpy:
     python -m tests.hf.transformers_reference models DIR        # the directories themselves
     python -m tests.hf.transformers_reference same DIR OTHER    # transformers reads equal tensors, bitwise; same logits
 
-Recorded with torch 2.13.0, transformers 5.23.0, on a CPU.
+Recorded with torch 2.13.0, transformers 5.24.0, on a CPU.
 """
 
 import json
@@ -44,7 +44,8 @@ GEMMA3 = {
     "rope_local_base_freq": 100.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
 }  # fmt: skip
 GEMMA3_ROPES = {
-    "full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": {"rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "factor": 4.0},
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
 }  # fmt: skip
 QWEN = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "max_window_layers": 2}
 EXPERTS = {
@@ -76,7 +77,8 @@ DEEPSEEK = {
     "rope_scaling": {**YARN, "type": "yarn", "mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1},
 }  # fmt: skip
 DEEPSEEK_GROUPS = {
-    "q_lora_rank": 16, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "rope_scaling": None,
+    "q_lora_rank": 16, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale": 0.9, "mscale_all_dim": 0.7},
     "routed_scaling_factor": 2.5, "num_experts_per_tok": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -105,8 +107,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 64, "resid_pdrop": 0.0},
     ),
     "phi4": ("Phi3", {"pad_token_id": 0, "sliding_window": None, "rope_theta": 250000.0, "rope_scaling": None}),
-    "phi4-mini": ("Phi3", {**PHI4_MINI, "original_max_position_embeddings": 4}),
-    "phi4-mini-short": ("Phi3", {**PHI4_MINI, "original_max_position_embeddings": 32}),
+    "phi4-mini": ("Phi3", {**PHI4_MINI, "original_max_position_embeddings": 6}),  # of two documents, one is longer
+    "phi4-mini-short": ("Phi3", {**PHI4_MINI, "original_max_position_embeddings": 16}),  # the text passes it
     "olmo2": ("Olmo2", {"rope_theta": 500000.0, "rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", {**QWEN, "head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
@@ -123,6 +125,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 36,
             "head_dim": 8,
             "tie_word_embeddings": True,
+            "use_sliding_window": True,  # in all layers, whatever max_window_layers is
+            "sliding_window": 4,
         },
     ),
     "qwen2-moe": ("Qwen2Moe", {**QWEN, **SHARED}),
