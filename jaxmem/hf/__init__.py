@@ -11,7 +11,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-gguf_writer="save_gguf",
+    gguf_writer="save_gguf",
     files="CHAT_TEMPLATE copy_metadata storage_dtype",
     peft="save_adapter saved_names",
     reader="load",
