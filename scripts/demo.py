@@ -86,8 +86,8 @@ def main(changes: Sequence[str]) -> None:
         sizes = dict(zip(changes, pool.map(compiled, changes), strict=True))
     for change, size in sizes.items():
         print(bar("no change" if change == CHANGES[0] else change, size, max(sizes.values())), flush=True)
-    print(f"Activations are {here['activations'] / total:.0%} of the memory of so small a model on so many tokens.")
-    print("In large models weights and optimizer state are most of it: see the figure in README.md")
+    print(f"Activations are {here['activations'] / total:.0%} of the memory of so small a model.")
+    print("In large models weights and optimizer state are most: see README.md")
     print(NEXT)
 
 
