@@ -147,6 +147,17 @@ def test_a_plan_that_does_not_fit(
     assert (cfg.adapter.kind, cfg.data.sequence_length, cfg.batch.global_size) == ("qlora", 64, 8)
 
 
+def test_the_first_plan_for_gpus_names_what_other_scripts_need(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = SimpleNamespace(as_json=dict, target=SimpleNamespace(gpu="h100-80gb"))
+    monkeypatch.setattr("jaxmem.planning.plan", lambda *_, **__: planned)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ("plan", str(run / "config.yaml"), "--target", "h100-80gb:8", "--json", "--no-check")
+    notes = [jaxmem(*command, capsys=capsys)[2].count("JAX_PLATFORMS=cpu") for _ in range(2)]
+    assert notes == [1, 0]
+
+
 def test_a_run_that_does_not_fit_names_the_command_of_the_search(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,11 @@ def plan(
         show(planned.table())
     if write:
         _progress(f"wrote {write}" + (f"; next: {_train_command(write, cfg)}" if planned.fits else ""))
+    if planned.target.gpu and not devices.has_nvidia_gpu():
+        _note_once(
+            "note: other jax scripts in this environment print a traceback (cuDNN not found) and continue on the CPU;"
+            " to avoid it, set JAX_PLATFORMS=cpu"
+        )
     if check:
         from jaxmem.search.comparison import command_line
 
@@ -206,6 +211,19 @@ def _advise(planned: Plan, command: list[str], method: str | None) -> None:
     if not has_any:
         _progress("no similar config that fits was found; `jaxmem fit` searches among more configs")
     raise typer.Exit(3)
+
+
+def _note_once(text: str) -> None:
+    """Prints a line after the first plan for GPUs that are not installed, and records that it was printed."""
+    from jaxmem.search.worker import cache_directory
+
+    record = cache_directory().with_name("printed-note")
+    if record.exists():
+        return
+    _progress(text)
+    with contextlib.suppress(OSError):  # a read-only cache: the next plan prints it again
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.touch()
 
 
 @contextlib.contextmanager
