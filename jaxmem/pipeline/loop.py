@@ -93,20 +93,20 @@ class _Run:
             "loss": table.micro_batch_of(table.stages - 1, FORWARD, table.rounds - 1),
             "gradient": table.micro_batch_of(0, BACKWARD, 0),
         }
-        own = {name: jnp.asarray(x)[:, self._stage] for name, x in columns.items()}
-        state, _ = jax.lax.scan(self._tick, self._begin(), (own, every))
+        of_stage = {name: jnp.asarray(x)[:, self._stage] for name, x in columns.items()}
+        state, _ = jax.lax.scan(self._tick, self._begin(), (of_stage, every))
         return state.results
 
     def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
-        own, every = row
+        of_stage, every = row
         # Branches receive only what they change, because XLA may copy what they receive (e.g. all weights of a stage).
         embed = lambda _: self._call(every["embedded"]).x  # noqa: E731
         state = state._replace(forward=run_if(every["embedded"] >= 0, embed, state.forward, self._per_item))
         operations = {FORWARD: self._forward, BACKWARD: self._backward}
         for kind, operation in operations.items():
             if scope := self._table.scope(kind, self._p.recomputes):
-                state = run_if(own["kind"] == kind, partial(operation, own), state, scope)
-        loss = partial(self._loss, every["loss"], own["gradients"], state.forward)
+                state = run_if(of_stage["kind"] == kind, partial(operation, of_stage), state, scope)
+        loss = partial(self._loss, every["loss"], of_stage["gradients"], state.forward)
         sums = state.gradients, state.results.outside, state.results.sums
         gradients, outside, sums = run_if(every["loss"] >= 0, loss, sums, self._per_item)
         if self._table.has_backward:
@@ -138,9 +138,9 @@ class _Run:
         y = self._from_stage(last, y)
         if not self._table.has_backward:
             return ring, outside, _add(sums, network.loss(network.outside, y, item)[1])
-        value, back, own = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
+        value, back, sums_of_item = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
         dw, dy = back(jnp.ones_like(value))
-        return _put_if(self._stage == last, ring, slot, dy), _add(outside, dw), _add(sums, own)
+        return _put_if(self._stage == last, ring, slot, dy), _add(outside, dw), _add(sums, sums_of_item)
 
     def _embedding_gradient(self, micro: jax.Array, g: Tree, outside: Tree) -> Tree:
         g = self._from_stage(0, g)

@@ -58,9 +58,9 @@ class StageLayers:
         """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
         pipeline, run = self._p, call.run
 
-        def layer(weights: Tree, x: Any, one: Any, shared: Any) -> tuple[Any, None]:
-            number, one = one
-            y, _ = run(weights, x, one, shared)
+        def layer(weights: Tree, x: Any, numbered: Any, shared: Any) -> tuple[Any, None]:
+            number, layer_input = numbered
+            y, _ = run(weights, x, layer_input, shared)
             if pipeline.stored > pipeline.layers:  # identity layers
                 y = jax.tree.map(lambda y, x: jnp.where(number < pipeline.layers, y, x), y, x)
             return y, None
@@ -77,15 +77,16 @@ class StageLayers:
 
         def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
             x, ring, fetched = carry
-            weights, one = self._weights(call, place, round_index, fetched), self._input(call, place, round_index)
+            weights = self._weights(call, place, round_index, fetched)
+            layer_input = self._input(call, place, round_index)
             following = self._fetch(call, place + 1, round_index)
             if not has_backward:
-                return call.run(weights, x, one, call.shared)[0], ring, following
+                return call.run(weights, x, layer_input, call.shared)[0], ring, following
             if plan is None:
-                x, saved = self._derivative.forward(weights, x, one, call.shared)
+                x, saved = self._derivative.forward(weights, x, layer_input, call.shared)
                 return x, put_layer(ring, slot * group + place, call.save(saved)), following
             ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
-            return call.run(weights, x, one, call.shared)[0], ring, following
+            return call.run(weights, x, layer_input, call.shared)[0], ring, following
 
         begin = x, ring, self._fetch(call, jnp.int32(0), round_index)
         x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
@@ -99,15 +100,16 @@ class StageLayers:
 
         def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             g, ring, gradients, fetched = carry
-            place, own = last - i, self._with_weights(call, gradients)
-            known = self._known(own, place, round_index, fetched)
-            following = self._fetch(own, place - 1, round_index)
+            place = last - i
+            current = self._with_weights(call, gradients)
+            known = self._known(current, place, round_index, fetched)
+            following = self._fetch(current, place - 1, round_index)
             if plan is None:
                 saved = call.load(take_layer(ring, slot * group + place))
                 derivative = self._derivative.from_saved(*known, saved)
             else:
-                read = partial(self._weights_and_input, own, round_index)
-                ring = recompute(own, ring, place, slot * plan.slots, read)
+                read = partial(self._weights_and_input, current, round_index)
+                ring = recompute(current, ring, place, slot * plan.slots, read)
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
                 derivative = self._derivative.recomputed(*known, x)
             dw, g = derivative(g)
@@ -159,7 +161,7 @@ class StageLayers:
             stored = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
         else:
             saved = jax.eval_shape(lambda: self._derivative.forward(*self._example())[1])
-            stored = [empty((of_items * group, *each.shape), each.dtype) for each in saved]
+            stored = [empty((of_items * group, *array.shape), array.dtype) for array in saved]
         return stored
 
     def zero_gradients(self) -> Gradients:
@@ -174,8 +176,8 @@ class StageLayers:
         """Arguments of a layer: weights, activations x, the input of this layer, inputs shared by all layers."""
         zero = jnp.int32(0)
         call = self._call
-        weights, one = self._weights_and_input(call, zero, zero)
-        return weights, self._x, one, call.shared
+        weights, layer_input = self._weights_and_input(call, zero, zero)
+        return weights, self._x, layer_input, call.shared
 
     # ------------------------------------------------------------------ one layer
 

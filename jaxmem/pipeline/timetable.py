@@ -92,7 +92,7 @@ class Timetable:
         """(tick, stage, operation), in the order of ticks."""
         for tick, stage in np.argwhere(self.kind != IDLE).tolist():
             places = (self.kind, self.micro, self.round_index)
-            yield tick, stage, WorkItem(*(int(each[tick, stage]) for each in places))
+            yield tick, stage, WorkItem(*(int(columns[tick, stage]) for columns in places))
 
     def idle_share(self, recomputes: bool = False) -> float:
         """The share of the time of a step in which a stage waits, where a tick takes as long as its longest operation.
@@ -100,8 +100,8 @@ class Timetable:
         >>> [round(timetable(name, 4, 16).idle_share(), 3) for name in ("gpipe", "1f1b")]
         [0.158, 0.158]
         """
-        each = self.costs(recomputes)[self.kind]
-        return float(1 - np.sum(each) / (self.stages * np.sum(np.max(each, axis=1))))
+        costs = self.costs(recomputes)[self.kind]
+        return float(1 - np.sum(costs) / (self.stages * np.sum(np.max(costs, axis=1))))
 
     @cached_property
     def slots(self) -> "Slots":
@@ -171,7 +171,7 @@ def _slots(table: Timetable) -> Slots:
             saved[tick, stage] = rings[_SAVED][stage].take(key)
             if before is not None:
                 arriving.append((received_gradients, _GRADIENTS, tick, before[0], (micro, before[1])))
-    counts = tuple(max([1, *(ring.size for ring in each)]) for each in rings)
+    counts = tuple(max([1, *(ring.size for ring in rings_of_kind)]) for rings_of_kind in rings)
     return Slots(saved, inputs, gradients, received, received_gradients, counts)  # type: ignore[arg-type]
 
 
@@ -200,8 +200,8 @@ def check(table: Timetable) -> None:
     waiting, and then all neighbours send each other their results."""
     kinds = [FORWARD, BACKWARD] if table.has_backward else [FORWARD]
     items = itertools.product(range(table.stages), kinds, range(table.micro_batches), range(table.rounds))
-    expected, found = Counter(items), Counter((stage, *one) for _, stage, one in table.work())
-    for wrong, what in ((found - expected, "repeated or unknown"), (expected - found, "missing")):
+    expected, present = Counter(items), Counter((stage, *item) for _, stage, item in table.work())
+    for wrong, what in ((present - expected, "repeated or unknown"), (expected - present, "missing")):
         for stage, kind, micro, round_index in sorted(wrong)[:1]:
             raise ValueError(f"stage {stage}: {KINDS[kind]} of micro-batch {micro}, round {round_index} is {what}")
     assert table.slots
@@ -254,5 +254,5 @@ def _at(items: list[tuple[int, int]], number: int, kind: int) -> WorkItem | None
 
 
 def _table(p: int, m: int, v: int, rows: list[list[WorkItem | None]], has_backward: bool = True) -> Timetable:
-    values = np.asarray([[one or WorkItem(IDLE, 0, 0) for one in row] for row in rows], np.int32)
+    values = np.asarray([[item or WorkItem(IDLE, 0, 0) for item in row] for row in rows], np.int32)
     return Timetable(p, m, v, values[..., 0], values[..., 1], values[..., 2], has_backward)

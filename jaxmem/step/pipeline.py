@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.config.names import split_stack
 from jaxmem.optim.groups import constrain_tree
-from jaxmem.pipeline.loop import AXIS, PipelineNetwork, Results, run
+from jaxmem.pipeline.loop import AXIS, PipelineNetwork, run
 from jaxmem.pipeline.stage_layers import Layers
 from jaxmem.pipeline.timetable import Timetable, evaluation
 from jaxmem.quant.precision import Params, compute_dtype
@@ -36,14 +36,43 @@ Tree = Any
 
 
 @dataclass(frozen=True)
+class StageArrays:
+    """What a visit receives on one stage."""
+
+    weights: Tree  # the weights of its layers
+    stacked: Tree  # the stage's part of `StageVisit.stacked`
+    values: Tree  # `StageVisit.values`
+    first_layer: jax.Array  # the index of its first layer
+    count: jax.Array  # the count of the objective, of all micro-batches
+
+
+@dataclass(frozen=True)
 class StageVisit:
     """What a stage does with the gradients of its layers besides adding them up."""
 
     stacked: Tree  # arrays whose first dimension is sharded over the stages
     values: Tree  # arrays that are the same on all stages
-    # (weights, `stacked` and `values` of a stage, the index of its first layer, the count of the objective) -> the
-    # visitor of its layers, and a function: last carry -> new values of `stacked` and `values`
-    visitor: Callable[[Tree, Tree, Tree, jax.Array, jax.Array], tuple[Visitor, Callable[[Any], tuple[Tree, Tree]]]]
+    # Returns the visitor of the layers of a stage, and a function: last carry -> new `stacked` and new `values`
+    visitor: Callable[[StageArrays], tuple[Visitor, Callable[[Any], tuple[Tree, Tree]]]]
+
+
+@dataclass(frozen=True)
+class Visited:
+    """The results of a visit."""
+
+    stacked: Tree
+    values: Tree
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """The results of a schedule. Gradients are float32 sums over micro-batches; with `Layout.local_gradient_axes` they
+    have a first dimension, one element for each device along these axes."""
+
+    outside: Tree  # gradients of the weights outside of the stages' layers
+    sums: Sums
+    layers: Tree  # gradients of the layers; () if a visit received them
+    visited: Visited | None = None
 
 
 def pipeline_gradients(
@@ -54,17 +83,17 @@ def pipeline_gradients(
     model, layout = spec.model, current()
     assert model.pipeline is not None
     local = () if layout is None else layout.local_gradient_axes
-    found = execute(spec, model.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
+    result = execute(spec, model.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
     axes, dtype = model.select(model.axes), compute_dtype(spec.cfg.precision, model.platform)
     stack = stacks_of(model)[-1]
-    grads = unflatten_dict(flatten_dict(found.outside) | {(stack,): found.layers.sums})
+    grads = unflatten_dict(flatten_dict(result.outside) | {(stack,): result.layers})
     if not local:
-        return constrain_tree(grads, axes, "gradients"), found.sums
+        return constrain_tree(grads, axes, "gradients"), result.sums
 
     def reduce(names: Axes, g: jax.Array) -> jax.Array:
         return Reduce(layout, names, local, dtype).reduce_groups(g).astype(jnp.float32)
 
-    return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), found.sums
+    return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), result.sums
 
 
 def pipeline_sums(spec: StateSpec, terms: Objective, params: Params, batch: Batch) -> Sums:
@@ -82,9 +111,8 @@ def execute(
     batch: tuple[Batch, jax.Array | None],  # (batch, keys of its rows)
     scale: jax.Array | float = 1.0,  # the factor of the loss
     visit: StageVisit | None = None,
-) -> Results:
-    """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass,
-    `Results.layers` is the new `stacked`, and `Results.sums` is the sums of the objective and the new `values`."""
+) -> PipelineResult:
+    """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass."""
     model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.has_backward else None
     pipeline, (*before, name) = model.pipeline, stacks_of(model)
     assert layout is not None
@@ -93,12 +121,19 @@ def execute(
     learns = jax.tree.map(lambda x: x is not None, model.select(model.axes), is_leaf=lambda x: x is None or is_axes(x))
     options = model.stack_options
 
-    def stage(layers: Any, outside: Any, batch: Any, scale: jax.Array) -> tuple[Any, ...]:
+    def stage(arrays: Any, outside: Any, batch: Any, replicated: Any) -> tuple[Tree, Tree, tuple[Sums, Tree]]:
+        """Returns what each stage has for its layers (gradients, or the new `stacked`), the gradients outside of them,
+        and what is equal on all stages: the sums and the new `values`."""
         with layout.inside_shard_map((AXIS, *local)):
-            return tuple(sum_over(*run_stage(layers, outside, batch, scale)))
+            of_layers, of_outside, sums, values = run_stage(arrays, outside, batch, replicated)
+            if local:
+                of_layers, of_outside = jax.tree.map(lambda x: x[None], (of_layers, of_outside))
+                sums = jax.lax.psum(sums, local)
+            return of_layers, of_outside, (sums, values)
 
-    def run_stage(arrays: Any, outside: Any, batch: Any, scalars: Any) -> tuple[Results, Any]:
-        (layers, stacked), (scale, values) = arrays, scalars
+    def run_stage(arrays: Any, outside: Any, batch: Any, replicated: Any) -> tuple[Tree, Tree, Sums, Tree]:
+        layers, stacked = arrays
+        scale, values = replicated
         trainable = jax.tree.map(lambda learns, w: w if learns else None, _without(learns, name), outside)
         at = differentiable(trainable, gradient_dtype)
 
@@ -119,30 +154,28 @@ def execute(
             return loss(at, jax.tree.map(jnp.zeros_like, embed(at, micro).x), micro)[1]["count"]
 
         network = PipelineNetwork(embed, loss, at, batch)
-        own = Layers(pipeline, layers, differentiable_weights(learns[name], gradient_dtype), options)
+        stage_layers = Layers(pipeline, layers, differentiable_weights(learns[name], gradient_dtype), options)
         if visit is None:
-            return run(table, network, own), ()
-        first = jax.lax.axis_index(AXIS) * (pipeline.group * pipeline.rounds)
-        visitor, end = visit.visitor(layers, stacked, values, first, jnp.sum(jax.lax.map(count, batch)))
-        found = run(table, network, replace(own, visitor=visitor))
-        stacked, values = end(found.layers.visitor_carry)
-        return found._replace(layers=stacked), values
-
-    def sum_over(found: Results, values: Any) -> Results:
-        if not local:
-            return found if visit is None else found._replace(sums=(found.sums, values))
-        layers, outside = jax.tree.map(lambda x: x[None], (found.layers, found.outside))
-        return Results(layers, outside, jax.lax.psum(found.sums, local))
+            results = run(table, network, stage_layers)
+            return results.layers.sums, results.outside, results.sums, ()
+        first_layer = jax.lax.axis_index(AXIS) * (pipeline.group * pipeline.rounds)
+        total = jnp.sum(jax.lax.map(count, batch))
+        visitor, end = visit.visitor(StageArrays(layers, stacked, values, first_layer, total))
+        results = run(table, network, replace(stage_layers, visitor=visitor))
+        new_stacked, new_values = end(results.layers.visitor_carry)
+        return new_stacked, results.outside, results.sums, new_values
 
     outside, axes = _without(params, name), _without(model.axes, name)
     stacked, values = ((), ()) if visit is None else (visit.stacked, visit.values)
     on_stage = partial(vocab_parts, AXIS)
     stored = jax.tree.map(on_stage, stored_axes(axes, outside), outside, is_leaf=is_axes)
     trained = [_without(model.select(tree), name) for tree in (model.axes, params)]
-    results = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.has_backward else ()
+    gradient_shardings = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.has_backward else ()
     arrays = (params[name], stacked), outside, batch, (jnp.float32(scale), values)
-    found = map_stages(stage, AXIS, local, stored, results)(*arrays)
-    return Results(*found)
+    of_layers, of_outside, (sums, new_values) = map_stages(stage, AXIS, local, stored, gradient_shardings)(*arrays)
+    if visit is None:
+        return PipelineResult(of_outside, sums, of_layers)
+    return PipelineResult(of_outside, sums, (), Visited(of_layers, new_values))
 
 
 def _without(tree: Any, name: str) -> Any:

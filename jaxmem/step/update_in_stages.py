@@ -20,7 +20,7 @@ from jaxmem.sharding import is_axes
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective
-from jaxmem.step.pipeline import StageVisit, execute, stacks_of
+from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, add_squares, update_singly
 
@@ -41,46 +41,50 @@ def update_in_stages(
     groups = [spec.group(weight) for weight in single_weights(stack)]
     state_axes = [group.state_axes for group in groups]
 
-    def run(visit: StageVisit) -> tuple[Any, Tree, Sums, Any]:
-        """Returns the new `stacked`, the gradients outside of the stages' layers, the sums, and the new `values`."""
-        found = execute(spec, pipeline.timetable, objective(spec.cfg), params, (batch, keys), visit=visit)
-        sums, values = found.sums
-        grads = constrain_tree(found.outside, outside_axes, "gradients")
-        return found.layers, _mean(grads, sums["count"]), sums, values
+    def run(visit: StageVisit) -> tuple[Visited, Tree, Sums]:
+        """Returns the results of the visit, the mean gradients outside of the stages' layers, and the sums."""
+        result = execute(spec, pipeline.timetable, objective(spec.cfg), params, (batch, keys), visit=visit)
+        assert result.visited is not None
+        grads = constrain_tree(result.outside, outside_axes, "gradients")
+        return result.visited, _mean(grads, result.sums["count"]), result.sums
 
-    def measure(weights: Tree, _: Tree, __: Tree, ___: jax.Array, count: jax.Array) -> Any:
+    def measure(stage: StageArrays) -> Any:
         """Adds up the squares of the gradients of a stage."""
 
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-            return add_squares(squares, groups, {name: _mean(dw, count)})
+            return add_squares(squares, groups, {name: _mean(dw, stage.count)})
 
-        return Visitor(jnp.zeros((), jnp.float32), lambda _: weights, visit), lambda squares: (squares[None], ())
+        return Visitor(jnp.zeros((), jnp.float32), lambda _: stage.weights, visit), lambda squares: (squares[None], ())
 
-    def update(weights: Tree, stacked: Tree, values: Tree, first: jax.Array, count: jax.Array) -> Any:
+    def update(stage: StageArrays) -> Any:
         """Updates the layers of a stage."""
-        norm, unstacked = values
-        before = [_joined(*parts) for parts in zip(stacked, unstacked, strict=True)]
-        layers = LayerUpdate(groups, before, write, norm, pipeline.stored, first)
-        own = {name: jax.tree.map(lambda x, w: None if x is None else w, stack[name], weights, is_leaf=_is_none)}
+        norm, unstacked = stage.values
+        before = [_joined(*parts) for parts in zip(stage.stacked, unstacked, strict=True)]
+        layers = LayerUpdate(groups, before, write, norm, pipeline.stored, stage.first_layer)
+        trainable_weights = jax.tree.map(
+            lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=_is_none
+        )
 
         def visit(carry: Any, layer: jax.Array, dw: Tree, _: None) -> Any:
-            return layers(carry, layer, {name: _mean(dw, count)})
+            return layers(carry, layer, {name: _mean(dw, stage.count)})
 
         def end(carry: Any) -> Any:
             weights, states, squares = carry
-            each = [_separated(*one) for one in zip(state_axes, states, strict=True)]
-            return (weights, [stacked for stacked, _ in each], squares), [unstacked for _, unstacked in each]
+            parts = [_separated(axes, state) for axes, state in zip(state_axes, states, strict=True)]
+            return (weights, [stacked for stacked, _ in parts], squares), [unstacked for _, unstacked in parts]
 
-        begin = layers.initial_carry(own, pipeline.stored // pipeline.stages)
-        return Visitor(begin, lambda carry: merge({name: weights}, carry[0])[name], visit), end
+        begin = layers.initial_carry({name: trainable_weights}, pipeline.stored // pipeline.stages)
+        return Visitor(begin, lambda carry: merge({name: stage.weights}, carry[0])[name], visit), end
 
     norm = None
     if spec.cfg.needs_global_norm_first:
-        squares, grads, *_ = run(StageVisit((), (), measure))
-        norm = jnp.sqrt(jnp.sum(squares) + sum_of_squares(grads))
-    each = [_separated(group.state_axes, group.state(state.opt_state)) for group in groups]
-    visit = StageVisit([stacked for stacked, _ in each], (norm, [unstacked for _, unstacked in each]), update)
-    (new_layers, stacked, squares), grads, sums, unstacked = run(visit)
+        measured, grads, _ = run(StageVisit((), (), measure))
+        norm = jnp.sqrt(jnp.sum(measured.stacked) + sum_of_squares(grads))
+    parts = [_separated(group.state_axes, group.state(state.opt_state)) for group in groups]
+    visit = StageVisit([stacked for stacked, _ in parts], (norm, [unstacked for _, unstacked in parts]), update)
+    updated, grads, sums = run(visit)
+    new_layers, stacked, squares = updated.stacked
+    unstacked = updated.values
     new, states = update_singly(spec, outside, grads, state.opt_state, write, norm)
     states += [_joined(*parts) for parts in zip(stacked, unstacked, strict=True)]
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
@@ -97,8 +101,8 @@ def _mean(grads: Tree, count: jax.Array) -> Tree:
 def _separated(axes: Tree, tree: Tree) -> tuple[Tree, Tree]:
     """The leaves that are stacked, and the others; None for leaves of the other tree."""
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layer",), axes, is_leaf=is_axes)
-    stacked = jax.tree.map(lambda own, x: x if own else None, is_stacked, tree)
-    return stacked, jax.tree.map(lambda own, x: None if own else x, is_stacked, tree)
+    stacked = jax.tree.map(lambda stacked, x: x if stacked else None, is_stacked, tree)
+    return stacked, jax.tree.map(lambda stacked, x: None if stacked else x, is_stacked, tree)
 
 
 def _joined(tree: Tree, others: Tree) -> Tree:

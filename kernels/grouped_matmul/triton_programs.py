@@ -20,17 +20,17 @@ def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
     else:
         block = tile * s.rows // s.unit + tl.arange(0, several)
     real = (block < s.blocks)[:, None] & (output < s.outputs)[None, :]
-    own = tl.load(scale_ptr + block[:, None] * s.outputs + output[None, :], mask=real, other=0)
+    scales = tl.load(scale_ptr + block[:, None] * s.outputs + output[None, :], mask=real, other=0)
     if s.double:
         group = tl.minimum(block, s.blocks - 1) // s.blocks_of_group
         of_group = tl.load(groups_ptr + group[:, None] * s.outputs + output[None, :], mask=real, other=0.0)
-        own = dynamic8_value(own, True) * of_group + tl.load(mean_ptr)
-    elif own.dtype == tl.uint8:  # E8M0: exponents of two
-        own = (own.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scales = dynamic8_value(scales, True) * of_group + tl.load(mean_ptr)
+    elif scales.dtype == tl.uint8:  # E8M0: exponents of two
+        scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     if several > 1 and not s.reads_each_row:
-        own = tl.broadcast_to(own[:, None, :], (several, s.rows // several, s.tile_outputs))
-        own = tl.reshape(own, (s.rows, s.tile_outputs))
-    return own
+        scales = tl.broadcast_to(scales[:, None, :], (several, s.rows // several, s.tile_outputs))
+        scales = tl.reshape(scales, (s.rows, s.tile_outputs))
+    return scales
 
 
 @program

@@ -90,10 +90,10 @@ def check_arguments(
     checks.require(block >= 1, f"block_size is {block}; it should be at least 1")
     blocks = -(-inputs // block)
     scale = _scale(checks, scale)
-    own = scale.codes if isinstance(scale, QuantizedScales) else scale
+    scales = scale.codes if isinstance(scale, QuantizedScales) else scale
     checks.require(
-        own.shape == (blocks, outputs),
-        f"scale has shape {own.shape}; {inputs} inputs in blocks of {block} need {(blocks, outputs)}",
+        scales.shape == (blocks, outputs),
+        f"scale has shape {scales.shape}; {inputs} inputs in blocks of {block} need {(blocks, outputs)}",
     )
     if isinstance(scale, QuantizedScales):
         checks.require(

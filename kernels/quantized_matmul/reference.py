@@ -33,9 +33,9 @@ def decoded(call: MatmulCall, codes: jax.Array, scale: Any, dtype: DTypeLike) ->
         values = jnp.asarray(form.listed, jnp.float32)[codes]
     else:
         values = (codes.astype(jnp.float32) - (form.steps if form.bits < 8 else 0)) / form.steps
-    own = block_scales(scale)
+    scales = block_scales(scale)
     short = -call.inputs % call.block
-    blocked = jnp.pad(values, ((0, short), (0, 0))).reshape(own.shape[0], call.block, -1) * own[:, None]
+    blocked = jnp.pad(values, ((0, short), (0, 0))).reshape(scales.shape[0], call.block, -1) * scales[:, None]
     return blocked.reshape(-1, values.shape[1])[: call.inputs].astype(dtype)
 
 

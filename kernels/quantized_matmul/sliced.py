@@ -49,16 +49,16 @@ def of_activations(
     height = blocks * call.block
     if height >= call.inputs:
         return g @ decoded(call, codes, scale, g.dtype).T
-    own = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's elements
+    scales = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's elements
 
     def put(result: jax.Array, first: Any, count: int) -> jax.Array:
         some, together = replace(call, inputs=count), call.form.together
         rows = jax.lax.dynamic_slice_in_dim(codes, first // together, -(-count // together))
-        lines = jax.lax.dynamic_slice_in_dim(own, first // call.block, -(-count // call.block))
+        lines = jax.lax.dynamic_slice_in_dim(scales, first // call.block, -(-count // call.block))
         part = g @ decoded(some, rows, lines, g.dtype).T
         return jax.lax.dynamic_update_slice_in_dim(result, part, first, axis=1)
 
-    slices, rest = divmod(call.inputs, height)
+    slices, remainder = divmod(call.inputs, height)
     result = jnp.zeros((g.shape[0], call.inputs), g.dtype)
     result = jax.lax.fori_loop(0, slices, lambda i, result: put(result, i * height, height), result)
-    return put(result, slices * height, rest) if rest else result
+    return put(result, slices * height, remainder) if remainder else result
