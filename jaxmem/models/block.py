@@ -99,7 +99,8 @@ class Block(nnx.Module):
         x = x + dropout(mixed, self.dropout, first)
         mlp = {"mlp": self.mlp} if self.mlp_norm is None else {"norm": self.mlp_norm, "mlp": self.mlp}
         size = size if self.mlp.hidden else None
-        y, router = map_token_chunks(_normed_mlp, mlp, x, key_data(fourth), size=size)
+        others = key_data(fourth), None if self.mlp.hidden else tokens.segment_ids  # only routers read segments
+        y, router = map_token_chunks(_normed_mlp, mlp, x, others, size=size)
         y = _apply_norm(self.mlp_post_norm, checkpoint_name(y, "mlp_out"))
         return scatter_time(x + dropout(y, self.dropout, second)), cache, router
 
@@ -130,8 +131,9 @@ def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
     return norm(x) if name is None else checkpoint_name(norm(x), name)
 
 
-def _normed_mlp(own: dict[str, Any], x: Features, data: Any) -> tuple[Features, jax.Array | None]:
-    normal = _apply_norm(own.get("norm"), x, "mlp_norm")
-    y = own["mlp"](gather_time(normal, "mlp_time"), as_keys(data))
+def _normed_mlp(own: dict[str, Any], x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:
+    normal, (data, segment_ids) = _apply_norm(own.get("norm"), x, "mlp_norm"), others
+    segments = () if segment_ids is None else (segment_ids,)
+    y = own["mlp"](gather_time(normal, "mlp_time"), as_keys(data), *segments)
     y, router = y if isinstance(y, tuple) else (y, None)
     return scatter_time(y), router

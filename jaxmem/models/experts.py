@@ -2,10 +2,11 @@
 arXiv:1701.06538), so a token uses top_k / count of the parameters.
 
 The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped
-unless `capacity_factor` is set. Two losses can be added: the load-balance loss (Fedus et al., arXiv:2101.03961), count
-times the sum over experts of (choices per token) x (mean probability), as in transformers: top_k if both are uniform;
-and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer. A shared expert (Dai et
-al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a sigmoid weights its result.
+unless `capacity_factor` is set. Two losses can be added: the load-balance loss of each layer (Fedus et al.,
+arXiv:2101.03961), count times the sum over experts of (choices per token) x (mean probability), which is top_k if both
+are uniform; and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer. Their
+means are over the tokens of documents, without padding. A shared expert (Dai et al., arXiv:2401.06066) is an MLP that
+computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 
 `mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts. Frozen experts in
 host memory (`memory.expert_groups`) are computed in equal groups, one after the other, while the weights of the next
@@ -119,9 +120,12 @@ class Experts(nnx.Module):
             self.shared = GatedMlp(rngs, embed, cfg.shared, activation=model.activation)
             self.shared_gate = Router(rngs, embed, 1) if cfg.shared_gate else None
 
-    def __call__(self, x: Features, keys: Keys | None = None) -> tuple[Features, Float[Array, "batch time statistics"]]:
-        """Also returns the statistics of the router for each token (STATISTICS)."""
-        choices, shares, statistics = self._route(x)
+    def __call__(
+        self, x: Features, keys: Keys | None = None, segment_ids: Int[Array, "batch time"] | None = None
+    ) -> tuple[Features, Float[Array, "batch time statistics"]]:
+        """Also returns the statistics of the router for each token (STATISTICS). The loads of experts do not count
+        padding, which has the segment 0."""
+        choices, shares, statistics = self._route(x, segment_ids)
         modules = {"gate": self.gate, "up": self.up, "down": self.down}
         trainable = {name: module.trainable(x.dtype) for name, module in modules.items()}
         frozen = {name: module.frozen(x.dtype) for name, module in modules.items()}
@@ -143,15 +147,18 @@ class Experts(nnx.Module):
             y = y + (shared if (gate := self.shared_gate) is None else jax.nn.sigmoid(gate(x)).astype(x.dtype) * shared)
         return y, constrain(statistics, "batch", "stream", None)
 
-    def _route(self, x: Features) -> tuple[Choices, Shares, jax.Array]:
+    def _route(self, x: Features, segment_ids: jax.Array | None) -> tuple[Choices, Shares, jax.Array]:
         cfg, logits = self.cfg, self.router(x)
         probabilities = jax.nn.softmax(logits, axis=-1)
         shares, choices = jax.lax.top_k(_of_top_groups(cfg, probabilities), cfg.top_k)
         if cfg.renormalize:
             shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
         shares = shares * cfg.scale if cfg.scale != 1 else shares
-        loads = jnp.mean(jnp.sum(jax.nn.one_hot(choices, cfg.count), axis=-2), axis=(0, 1))  # choices per token
-        loads = jax.lax.stop_gradient(mean_over_groups(loads))
+        is_token = jnp.float32(1) if segment_ids is None else (segment_ids > 0).astype(jnp.float32)
+        is_token = jnp.broadcast_to(is_token, x.shape[:-1])
+        loads = jnp.einsum("btke,bt->e", jax.nn.one_hot(choices, cfg.count), is_token)
+        tokens = jnp.maximum(mean_over_groups(jnp.sum(is_token)), jnp.finfo(jnp.float32).tiny)
+        loads = jax.lax.stop_gradient(mean_over_groups(loads) / tokens)  # choices per token
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         entropy = normalizer - jnp.sum(probabilities * logits, axis=-1)
         loss = cfg.balance_loss * cfg.count * (probabilities @ loads) + cfg.z_loss * normalizer**2

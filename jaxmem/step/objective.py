@@ -121,7 +121,7 @@ def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Ar
 def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, found: Any, batch: Batch) -> Sums:
     more, (x, router) = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}, found
     sums = _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
-    return _with_router(sums, router, batch["mask"])
+    return _with_router(sums, router, batch["segment_ids"])
 
 
 def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, found: Any, batch: Batch) -> Sums:
@@ -131,14 +131,16 @@ def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, f
     real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
     margins = cfg.beta * (gained[:, 0] - gained[:, 1])
     sums = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
-    return _with_router(sums | {"margin": jnp.sum(margins * real)}, router, batch["mask"])
+    return _with_router(sums | {"margin": jnp.sum(margins * real)}, router, batch["segment_ids"])
 
 
-def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
-    """Adds the statistics of routers: their means over tokens, times the count."""
+def _with_router(sums: Sums, router: jax.Array | None, segment_ids: jax.Array) -> Sums:
+    """Adds the statistics of routers: their means over the tokens of documents (padding has the segment 0), times the
+    count."""
     if router is None:
         return sums
-    weight = mask * (sums["count"] / jnp.maximum(jnp.sum(mask), 1.0))
+    is_token = (segment_ids > 0).astype(jnp.float32)
+    weight = is_token * (sums["count"] / jnp.maximum(jnp.sum(is_token), 1.0))
     totals = jnp.einsum("btn,bt->n", router, weight)
     return sums | dict(zip(STATISTICS, totals, strict=True))
 

@@ -83,6 +83,14 @@ def test_uniform_routing_has_the_least_losses():
     np.testing.assert_allclose(statistics["router_entropy"], np.log(4), rtol=1e-5)
 
 
+def test_padding_does_not_change_the_statistics_of_the_router():
+    model, x = made(balance_loss=1.0)
+    longer = jnp.concatenate([x, jnp.ones_like(x)], axis=1)  # the same token everywhere: one expert has all
+    segments = jnp.broadcast_to(jnp.arange(longer.shape[1]) < x.shape[1], longer.shape[:2]).astype(jnp.int32)
+    expected, padded = model(x)[1], model(longer, None, segments)[1][:, : x.shape[1]]
+    np.testing.assert_allclose(padded, expected, rtol=1e-5)
+
+
 def test_the_balance_loss_spreads_tokens():
     """Its gradient alone makes a skewed router more uniform."""
     model, x = made(balance_loss=1.0)
