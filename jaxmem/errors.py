@@ -16,11 +16,13 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, text: str) -> None:
-        """Shortens long lines to their beginning and end."""
+        """Shortens long lines to their beginning and end, and escapes control characters."""
         super().__init__("\n".join(map(_readable, text.split("\n"))))
 
 
 def _readable(line: str) -> str:
+    """A line of limited length. Control characters, which could change a terminal, are escaped."""
+    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
     return (
         line
         if len(line) <= MAX_LINE_LENGTH

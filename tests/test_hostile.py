@@ -1,6 +1,7 @@
 """Bad input of every kind that is read from somebody else: an answer or one clear error, never a traceback."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hugging_face import decoder_fields, fields_of
 from jaxmem.config.peft import adapter_fields
-from jaxmem.data.chat_template import ChatTemplate
+from jaxmem.data.cache import _read_meta
+from jaxmem.data.chat_template import ChatTemplate, template_for
+from jaxmem.data.image_texts import _rows
 from jaxmem.data.jsonl import parse_object
+from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer
 from jaxmem.hf.tensors import Tensors
@@ -136,3 +140,46 @@ def test_no_link_leads_out_of_a_directory_of_weights(tmp_path):
         with pytest.raises(UserError, match=r"merges\.txt: a link to .*, outside of its directory"):
             copy(str(model), tmp_path / "other")
     assert not (tmp_path / "other" / "merges.txt").exists()
+
+
+READERS = {
+    "tokenizer.json": lambda path: tokenizer_for(str(path)),
+    "chat_template.jinja": lambda path: template_for(Bytes(), str(path)),
+    "config.json": lambda path: decoder_fields(str(path.parent)),
+    "meta.json": lambda path: _read_meta(path.parent),
+    "gpu.yaml": lambda path: parse_target(str(path)),
+    "metadata.csv": lambda path: list(_rows(path)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_sparse_files_are_refused_at_once(name, tmp_path):
+    written(tmp_path / name, b"")
+    os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(UserError, match=name):
+        READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "meta.json", "gpu.yaml"])
+def test_pipes_are_refused_at_once(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}: is not a regular file"):
+        READERS[name](tmp_path / name)
+
+
+def test_control_characters_are_escaped_in_errors():
+    text = str(UserError("a\x1b[2Jb\rc\nsecond \u202e line"))
+    assert text == "a\\x1b[2Jb\\rc\nsecond \\u202e line"
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"seed={2**63}", "must be below"),
+        ("data.sequence_length=1000000000000", "must be at most 2147483647"),
+        ("model.layers=1000000000", "must be at most 10000"),
+    ],
+)
+def test_numbers_that_no_run_can_have_are_refused_at_once(override, reason):
+    with pytest.raises(UserError, match=f"{override} {reason}"):
+        load_config(ROOT / "configs/demo.yaml", [override])

@@ -312,4 +312,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         rotated = self.directory / ROTATED_DIRECTORY
         if self._has_rename and jax.process_index() == 0 and rotated.exists():
             for old in rotated.iterdir():
-                old.rmtree()
+                try:
+                    old.rmtree()
+                except OSError as error:
+                    problem = f"warning: {old} cannot be deleted: {error.strerror}"
+                    (self._warn or print)(f"{problem}; delete it, or old checkpoints fill the disk")

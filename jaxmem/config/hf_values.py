@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from jaxmem.config.base import must_be
 from jaxmem.errors import UserError
+from jaxmem.machine.files import read_file
 
 MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
 Size = Annotated[int, Field(ge=1, le=1 << 31)]  # a limit above all dimensions of models, since it is not trusted
@@ -26,9 +27,7 @@ class UnsupportedError(Exception):
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file contains."""
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for JSON files; replace this file")
-        text = file.read_bytes()
+        text = read_file(file, MAX_BYTES)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     try:

@@ -22,6 +22,7 @@ from jaxmem.config.own import ScriptParts
 from jaxmem.config.presets import PRESETS, preset_of, refuse_preset
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest
+from jaxmem.machine.files import write_file
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
@@ -136,15 +137,7 @@ def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
 
 def _save(raw: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            yaml.dump(raw, file, YamlDumper, sort_keys=False, allow_unicode=True)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(path, yaml.dump(raw, None, YamlDumper, sort_keys=False, allow_unicode=True))
 
 
 def _copy(value: Any) -> Any:

@@ -5,7 +5,18 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Texts, setting
+from jaxmem.config.base import (
+    Count,
+    Fraction,
+    Layers,
+    ListOf,
+    NotNegative,
+    Positive,
+    Section,
+    StoredFormat,
+    Texts,
+    setting,
+)
 from jaxmem.config.names import layer_stacks
 
 _ATTENTION = (
@@ -129,7 +140,7 @@ class Decoder(Family):
         None, "a Hugging Face directory, or org/name of the hub; sets the weights, and the fields that are not set"
     )
     vocab: Count = setting(..., "entries of the vocabulary")
-    layers: Count = setting(..., "number of layers")
+    layers: Layers = setting(..., "number of layers")
     embed: Count = setting(..., "width of the residual stream")
     mlp: Count = setting(..., "hidden width of the MLP, or of each expert")
     heads: Count = setting(..., "query heads")
@@ -227,7 +238,7 @@ class Vit(ImageInput):
     activations: ClassVar[tuple[str, ...]] = (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["vit"] = setting("vit", _FAMILY)
     patch: Count = setting(2, "height and width of a patch in pixels")
-    layers: Count = setting(4, "number of layers")
+    layers: Layers = setting(4, "number of layers")
     embed: Count = setting(64, "width of the residual stream")
     mlp: Count = setting(128, "hidden width of the MLP")
     heads: Count = setting(4, "attention heads")
@@ -273,7 +284,7 @@ class Mlp(ImageInput):
 
     activations = ("mlp_up", "mlp_hidden")
     family: Literal["mlp"] = setting("mlp", _FAMILY)
-    layers: Count = setting(3, "number of layers")
+    layers: Layers = setting(3, "number of layers")
     embed: Count = setting(128, "width of the residual stream")
     mlp: Count = setting(256, "hidden width of a layer")
     inputs: Literal["numbers", "one_hot", "embedding"] = setting("numbers", "encoding of a pixel")

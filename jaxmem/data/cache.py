@@ -22,6 +22,7 @@ from jaxmem.data.records import Document, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, one_of
 from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.machine.files import read_file
 
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
@@ -78,7 +79,7 @@ def _dtype(vocab_size: int) -> np.dtype[Any]:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = json.loads(read_file(path / "meta.json", 1 << 20))
         types = {"format": int, "tokenizer": str, "made_with": str, "vocab_size": int, "records": int, "tokens": int}
         if wrong := [key for key, kind in types.items() if not isinstance(meta[key], kind)]:
             raise ValueError(f"wrong type of {', '.join(wrong)}")

@@ -19,6 +19,7 @@ from jaxmem.config.hf_values import MAX_BYTES, read_json
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
+from jaxmem.machine.files import read_file
 
 Message = Mapping[str, Any]  # "role", "content", and further keys that a template reads: "tool_calls", ...
 MAX_SECONDS = 5  # limit of processor time per conversation; a usual template needs a thousandth
@@ -142,8 +143,6 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
 
 def _read(file: Path) -> str:
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for a chat template")
-        return file.read_text(encoding="utf-8")
+        return read_file(file, MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error

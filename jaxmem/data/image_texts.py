@@ -6,6 +6,7 @@ that `datasets` calls an image folder.
 
 import csv
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.images import ImageForm, ImageSource, read_image
-from jaxmem.data.jsonl import read_objects
+from jaxmem.data.jsonl import MAX_LINE_BYTES, read_objects
 from jaxmem.data.packing import Batch
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, nearest
@@ -115,6 +116,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     try:
         with file.open(newline="", encoding="utf-8-sig") as opened:
-            yield from enumerate(csv.DictReader(opened), 2)
+            lines = iter(partial(opened.readline, MAX_LINE_BYTES), "")
+            yield from enumerate(csv.DictReader(lines), 2)
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error

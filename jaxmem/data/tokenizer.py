@@ -20,11 +20,13 @@ import numpy as np
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import local_directory
 from jaxmem.errors import UserError
+from jaxmem.machine.files import read_file
 
 # Names of the end-of-document token, most specific first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 END_TEXT = "<|endoftext|>"  # the end-of-document token of `bytes` in a text
+MAX_TOKENIZER_BYTES = 256 << 20  # a limit above the size of all tokenizers, since the file is not trusted
 MAX_GROWTH = 4096  # limit of the growth of a text by normalization; usual tokenizers at most double a text
 
 
@@ -84,7 +86,7 @@ class FileTokenizer:
         file = Path(local_directory(path, "data.tokenizer")).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         try:
-            self._content = file.read_bytes()
+            self._content = read_file(file, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise UserError(
                 f"data.tokenizer={path}: cannot read {file.absolute()}: {error.strerror}; use data.tokenizer=bytes"

@@ -23,7 +23,7 @@ from jaxmem.machine.devices import simulation_environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GRACE_SECONDS = 3.0  # seconds in which the other processes may end by themselves after one has failed
-TERM_TIMEOUT = 15.0  # seconds from SIGTERM to SIGKILL
+TERM_TIMEOUT = 2.0  # seconds from SIGTERM to SIGKILL, after which a frozen process ends too
 MAX_LINE = 1 << 26  # longest line of output in bytes
 _LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h

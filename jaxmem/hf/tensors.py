@@ -160,7 +160,7 @@ def open_file(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        raise UserError(f"{file.resolve()}: does not exist")
+        raise UserError(f"{file.resolve()}: {'is not a regular file' if file.exists() else 'does not exist'}")
     if file.name == GGUF_FILE:
         from jaxmem.hf.gguf import GgufTensors
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmem.errors import UserError
+from jaxmem.machine.files import umask
 
 
 @contextmanager
@@ -28,15 +29,9 @@ def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
-        unfinished.chmod(0o777 & ~_umask())  # mkdtemp gives permissions only to the owner
+        unfinished.chmod(0o777 & ~umask())  # mkdtemp gives permissions only to the owner
         unfinished.rename(target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

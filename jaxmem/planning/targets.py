@@ -18,6 +18,7 @@ import yaml
 from jaxmem.config import Config
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine import devices, gpus
+from jaxmem.machine.files import read_file
 from jaxmem.machine.gpus import GPUS, Gpu
 
 PER_HOST = 8  # GPUs per host, if a target does not name hosts
@@ -232,7 +233,7 @@ def check_compiler(target: Target) -> None:
 
 def _from_file(path: Path) -> Gpu:
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        given = yaml.safe_load(read_file(path, 1 << 20).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"target {path}: cannot be read: {reason}") from error

@@ -11,6 +11,7 @@ from typing import Any
 from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.machine.files import write_file
 from jaxmem.planning import Plan
 from jaxmem.report.figure import draw
 from jaxmem.report.page import RunRecord, page
@@ -18,7 +19,7 @@ from jaxmem.report.page import RunRecord, page
 
 def write_page(plan: Plan, path: str | Path) -> None:
     """Write a plan as an HTML page."""
-    Path(path).write_text(page(plan.as_json(), plan.history), encoding="utf-8")
+    write_file(Path(path), page(plan.as_json(), plan.history))
 
 
 def write_figure(plan: Plan, path: str | Path) -> None:
@@ -31,23 +32,37 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     too."""
     run = Path(run)
     plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
-    if png is not None:
-        draw(plan, memory, png)
     config, metrics = run / "config.yaml", run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
     rows = [row for line in lines if (row := parse_row(line)) is not None]
     target = run / "report.html" if path is None else Path(path)
     record = RunRecord(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
-    target.write_text(page(plan, memory, record), encoding="utf-8")
+    try:
+        if png is not None:
+            draw(plan, memory, png)
+        text = page(plan, memory, record)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(run, "plan.json or memory.json", error) from error
+    write_file(target, text)
     return target
 
 
 def _read(run: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads((run / name).read_text(encoding="utf-8"))
+        found = json.loads((run / name).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _damaged(run, name, error) from error
     except OSError as error:
         what = "no such run directory" if not run.is_dir() else f"{name} is missing, which `jaxmem train` writes"
         raise UserError(f"{run}: {what}; for a config use jaxmem plan CONFIG --html FILE") from error
+    if not isinstance(found, dict):
+        raise _damaged(run, name, "it is not a JSON object")
+    return found
+
+
+def _damaged(run: Path, names: str, reason: object) -> UserError:
+    use = f"run jaxmem plan {run / 'config.yaml'} --html FILE"
+    return UserError(f"{run}: {names}: damaged: {reason}; {use}")
 
 
 __all__ = ["draw", "page", "report_run", "write_figure", "write_page"]

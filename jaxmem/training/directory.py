@@ -26,6 +26,7 @@ from jaxmem.checkpoint.paths import move_aside
 from jaxmem.config import Config, Decoder, save_config
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.errors import UserError
+from jaxmem.machine.files import write_file
 
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
@@ -89,9 +90,14 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
         move_aside(path)
     new = [folder for folder in (epath.Path(directory), path) if not folder.exists()]
     try:
+        refusal = None
         if jax.process_index() == 0:
-            path.mkdir(parents=True, exist_ok=True)
-        gather(None)  # process 0 has created it
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                refusal = f"cannot create {path}: {error.strerror}; set output or checkpoint.path to another directory"
+        if refusal := gather(refusal)[0]:
+            raise UserError(refusal)
         end = time.monotonic() + MAX_WAIT_SECONDS
         while blind := [process for process, sees in enumerate(gather(path.is_dir())) if not sees]:
             if any_process(time.monotonic() > end):
@@ -114,8 +120,8 @@ def write_description(plan: Plan, directory: Path) -> None:
 
     cfg = plan.program.cfg
     save_config(cfg, directory / "config.yaml")
-    (directory / "plan.json").write_text(json.dumps(plan.as_json(), indent=2) + "\n")
-    (directory / "memory.json").write_text(json.dumps(plan.history) + "\n")
+    write_file(directory / "plan.json", json.dumps(plan.as_json(), indent=2) + "\n")
+    write_file(directory / "memory.json", json.dumps(plan.history) + "\n")
     if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / HF_FOLDER).exists():
         from jaxmem import hf
 

@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import is_spilling
+from jaxmem.machine.files import write_file
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Plan, format_bytes
 from jaxmem.training.progress import device_memory
@@ -92,11 +92,9 @@ class PeakCheck:
         if peak is None:
             return None
         difference = peak / self._planned - 1
-        saved: dict[str, Any] = json.loads(self._file.read_text())
+        saved = self._plan.as_json()
         saved["measured"] = {"peak_bytes": peak, "planned_bytes": self._planned, "difference": difference}
-        partial = self._file.with_name(f".{self._file.name}")
-        partial.write_text(json.dumps(saved, indent=2))
-        partial.replace(self._file)
+        write_file(self._file, json.dumps(saved, indent=2))
         over = peak - self._plan.limit if is_spilling() else 0
         spilled = f"; {format_bytes(over)} of it in host memory (memory.spill), slow" if over > 0 else ""
         planned = f"memory: planned {format_bytes(self._planned)}"

@@ -220,6 +220,28 @@ def test_the_half_written_is_cleared_by_who_writes_and_left_by_who_reads(tmp_pat
     assert not old.exists()
 
 
+def test_a_replaced_checkpoint_that_cannot_be_deleted_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    stuck = tmp_path / ROTATED_DIRECTORY / "1"
+    with Checkpoints(tmp_path, every=1, keep=1, warn=said.append) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", deny)
+            for step in (1, 2):
+                checkpoints.save(step, {"x": jnp.ones(3)}, {}, {})
+                checkpoints.wait()
+        [line] = said
+        assert line.startswith(f"warning: {stuck} cannot be deleted: Permission denied; delete it")
+        assert stuck.exists()
+        checkpoints.save(3, {"x": jnp.ones(3)}, {}, {})
+    assert not stuck.exists()
+
+
+def deny(*_: Any, **__: Any) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 FULL_DISK = """
 import resource, sys, jax, jax.numpy as jnp, numpy as np
 from jaxmem.checkpoint import Checkpoints

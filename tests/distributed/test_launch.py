@@ -47,7 +47,7 @@ def test_gpus_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_first_to_fail_stops_the_others(how: str, code: int, said: str) -> None:
     text = f"import os, sys, time\nif os.environ['JAX_PROCESS_ID'] == '1': {how}\ntime.sleep(60)"
-    done = launched(text, 2, GRACE=0.2)
+    done = launched(text, 2, GRACE_SECONDS=0.2)
     assert done.returncode == code
     assert done.stderr == f"launch: process 1 of 2 {'was ' * (code > 128)}{said}; stopping the others\n"
 
@@ -65,7 +65,18 @@ def test_one_that_will_not_stop_is_killed() -> None:
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.environ['JAX_PROCESS_ID'] == '1': time.sleep(1); sys.exit(4)\ntime.sleep(60)"
     )
-    assert launched(text, 2, GRACE=0.2, TERM_TIMEOUT=0.5).returncode == 4
+    assert launched(text, 2, GRACE_SECONDS=0.2, TERM_TIMEOUT=0.5).returncode == 4
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_process_ends_seconds_after_another_has_failed() -> None:
+    text = (
+        "import os, signal, sys, time\nif os.environ['JAX_PROCESS_ID'] == '0': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(1); print(time.time(), flush=True); sys.exit(75)"
+    )
+    done = launched(text, 2)
+    assert done.returncode == 75
+    assert time.time() - float(done.stdout.split()[-1]) < 10
 
 
 def running(pids: list[int]) -> list[int]:

@@ -191,3 +191,12 @@ def test_thinning_keeps_what_stands_out() -> None:
     assert len(few) <= 600
     assert (4321.0, 9.0) in few
     assert (few[0], few[-1]) == (points[0], points[-1])
+
+
+@pytest.mark.parametrize("name", ["plan.json", "memory.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"columns": 1}'])
+def test_damaged_files_of_a_run_are_named(run: Path, name: str, content: str) -> None:
+    (run / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{run}: .*{name}.*damaged: .*; run jaxmem plan .*config\.yaml --html FILE"):
+        report_run(run)
+    assert not (run / "report.html").exists()

@@ -10,9 +10,11 @@ import sys
 
 import jax
 import pytest
+from etils import epath
 
+from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.training.directory import run_lock
+from jaxmem.training.directory import run_directory, run_lock
 from jaxmem.training.run import run
 
 HOLD = """
@@ -99,3 +101,12 @@ def test_a_run_does_not_write_through_links(tmp_path, name, resume):
         run(cfg, jax.devices()[:1])
     assert [file.name for file in elsewhere.iterdir()] == ["file"]
     assert link.is_symlink()
+
+
+def test_a_directory_that_cannot_be_created_is_named(tmp_path):
+    cfg = load_config({"name": "x", "output": str(tmp_path), "model": {"preset": "tiny"}, "train": {"steps": 1}})
+    with (
+        pytest.raises(UserError, match=r"cannot create /proc/x: No such file .*; set output or checkpoint.path to"),
+        run_directory(cfg, tmp_path / "x", epath.Path("/proc/x")),
+    ):
+        pass
