@@ -12,7 +12,7 @@ from tests.support.tiers import cases
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TYPED_AT_ONCE = ("docs/report.md", "docs/hugging-face.md", "docs/how-to/fine-tune.md")
+TYPED_AT_ONCE = ("docs/report.md", "docs/how-to/fine-tune.md")
 PROGRAMS = ("jaxmem", "python", "make")
 
 

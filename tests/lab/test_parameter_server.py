@@ -56,6 +56,7 @@ def shares(batches):
     return [[{k: x[:, w * rows : (w + 1) * rows] for k, x in batch.items()} for batch in batches] for w in range(PAIR)]
 
 
+@pytest.mark.exhaustive
 def test_synchronous_is_the_ordinary_step(ordinary):
     """Also with clipping by the norm of all gradients, which no single weight's gradient knows."""
     built, _, initial, batches, losses = ordinary

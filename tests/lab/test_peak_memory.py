@@ -1,5 +1,7 @@
 """Planned and measured peaks: the complete path in a process of its own; a CPU reports no peak."""
 
+import pytest
+
 from jaxmem.config import load_config
 from jaxmem.lab.tour.common import measure_apart
 from tests.support.measured_configs import configs
@@ -11,6 +13,7 @@ def test_every_config_of_the_script_is_one_and_they_differ() -> None:
     assert len({load_config(raw).model_dump_json(exclude={"name"}) for raw in raws}) == len(raws)
 
 
+@pytest.mark.exhaustive
 def test_one_config_runs_in_a_process_of_its_own() -> None:
     (raw, *_) = configs(tiny=True)
     found = measure_apart(raw, 1)

@@ -69,6 +69,7 @@ def test_intermediates_exist_for_one_chunk(steps):
     assert whole - chunks > 4 * hidden * (1 - CHUNK / TOKENS)
 
 
+@pytest.mark.exhaustive
 def test_chunks_communicate_once(steps):
     """Weights are gathered before the first chunk, gradients reduced after the last: no message in a loop within the
     one over layers."""

@@ -10,7 +10,6 @@ from jaxmem import optim
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.step import program
 from tests.step.conftest import Trained, config
-from tests.support.tiers import cases
 
 MIXED = {"parameters": "bfloat16", "master": "float32"}
 
@@ -54,7 +53,8 @@ def alone() -> Trained:
     return Trained(config(precision=MIXED))
 
 
-@pytest.mark.parametrize("zero", cases([0, 1, 2, 3], 2))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_zero_stage_trains_master_weights_as_one_device(zero: int, alone: Trained) -> None:
     """To the rounding of gradients to bfloat16, which each stage adds up in its own order."""
     split = Trained(config(precision=MIXED, mesh={"fsdp": 4}, zero=zero), 4, begin=alone)

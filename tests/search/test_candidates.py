@@ -44,6 +44,7 @@ def test_an_unknown_word_is_refused(word: str, said: str) -> None:
         allowed([word])
 
 
+@pytest.mark.exhaustive
 def test_overrides_reproduce_every_candidate() -> None:
     cfg = config()
     for words in (["mesh", "batch"], ["batch", "precision"]):

@@ -35,14 +35,14 @@ def skewed(cfg: Config) -> tuple[float, float]:
 @functools.cache
 def typical() -> int:
     """A limit that about half of the candidates keep."""
-    target = with_memory("h100-80gb:4", 1 << 40)
+    target = with_memory("h100-80gb:2", 1 << 40)
     sizes = sorted(one.estimate.total for one in candidates(config(), target, allowed(WORDS)))
     return sizes[len(sizes) // 2]
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[Fit, FakeCompilers]:
-    target = with_memory("h100-80gb:4", typical())
+    target = with_memory("h100-80gb:2", typical())
     with FakeCompilers(target, skewed) as compilers:
         return search(config(), target, WORDS, compilers), compilers
 

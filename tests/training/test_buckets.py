@@ -66,6 +66,7 @@ def test_shorter_rows_train_as_padded_rows(built, planned):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_says_what_each_bucket_takes_and_the_largest_decides(raw, planned):
     assert planned.total_for(16) < planned.total_for(32) == planned.phases["step"]
     elsewhere = plan(load_config(raw, ["train.evaluate_every=null"]), "cpu:2")

@@ -157,6 +157,7 @@ def test_scores_that_are_too_many_are_not_held():
 # ---------------------------------------------------------------- right
 
 
+@pytest.mark.exhaustive
 def test_attention_is_checked_with_every_option(monkeypatch):
     only(monkeypatch, IMPLEMENTATIONS)
     _, *rows = bench(["mistral-7b"], check=True)
@@ -177,6 +178,7 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.exhaustive
 def test_an_implementation_that_forgets_an_option_is_noticed(monkeypatch):
     """At least where that option is checked."""
 
