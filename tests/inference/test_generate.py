@@ -86,6 +86,10 @@ def test_temperature_draws_by_the_seed(alone):
     assert hot[0] == hot[1] != hot[2]
 
 
+def test_every_token_is_sampled_with_other_noise(alone):
+    assert len(set(generate(*alone, PROMPT, 12, temperature=1e6, seed=1))) > 3
+
+
 def test_a_low_temperature_is_nearly_greedy_and_a_high_one_is_not(alone):
     greedy, cold, hot = (list(generate(*alone, PROMPT, 12, temperature=value, seed=1)) for value in (0.0, 1e-4, 2.0))
     assert greedy == cold != hot

@@ -90,7 +90,7 @@ def test_suggested_changes_fit(found: tuple[Fit, FakeCompilers]) -> None:
     for one in fit.trials.all:
         _, advised, cure = fit.reason(one).partition("; try ")
         if advised:
-            cfg = for_devices(load_config(one.cfg.model_dump(mode="json"), shlex.split(cure)), 4)
+            cfg = for_devices(load_config(one.cfg.model_dump(mode="json"), shlex.split(cure)), 2)
             assert fit.trials.fits(next(other for other in fit.trials.all if other.cfg == cfg))
             tried += 1
     assert tried

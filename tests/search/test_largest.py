@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem.config import load_config
+from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.search.candidates import estimated
@@ -73,6 +73,19 @@ def test_what_may_change_makes_room() -> None:
         layers.append(found.best.value)
     assert layers[1] > layers[0]
     assert found.best.candidate.cfg.model.layers == layers[1]  # type: ignore[union-attr]
+
+
+def test_memory_of_other_phases_limits_the_largest_value() -> None:
+    target = with_memory("h100-80gb:8", 1 << 40)
+
+    class Initializing(FakeCompilers):
+        def phases(self, cfg: Config) -> dict[str, int]:
+            return {"initialise": target.memory + 1 if cfg.batch.global_size > 16 else 1}
+
+    with Initializing(target) as compilers:
+        found = search_largest(config(memory={"remat": "full"}), "batch.global_size", [], compilers)
+    assert found.best is not None
+    assert found.best.value == 16
 
 
 def test_where_not_even_one_fits() -> None:

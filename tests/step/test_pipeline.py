@@ -151,6 +151,20 @@ def test_a_checkpoint_moves_over_stages(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, state, stored(after.model.pipeline, first))
 
 
+def test_one_device_reads_the_layers_that_a_circular_pipeline_saved():
+    staged_program = program(staged({"stage": 3}, micro=3, rounds=2), jax.devices()[:3])
+    alone = program(staged({}), jax.devices()[:1])
+
+    def numbered(x):
+        """Each position of a stack is filled with its number."""
+        return np.broadcast_to(np.arange(len(x), dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+
+    saved = jax.tree.map(numbered, staged_program.spec.state.params)
+    found = SavedState(alone).restored_params(saved, staged_program.cfg.model_dump(mode="json"))
+    up = np.asarray(found["blocks"]["mlp"]["up"]["weight"])
+    assert up[:, 0, 0].tolist() == [0, 2, 4, 1, 3, 5]
+
+
 def stored(pipeline, state):
     """One device's state as stages have it."""
     if pipeline is None:

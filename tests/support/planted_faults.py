@@ -331,11 +331,11 @@ FAULTS = {
         "size // count",
         "tests/estimate",
     ),
-    "reduced": Fault(
-        "the estimate of reduced gradients is that of their shards",
+    "gathered": Fault(
+        "the estimate of gathered weights is that of their shards",
         "jaxmem/estimate/state.py",
-        '"reduced"] += used * width',
-        '"reduced"] += gradient * width',
+        "int(used * gathered) if",
+        "int(stored * gathered) if",
         "tests/estimate tests/planning/test_volume.py",
     ),
     # ------------------------------------------------------------------ search
