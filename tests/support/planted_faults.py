@@ -364,8 +364,8 @@ FAULTS = {
     "noise": Fault(
         "every token is sampled with the same noise",
         "jaxmem/inference/generate.py",
-        "jax.random.fold_in(key, length + last)",
-        "key",
+        "jax.random.fold_in(jax.random.key(self._sampling.seed), length + last)",
+        "jax.random.key(self._sampling.seed)",
         "tests/inference",
     ),
     "top_p": Fault(
@@ -414,8 +414,8 @@ FAULTS = {
     "groups": Fault(
         "the last expert of a token overwrites the others",
         "kernels/grouped_matmul/blocks.py",
-        "y.at[rows].add(own.astype(jnp.float32)",
-        "y.at[rows].set(own.astype(jnp.float32)",
+        "y.at[rows].add(results.astype(jnp.float32)",
+        "y.at[rows].set(results.astype(jnp.float32)",
         "tests/kernels/test_grouped_matmul.py",
     ),
 }
