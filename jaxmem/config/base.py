@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 from jaxmem.errors import one_of
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # arrays are indexed with int32
+Total = Annotated[int, Field(ge=1, lt=2**63)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from jaxmem.config.adapter import Adapter
-from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, setting
+from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Total, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Decoder, Model, OwnModel, Quantization
 from jaxmem.config.optimizers import Optimizer
@@ -134,8 +134,8 @@ class Precision(Section):
 class Train(Section):
     """Length of a run, evaluation, and the response to an invalid gradient or loss."""
 
-    steps: Count | None = setting(None, "number of updates; set this or train.tokens")
-    tokens: Count | None = setting(None, "number of tokens to train on, instead of train.steps")
+    steps: Total | None = setting(None, "number of updates; set this or train.tokens")
+    tokens: Total | None = setting(None, "number of tokens to train on, instead of train.steps")
     log_every: Count = setting(10, "updates between two log entries")
     evaluate_every: Count | None = setting(None, "updates between two evaluations; null: none")
     evaluate_batches: Count = setting(8, "largest number of held-out batches per evaluation")
