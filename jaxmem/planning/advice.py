@@ -8,11 +8,12 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import LOW_RANK, Config
-from jaxmem.config.combinations import value_of
+from jaxmem.config.combinations import check_combinations, value_of
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
+from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.share import loss_chunk, sorted_dims
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
@@ -23,7 +24,13 @@ from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 
 LARGE_SHARE, NOTABLE_SHARE = 0.2, 0.01  # shares of the total bytes
-SPILLED, TOO_LONG = "spilled", "sequence length"  # training prints these warnings too
+SPILLED, TOO_LONG, SLOW = "spilled", "sequence length", "slow setting"  # training prints these warnings too
+# Settings that take time to save memory, and the nearest value that takes less.
+FASTER = {
+    "optimizer.clip_by": "previous", "memory.remat": "full", "memory.offload": "none", "precision.compute": "bfloat16",
+    "zero": 2,
+}  # fmt: skip
+MIN_SLOWDOWN = 1.3  # a step that takes this many times as long as with the faster value
 MAX_COPIED_SHARE = 0.5  # if a larger share of the offloaded bytes is on the device at the peak, offloading saves little
 
 
@@ -239,7 +246,31 @@ def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning(TOO_LONG, text, f"data.sequence_length={longest}, or model.rope.scaling")
 
 
+def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
+    """Settings that make a step much longer than their neighbour, by the estimate of both."""
+    cfg, target = plan.program.resolved, plan.target
+    if target.gpu is None:
+        return
+    used = estimate(cfg, target.platform, target.gpu, target.per_host)
+    for key, value in FASTER.items():
+        if value_of(cfg, key) == value:
+            continue
+        section, _, field = key.rpartition(".")
+        faster = cfg.replace(**({section: {field: value}} if section else {field: value}))
+        if next(check_combinations(faster), None):
+            continue
+        other = estimate(faster, target.platform, target.gpu, target.per_host)
+        if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
+            text = (
+                f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"
+                f" {key}={value}: {format_seconds(used.seconds)} instead of {format_seconds(other.seconds)} (estimated)"
+            )
+            if (saved := other.total - used.total) > NOTABLE_SHARE * used.total:
+                text += f"; it saves {format_bytes(saved)} per device"
+            yield PlanWarning(SLOW, text, f"{key}={value}")
+
+
 _CHECKS: Sequence[Callable[[Plan], Iterator[PlanWarning]]] = (
     _recomputed_by_xla, _offload, _spilled, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
-    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters, _sequence_length,
+    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters, _sequence_length, _slow_settings,
 )  # fmt: skip

@@ -59,13 +59,13 @@ def elastic_line(cfg: Config, used: Config) -> str | None:
 def plan_line(plan: Plan, step: int) -> str:
     """Memory and work of a run that starts, or resumes after a step, with warnings on lines of their own."""
     from jaxmem.planning import format_bytes
-    from jaxmem.planning.advice import SPILLED, TOO_LONG
+    from jaxmem.planning.advice import SLOW, SPILLED, TOO_LONG
 
     cfg = plan.program.cfg
     start = f"resuming after step {step}: " if step else ""
     unit = unit_of(cfg)
     work = f"{work_of(plan.program).tokens:,} {unit} per update, {cfg.steps:,} updates"
-    repeated = [warning for warning in plan.warnings if warning.kind in (SPILLED, TOO_LONG)]
+    repeated = [warning for warning in plan.warnings if warning.kind in (SLOW, SPILLED, TOO_LONG)]
     warnings = "".join(f"\nwarning: {warning.text}; try {warning.cure}" for warning in repeated)
     planned = format_bytes(plan.bytes_per_device["total"])
     choices = "".join(f"\n{line}" for line in plan.choices)

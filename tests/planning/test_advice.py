@@ -14,6 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmem.config import load_config
 from jaxmem.estimate.share import KnownShapes, known_shapes
 from jaxmem.pipeline import Pipeline
 from jaxmem.planning import Plan, advice
@@ -50,6 +51,20 @@ def test_float32_adapters_and_the_setting_that_halves_them() -> None:
     [warning] = warned("float32", MIB)
     assert warning.cure.split()[0] == "precision.parameters=bfloat16"
     assert warned("bfloat16", MIB) == warned("float32", 1000 * MIB) == []
+
+
+def test_a_setting_that_makes_a_step_much_longer_and_its_neighbour() -> None:
+    def warned(*overrides: str) -> list[PlanWarning]:
+        cfg = load_config({"name": "x", "model": {"preset": "llama3.2-1b"}, "train": {"steps": 10}}, overrides)
+        cfg = cfg.replace(precision=cfg.precision.replace(compute="bfloat16"))
+        built = SimpleNamespace(resolved=cfg)
+        return found(advice._slow_settings, program=built, target=parse_target("a100-80gb"))
+
+    assert not warned("memory.update=during", "memory.remat=full", "optimizer.clip_by=previous")
+    assert not warned("memory.update=after", "memory.remat=full")
+    [warning] = warned("memory.update=during", "memory.remat=full")
+    assert re.search(r"optimizer.clip_by=global makes a step 1\.\d times as long", warning.text)
+    assert warning.cure == "optimizer.clip_by=previous"
 
 
 def test_rows_longer_than_the_model_was_trained_on(tmp_path: Path) -> None:
