@@ -61,6 +61,13 @@ def test_block_scales_are_sharded():
     assert split(("vocab", Axis("embed", if_even=True)), (64, 2)) == (32, 2)
 
 
+def test_a_mesh_axis_that_two_dimensions_leave_shards_one_other_dimension():
+    """Codes of 4 x 4 blocks, where neither `embed` nor `heads` is divisible by fsdp."""
+    cfg = config(rules={"embed": ["fsdp"], "heads": ["context", "fsdp", "tensor"]}, mesh={"fsdp": 4, "context": 2})
+    axes = (Axis("embed", if_even=True), Axis("heads", if_even=True), "head_dim")
+    assert layout_for(cfg, jax.devices()).sharding("weights", axes, (2, 2, 16)).shard_shape((2, 2, 16)) == (1, 2, 4)
+
+
 @pytest.mark.parametrize(
     "model",
     [{"family": "mlp", "embed": 16, "mlp": 32, "layers": 2}, {"family": "convnet", "stages": [8]}],
