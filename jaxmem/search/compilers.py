@@ -59,6 +59,7 @@ class CompilerPool:
         self.compiled = 0  # number of compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
+        self._is_killed = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(self.processes)
 
@@ -73,9 +74,11 @@ class CompilerPool:
             process.stop()
 
     def kill(self) -> None:
-        """Ends all processes. What they compile is refused."""
-        for process in self._started:
-            process.kill()
+        """Ends all processes, and starts no others. What they compile, and all further configs, are refused."""
+        with self._lock:
+            self._is_killed = True
+            for process in self._started:
+                process.kill()
 
     def step(self, cfg: Config) -> StepCost:
         return StepCost(**self._answer("step", cfg))
@@ -116,6 +119,8 @@ class CompilerPool:
     @contextlib.contextmanager
     def _process(self) -> Iterator[_CompilerProcess]:
         with self._lock:
+            if self._is_killed:
+                raise RefusedError("the search has ended")
             if self._idle:
                 process = self._idle.pop()
             else:

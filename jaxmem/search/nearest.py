@@ -115,18 +115,17 @@ def slower_settings(plan: Plan) -> list[str]:
 
 def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
     """For each set of keys that may change, the fastest config that is estimated to fit; then the second fastest for
-    each set, and so on; at the end the fastest config of each other method, with the name of the method."""
+    each set, and so on; at the end the fastest config of each other method, with the name of the method. Changes of one
+    key are estimated first, then changes of two, then all, since there may be thousands."""
     cfg, knobs = plan.program.cfg, [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
-    given, *others = candidates(cfg, plan.target, knobs)
-    ratio = plan.compiled_step.total / given.estimate.total  # estimates of similar configs have similar errors
-    ranks: dict[frozenset[str], int] = {}
-    ranked: list[tuple[int, int, float, Candidate]] = []
-    for one in sorted(others, key=_seconds):
-        if _fits(plan, ratio * one.estimate.total, one.estimate.host):
-            keys = frozenset("mesh" if key.startswith("mesh.") else key for key in one.changes)
-            ranks[keys] = ranks.get(keys, -1) + 1
-            ranked.append((ranks[keys], len(keys), _seconds(one), one))
-    yield from ((one, None) for *_, one in sorted(ranked, key=lambda rank: rank[:3]))
+    seen = set[Config]()
+    for count in (1, 2, len(knobs)):
+        for group in itertools.combinations(knobs, min(count, len(knobs))):
+            ranked = _ranked(plan, candidates(cfg, plan.target, group))
+            for rank, candidate in ranked:
+                if candidate.cfg not in seen and (rank == 0 or count == len(knobs)):
+                    seen.add(candidate.cfg)
+                    yield candidate, None
     for name in METHODS:
         try:
             of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS)
@@ -135,6 +134,21 @@ def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
         fitting = [one for one in of_method if _fits(plan, one.estimate.total, one.estimate.host)]
         if fitting and run_config(cfg, method=name) != cfg:
             yield min(fitting, key=_seconds), name
+
+
+def _ranked(plan: Plan, group: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
+    """The candidates that are estimated to fit, each with its rank among those that change the same keys: by rank, then
+    by number of keys, then by seconds. The first candidate is the given config."""
+    given, *others = group
+    ratio = plan.compiled_step.total / given.estimate.total  # estimates of similar configs have similar errors
+    ranks: dict[frozenset[str], int] = {}
+    ranked: list[tuple[int, int, float, Candidate]] = []
+    for candidate in sorted(others, key=_seconds):
+        if _fits(plan, ratio * candidate.estimate.total, candidate.estimate.host):
+            keys = frozenset("mesh" if key.startswith("mesh.") else key for key in candidate.changes)
+            ranks[keys] = ranks.get(keys, -1) + 1
+            ranked.append((ranks[keys], len(keys), _seconds(candidate), candidate))
+    return [(rank, candidate) for rank, *_, candidate in sorted(ranked, key=lambda item: item[:3])]
 
 
 def _fits(plan: Plan, total: float, host: int) -> bool:

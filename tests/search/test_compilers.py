@@ -119,3 +119,11 @@ def test_a_killed_process_refuses_only_its_config(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(worker, "read_answer", lambda _: {"refused": "no program"})
         with pytest.raises(RefusedError, match="no program"):
             compilers.step(config())
+
+
+def test_a_pool_whose_processes_were_ended_starts_no_others() -> None:
+    with CompilerPool(parse_target("cpu:1"), processes=1) as compilers:
+        compilers.kill()
+        with pytest.raises(RefusedError, match="has ended"):
+            compilers.step(config())
+        assert compilers._started == []
