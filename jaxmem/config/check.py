@@ -14,7 +14,7 @@ from jaxmem.config.check_sections import check_adapter, check_data, check_memory
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.mesh import MESH_AXES, Rules, WeightKind
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, ImageText, Mlp, OwnModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, ImageText, Mlp, UserModel, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, one_of, unsupported
 
@@ -114,7 +114,7 @@ def _objective(cfg: Config) -> Iterator[str]:
     name, is_text = f"objective.name={objective.name}", objective.name in ("next_token", "dpo")
     if objective.name == "own":
         return
-    if isinstance(model, OwnModel):
+    if isinstance(model, UserModel):
         yield unsupported(name, "model.family=own", "the argument loss: train(cfg, model=..., loss=...)")
         return
     if isinstance(model, Decoder) != is_text:
@@ -129,14 +129,14 @@ def _objective(cfg: Config) -> Iterator[str]:
 
 def _own(cfg: Config) -> Iterator[str]:
     """Errors for a model of Flax's layers: settings that change how its layers are computed."""
-    if cfg.own.model is None or cfg.own.passes_execution:
+    if cfg.user.model is None:
         return
     memory, adapter, plain = cfg.memory, cfg.adapter, Adapter()
     for field in ("kind", "dropout", "lora_bias"):
         value = getattr(adapter, field)
         if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns"):
-            yield f"adapter.{field}={as_yaml(value)} requires jaxmem's layers, model(rngs, execution); remove it"
-    if cfg.own.layers:
+            yield f"adapter.{field}={as_yaml(value)} requires jaxmem's layers, the argument network; remove it"
+    if cfg.user.layers:
         return
     wrong = {
         f"memory.remat={as_yaml(memory.remat)}": memory.remat not in ("none", "auto"),
@@ -183,7 +183,7 @@ def _context(cfg: Config, model: Decoder) -> Iterator[str]:
 
 def _rules(cfg: Config) -> Iterator[str]:
     usual, known = Rules().table, cfg.model.dims()
-    if isinstance(cfg.model, OwnModel):  # its weights may name any of these dimensions
+    if isinstance(cfg.model, UserModel):  # its weights may name any of these dimensions
         known = {dim: {} for dim in usual}
     for key, over in cfg.rules:
         if len(set(over)) < len(over):

@@ -28,7 +28,7 @@ DIGIT_SHAPE = (8, 1)  # height and width in pixels, channels
 
 def check_data(cfg: Config) -> Iterator[str]:
     data, model = cfg.data, cfg.model
-    if cfg.own.data is not None:
+    if cfg.user.data is not None:
         return
     sources = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)} or {"data": data}
     kinds = {source.source for source in sources.values()}

@@ -17,7 +17,7 @@ from jaxmem.config.mesh import (
     head_group_counts,
     replicated_dims,
 )
-from jaxmem.config.networks import Convnet, Decoder, Family, OwnModel, Vit, pipelined_layers
+from jaxmem.config.networks import Convnet, Decoder, Family, UserModel, Vit, pipelined_layers
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
 
@@ -190,7 +190,7 @@ def _stages(cfg: Config) -> Iterator[str]:
     stage, model, micro = cfg.mesh.stage, cfg.model, cfg.batch.accumulate
     if stage == 1:
         return
-    if isinstance(model, Convnet | OwnModel):
+    if isinstance(model, Convnet | UserModel):
         yield unsupported(f"mesh.stage={stage}", f"model.family={model.family}", "mesh.stage=1")
         return
     rounds = cfg.pipeline.rounds

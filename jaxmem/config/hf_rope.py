@@ -69,7 +69,7 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
     kind = "longrope" if kind in family.longrope else kind
     if not isinstance(kind, str) or kind not in ROPE:
         raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
-    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.without_own(FIXED_ROPE), section="rope_scaling.")
+    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.without_user(FIXED_ROPE), section="rope_scaling.")
     rope: dict[str, Any] = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
     if family.has_partial_rope and (share := read({**settings, **scaling}, "partial_rotary_factor", Number, 1.0)) != 1:
         rope["share"] = share

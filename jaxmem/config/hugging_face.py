@@ -96,7 +96,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     scheme, family, settings = scheme_of(settings), family_of(settings), text_settings(settings)
     if scheme is not None and not (family.has_mxfp4 if scheme.method == "mxfp4" else not family.fused):
         raise UnsupportedError(f"quantization_config is not supported for model_type={family.model_type}")
-    check_keys(settings, UNDERSTOOD | family.understood, family.without_own(FIXED) | family.fixed, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | family.understood, family.without_user(FIXED) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Quantity if name == "layers" else Size) for name, key in SHAPE.items()}

@@ -18,9 +18,9 @@ from jaxmem.config.check import check
 from jaxmem.config.explain import explain
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import ScriptParts
 from jaxmem.config.presets import PRESETS, preset_of, refuse_preset
 from jaxmem.config.sections import Config
+from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine.files import write_file
 
@@ -100,15 +100,15 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
     return raw
 
 
-def config_of(raw: dict[str, Any], own: ScriptParts | None = None) -> Config:
-    """The checked config of these settings. `own`: Python objects that a script passed. Short forms in `raw` are
+def config_of(raw: dict[str, Any], user: UserObjects | None = None) -> Config:
+    """The checked config of these settings. `user`: Python objects that a script passed. Short forms in `raw` are
     expanded in place."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)
     except ValidationError as error:
         raise UserError(explain(error, raw)) from None
-    return check(cfg if own is None else cfg.with_own(own))
+    return check(cfg if user is None else cfg.with_user(user))
 
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:

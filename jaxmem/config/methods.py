@@ -16,9 +16,9 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf, is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import OwnBatches, Parts, ScriptParts, passes_execution
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
+from jaxmem.config.user import Parts, UserBatches, UserObjects
 from jaxmem.errors import UserError, nearest
 
 DEFAULT_STEPS = 1000  # steps of a run without `train`, in addition to its warmup
@@ -119,11 +119,12 @@ def run_config(
     """
     sizes = {"data.sequence_length": sequence_length, "batch.global_size": batch}
     overrides = [*(f"{key}={size}" for key, size in sizes.items() if size is not None), *overrides]
-    own = None
+    user = None
     if isinstance(source, Config):
         if not overrides and method is None and not parts:
             return source
-        own, source = source.own, source.model_dump(mode="json")
+        user = source.user
+        source = source.model_dump(mode="json")
     elif is_model(source):
         source = _new_run(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
@@ -141,7 +142,7 @@ def run_config(
     if isinstance(train, dict) and train.get("steps") is None and train.get("tokens") is None:
         warmup = raw.get("optimizer", {}).get("warmup", 0) if isinstance(raw.get("optimizer", {}), dict) else 0
         train["steps"] = DEFAULT_STEPS + (warmup if isinstance(warmup, int) else 0)
-    return config_of(raw, own_of(parts) if parts else own)
+    return config_of(raw, user_objects(parts) if parts else user)
 
 
 def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
@@ -149,14 +150,14 @@ def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **p
     if not parts:
         return source if isinstance(source, Config) else load_config(source)
     raw = source.model_dump(mode="json") if isinstance(source, Config) else read_config(source)
-    return config_of(_with_sections(raw, parts), own_of(parts))
+    return config_of(_with_sections(raw, parts), user_objects(parts))
 
 
 def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
     """The settings, with `own` as the model and the loss if a script passes them."""
-    if parts.get("model") is not None:
+    if parts.get("model") is not None or parts.get("network") is not None:
         raw["model"] = {"family": "own"}
-    if parts.get("loss") is not None:
+    if parts.get("loss") is not None or parts.get("loss_with_keys") is not None:
         raw["objective"] = {"name": "own"}
     if parts.get("optimizer") is not None:
         given = raw.get("optimizer") or {}
@@ -206,19 +207,19 @@ def _apply(name: str, raw: dict[str, Any]) -> None:
             raw[section] = {**remaining, **new}
 
 
-def own_of(parts: Parts) -> ScriptParts:
-    """The parts as the attribute `own` of a config."""
+def user_objects(parts: Parts) -> UserObjects:
+    """The parts as the attribute `user` of a config."""
+    for first, second in (("model", "network"), ("loss", "loss_with_keys")):
+        if parts.get(first) is not None and parts.get(second) is not None:
+            raise UserError(f"the arguments {first} and {second} exclude each other; pass one of them")
     if parts.get("axes") is not None and parts.get("model") is None:
         raise UserError("the argument axes requires the argument model; remove axes, or pass model")
     layers = parts.get("layers") or ()
-    model = parts.get("model")
-    if layers and (model is None or passes_execution(model)):
-        raise UserError(
-            "the argument layers requires a Flax model that is called as model(rngs); remove the argument layers"
-        )
+    if layers and parts.get("model") is None:
+        raise UserError("the argument layers requires the argument model, a Flax model; remove layers, or pass model")
     if parts.get("held_out") is not None and parts.get("data") is None:
         raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    given |= {name: OwnBatches(given[name], name) for name in ("data", "held_out") if name in given}
+    given |= {name: UserBatches(given[name], name) for name in ("data", "held_out") if name in given}
     given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
-    return ScriptParts(**given)
+    return UserObjects(**given)

@@ -292,7 +292,7 @@ class Mlp(ImageInput):
     dropout: Fraction = setting(0.0, _DROPOUT)
 
 
-class OwnModel(Family):
+class UserModel(Family):
     """A Flax NNX module that a script passes: `jaxmem.train(cfg, model=...)`."""
 
     family: Literal["own"] = setting("own", _FAMILY)
@@ -303,5 +303,5 @@ def pipelined_layers(model: Family) -> int:
     return len(model.stacks[-1][0]) if isinstance(model, Decoder) else getattr(model, "layers", 0)
 
 
-Model = Annotated[Decoder | Vit | Convnet | Mlp | ImageText | OwnModel, Field(discriminator="family")]
+Model = Annotated[Decoder | Vit | Convnet | Mlp | ImageText | UserModel, Field(discriminator="family")]
 FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])}

@@ -12,11 +12,11 @@ from pydantic import Field, PrivateAttr
 from jaxmem.config.adapter import Adapter
 from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Total, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
-from jaxmem.config.networks import Decoder, Model, OwnModel, Quantization
+from jaxmem.config.networks import Decoder, Model, Quantization, UserModel
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.own import NO_SCRIPT_PARTS, ScriptParts
 from jaxmem.config.recompute import Memory
 from jaxmem.config.sources import SOURCES, SourceKind, SourceName
+from jaxmem.config.user import NO_USER_OBJECTS, UserObjects
 from jaxmem.errors import UserError
 
 
@@ -218,26 +218,26 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     generate: Generate = Generate()
     cluster: Cluster = Cluster()
-    _own: ScriptParts = PrivateAttr(default_factory=lambda: NO_SCRIPT_PARTS)
+    _user: UserObjects = PrivateAttr(default_factory=lambda: NO_USER_OBJECTS)
 
     @property
-    def own(self) -> ScriptParts:
+    def user(self) -> UserObjects:
         """The Python objects that a script passed in addition to the config."""
-        return self._own
+        return self._user
 
-    def with_own(self, own: ScriptParts) -> Config:
+    def with_user(self, user: UserObjects) -> Config:
         """A copy with these objects."""
         cfg = self.model_copy()
-        cfg._own = own
+        cfg._user = user
         return cfg
 
     @property
     def reads_text(self) -> bool:
         """Whether rows are sequences of tokens, from the sources of text in `data`."""
-        if self.objective.name == "own" and self.own.data is not None:
+        if self.objective.name == "own" and self.user.data is not None:
             return False
-        has_images = isinstance(self.model, OwnModel) and self.data.kind.contents == "images"
-        return isinstance(self.model, Decoder | OwnModel) and not has_images
+        has_images = isinstance(self.model, UserModel) and self.data.kind.contents == "images"
+        return isinstance(self.model, Decoder | UserModel) and not has_images
 
     @property
     def steps(self) -> int:

@@ -124,7 +124,7 @@ def fingerprint(cfg: Config) -> str:
     For files of up to 256 MiB together it includes names (below their common directory) and contents, so that a copy of
     the data elsewhere is the same data. For larger data: names, sizes, times of change, first and last 4 KiB.
     """
-    if cfg.own.data is not None:
+    if cfg.user.data is not None:
         return "batches of a script"
     digest = hashlib.blake2b(digest_size=16)
     if cfg.reads_text:

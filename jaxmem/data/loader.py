@@ -67,8 +67,8 @@ class Loader(AbstractContextManager["Loader"]):
         count, first = len(self._rows), int(self._rows[0])
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
         files = min(len(stream.names) for stream in self.corpus.sources)
-        has_own = is_share and columns // count <= files and not self._cfg.data.buckets
-        return [columns // count if has_own else 1, columns]
+        has_user_objects = is_share and columns // count <= files and not self._cfg.data.buckets
+        return [columns // count if has_user_objects else 1, columns]
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.config.methods import own_of
-from jaxmem.config.own import ModelParts, OwnData
+from jaxmem.config.methods import user_objects
+from jaxmem.config.user import ModelParts, UserData
 from jaxmem.data import Corpus, Split
 from jaxmem.data.corpus import source_of
 from jaxmem.data.jsonl import read_objects
-from jaxmem.data.own import open_loader
 from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import length_for
@@ -73,13 +73,13 @@ class Evaluator(AbstractContextManager["Evaluator"]):
 
 
 def evaluate(
-    run: str | Path, data: str | OwnData | None = None, overrides: Sequence[str] = (), **parts: Unpack[ModelParts]
+    run: str | Path, data: str | UserData | None = None, overrides: Sequence[str] = (), **parts: Unpack[ModelParts]
 ) -> Means:
     """The loss and other metrics of a run or a Hugging Face directory on all of `data`: files of texts or of records
     (JSONL, Parquet) in a form that training reads, or an iterable of batches. Without `data`, a run is evaluated on its
     held-out data; `overrides` may name other data. `parts`: model and loss of the script that trained the run."""
     if parts or not (data is None or isinstance(data, str)):
-        objects = own_of({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
+        objects = user_objects({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
         program, params = open_run(run, overrides, objects)
         with Evaluator(program) as evaluator:
             return evaluator(params)

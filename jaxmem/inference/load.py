@@ -20,8 +20,8 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.hub import local_directory
 from jaxmem.config.mesh import MESH_AXES
-from jaxmem.config.own import ScriptParts
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
+from jaxmem.config.user import UserObjects
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
@@ -110,12 +110,12 @@ def check_run(directory: str | Path, key: str = "") -> None:
 
 
 def open_run(
-    directory: str | Path, overrides: Sequence[str] = (), own: ScriptParts | None = None
+    directory: str | Path, overrides: Sequence[str] = (), user: UserObjects | None = None
 ) -> tuple[Program, Any]:
-    """(program, parameters) of the newest checkpoint. `own`: the objects of the script that trained the run."""
+    """(program, parameters) of the newest checkpoint. `user`: the objects of the script that trained the run."""
     check_run(directory)
     cfg = model_config(directory, overrides)
-    built = _program(cfg.with_own(own) if own else cfg)
+    built = _program(cfg.with_user(user) if user else cfg)
     with _newest_checkpoint(built.cfg, directory) as (checkpoints, step):
         saved = checkpoints.read(step)[1]["precision"]
         precision = built.cfg.precision.model_copy(update={field: saved[field] for field in STORED_FIELDS})

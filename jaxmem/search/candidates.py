@@ -21,7 +21,7 @@ from jaxmem.config.check import weight_kinds
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
-from jaxmem.config.own import ScriptParts
+from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.estimate.memory import Estimate, estimate
 from jaxmem.estimate.share import loss_chunk, mlp_chunk
@@ -177,7 +177,7 @@ class Space:
         raw = cfg.model_dump(mode="json")
         found = []
         for changes in all_changes:
-            other = _changed(raw, changes, self._target, cfg.own)
+            other = _changed(raw, changes, self._target, cfg.user)
             if other is None:
                 continue
             if other.mesh.fsdp == 1:  # with one device ZeRO shards nothing
@@ -237,7 +237,7 @@ def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
         yield {key: value for change in changes for key, value in change.items()}
 
 
-def _changed(raw: Mapping[str, Any], changes: Change, target: Target, own: ScriptParts) -> Config | None:
+def _changed(raw: Mapping[str, Any], changes: Change, target: Target, user: UserObjects) -> Config | None:
     """The config with these changes; None if it is not valid on the target."""
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for key, value in changes.items():
@@ -248,7 +248,7 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target, own: Scrip
     if given["mesh"]["context"] == 1:
         given["mesh"]["context_method"] = "auto"
     try:
-        cfg = config_of(given, own)
+        cfg = config_of(given, user)
     except UserError:
         return None
     resolved, problems = resolve(cfg, target.count)

@@ -104,7 +104,7 @@ class CompilerPool:
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)
         answer: dict[str, Any] | None
-        if self.target.here or not cfg.own.is_empty:  # other processes do not have the functions of a script
+        if self.target.here or not cfg.user.is_empty:  # other processes do not have the functions of a script
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := worker.read_answer(key)) is None:

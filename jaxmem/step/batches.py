@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config
-from jaxmem.config.networks import ImageInput, ImageText, OwnModel
+from jaxmem.config.networks import ImageInput, ImageText, UserModel
 
 Array = tuple[tuple[int, ...], Any, tuple[str | None, ...]]  # shape, dtype, logical axes
 Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
@@ -20,10 +20,10 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
     mask: Array = (rows, np.float32, axes)
-    if cfg.objective.name == "own" and cfg.own.data is not None:
+    if cfg.objective.name == "own" and cfg.user.data is not None:
         own = {
             name: ((*rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype), (*axes, *[None] * (x.ndim - 1)))
-            for name, x in cfg.own.data.first.items()
+            for name, x in cfg.user.data.first.items()
         }
         return {"mask": mask, **own}
     if cfg.reads_text:
@@ -31,7 +31,7 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
         arrays = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens)
         arrays["mask"] = (tokens[0], np.float32, tokens[2])
         return arrays | {"reference": mask} if cfg.objective.name == "dpo" else arrays
-    model = ImageInput() if isinstance(cfg.model, OwnModel) else cfg.model
+    model = ImageInput() if isinstance(cfg.model, UserModel) else cfg.model
     size, channels = model.image_size, model.channels  # type: ignore[union-attr]
     images: Array = ((*rows, size, size, channels), image_dtype(cfg), (*axes, "height", "width", "channels"))
     if isinstance(model, ImageText):

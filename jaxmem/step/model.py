@@ -15,10 +15,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models
 from jaxmem.config import Config, Convnet, Memory, Precision, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
-from jaxmem.config.networks import OwnModel, Quantization, pipelined_layers
+from jaxmem.config.networks import Quantization, UserModel, pipelined_layers
 from jaxmem.config.recompute import policy_of
 from jaxmem.errors import UserError
-from jaxmem.models import own, own_layers
+from jaxmem.models import user, user_layers
 from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
 from jaxmem.pipeline import Pipeline
@@ -63,16 +63,16 @@ class ModelSpec:
         return graphdef, axes, nnx.to_pure_dict(state)
 
     @cached_property
-    def flax_model(self) -> own.PlainModel | None:
+    def flax_model(self) -> user.PlainModel | None:
         """The model that a script passed, or None if it is built from jaxmem's layers or comes from the config."""
-        if self.cfg.own.model is None or self.cfg.own.passes_execution:
+        if self.cfg.user.model is None:
             return None
 
         def build() -> tuple[Any, Mapping[tuple[str, ...], int]]:
             network, stacks = self._build_plain(jax.random.key(0))
             return self._with_new_adapters(network), stacks
 
-        return own.PlainModel.of(build, self.cfg.own.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
+        return user.PlainModel.of(build, self.cfg.user.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:
@@ -159,13 +159,17 @@ class ModelSpec:
         if tuple(jax.tree_util.DictKey(name) for name in path) in self.selection.layers:
             return Storage(cfg.precision)
         on_host = is_offloaded(cfg.memory.offload, "frozen")
-        own: Quantization | None = cfg.base_quantization
-        if own is not None and path[-1] == "weight" and split_stack(".".join(path[:-1]))[0] in own.layers:
-            return Storage(cfg.base_precision, own.scale_group or False, on_host, has_exact_blocks=True)
+        stored_form: Quantization | None = cfg.base_quantization
+        if (
+            stored_form is not None
+            and path[-1] == "weight"
+            and split_stack(".".join(path[:-1]))[0] in stored_form.layers
+        ):
+            return Storage(cfg.base_precision, stored_form.scale_group or False, on_host, has_exact_blocks=True)
         is_expert = "expert" in reduce(operator.getitem, path, self.axes)
         precision = cfg.expert_precision if is_expert else cfg.base_precision
-        if own is not None:
-            stored = own.others if cfg.adapter.base is None else cfg.adapter.base
+        if stored_form is not None:
+            stored = stored_form.others if cfg.adapter.base is None else cfg.adapter.base
             precision = cfg.precision.model_copy(update={"parameters": stored})
         return Storage(precision, cfg.adapter.double_quant and precision != cfg.precision, on_host)
 
@@ -181,8 +185,8 @@ class ModelSpec:
         def create(storage: Storage) -> Params:
             if self.flax_model is not None:
                 axes, state = self.flax_model.axes, self.forward_state
-                values = own.variables_of(self._build(key)).items()
-                return unflatten_dict({p: x if p in state else own.store(p, x, axes[p], storage) for p, x in values})
+                values = user.variables_of(self._build(key)).items()
+                return unflatten_dict({p: x if p in state else user.store(p, x, axes[p], storage) for p, x in values})
             with storing_as(storage), creating_in(self.pipeline):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 
@@ -196,8 +200,8 @@ class ModelSpec:
         network, adapter_key = nnx.eval_shape(partial(self._build, key)), jax.random.fold_in(key, _ADAPTER_KEY)
         if self.flax_model is not None:
             adapters.attach(network, self.cfg.adapter, adapter_key)
-            added = {path: x for path, x in own.variables_of(network).items() if "lora" in path}
-            new = {p: own.store(p, x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
+            added = {path: x for path, x in user.variables_of(network).items() if "lora" in path}
+            new = {p: user.store(p, x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
             return unflatten_dict(flatten_dict(base) | new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):
@@ -209,16 +213,18 @@ class ModelSpec:
         return network
 
     def _build(self, key: jax.Array) -> models.Network:
-        create = self.cfg.own.model
-        if create is None:
-            return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
-        return create(nnx.Rngs(key), self._execution) if self.cfg.own.passes_execution else self._build_plain(key)[0]
+        network = self.cfg.user.network
+        if network is not None:
+            return network(nnx.Rngs(key), self._execution)
+        if self.cfg.user.model is not None:
+            return self._build_plain(key)[0]
+        return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
 
     def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
         """The model of a script, not built from jaxmem's layers, and the number of layers of each of its stacks."""
-        assert self.cfg.own.model is not None
-        network = self.cfg.own.model(nnx.Rngs(key))
-        return network, own_layers.stack_lists(network, self.cfg.own.layers)
+        assert self.cfg.user.model is not None
+        network = self.cfg.user.model(nnx.Rngs(key))
+        return network, user_layers.stack_lists(network, self.cfg.user.layers)
 
     @cached_property
     def attention(self) -> Any:
@@ -262,7 +268,7 @@ class ModelSpec:
 
 def pipeline_of(cfg: Config) -> Pipeline | None:
     """The pipeline of a config whose mesh is resolved, or None if there is one stage."""
-    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | OwnModel):
+    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | UserModel):
         return None
     layers, recomputes = pipelined_layers(cfg.model), repeats_forward(cfg.memory.remat)
     micro_batches, pipeline = cfg.batch.accumulate, cfg.pipeline

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import config
-from jaxmem.config.own import ScriptParts
+from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
 from jaxmem.models import losses
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Network
-from jaxmem.models.own import PlainNetwork
+from jaxmem.models.user import PlainNetwork
 
 Batch = dict[str, jax.Array]
 STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
@@ -45,7 +45,7 @@ def objective(complete: config.Config) -> Objective:
     cfg, memory = complete.objective, complete.memory
     if cfg.name == "own":
         # The first part is the complete loss, so that all stacks of layers are in this part.
-        return Objective(partial(_own, complete.own), lambda _network, sums, _batch: sums)
+        return Objective(partial(_user_loss, complete.user), lambda _network, sums, _batch: sums)
     parts: dict[str, tuple[Callable[..., Any], Callable[..., Sums]]] = {
         "next_token": (_tokens, partial(_next_token, cfg, memory)),
         "dpo": (_tokens, partial(_preferred, cfg, memory)),
@@ -66,19 +66,20 @@ def means(sums: Sums) -> dict[str, jax.Array]:
     return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}
 
 
-def _own(own: ScriptParts, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+def _user_loss(user: UserObjects, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
     """The loss that a script passed. It is the mean over the rows of a micro-batch."""
-    if own.loss is None:
+    loss_function = user.loss_with_keys or user.loss
+    if loss_function is None:
         raise UserError("objective.name=own requires the argument loss: jaxmem.train(cfg, loss=...)")
     rows = batch["mask"].shape[0]
-    if own.data is not None:
-        batch = {name: x for name, x in batch.items() if name in own.data.first}
+    if user.data is not None:
+        batch = {name: x for name, x in batch.items() if name in user.data.first}
     if isinstance(network, PlainNetwork):
         floating = {name: x for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         batch = batch | {name: x.astype(network.dtype) for name, x in floating.items()}
         network = network.prepared(keys)
     with jax.numpy_dtype_promotion("standard"):
-        result = own.loss(network, batch, keys) if own.loss_needs_keys else own.loss(network, batch)
+        result = loss_function(network, batch, *([keys] if user.loss_with_keys else []))
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not hasattr(loss, "dtype") or jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
         found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__

@@ -241,7 +241,7 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     """The program of a config on these devices, by default all devices of jax."""
     from jaxmem.config.devices import for_devices
 
-    if cfg.model.family == "own" and cfg.own.model is None:
+    if cfg.model.family == "own" and not cfg.user.has_model:
         raise UserError(
             f"{cfg.name}: model.family=own needs a model from Python; use a script with jaxmem.train(cfg, model=...)"
         )
@@ -260,7 +260,7 @@ def check_mesh(cfg: Config, layout: Layout, model: ModelSpec) -> None:
         named = [dim for dim, over in cfg.rules.table.items() if axis in over]
         why = f"none of its weights has the axis {one_of(named)}" if named else f"no key of rules names {axis}"
         use = f"use mesh.{axis}=1 and e.g. a larger mesh.fsdp"
-        if cfg.own.model is not None and named:
+        if cfg.user.has_model and named:
             use += f", or name the axes of its weights, e.g. axes={{'*.up.kernel': ('embed', '{named[-1]}')}}"
             use += " (docs/how-to/from-a-script.md)"
         raise UserError(f"mesh.{axis}={getattr(cfg.mesh, axis)} does not shard the model: {why}; {use}")

@@ -70,7 +70,7 @@ class StateSpec:
 
     def optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the parameters that have these axes, a subset of the trainable ones."""
-        tx = self.cfg.own.optimizer
+        tx = self.cfg.user.optimizer
         if tx is None:
             tx = optim.build(self.cfg.optimizer.replace(kernel=self.update_kernel), self.learning_rate, axes)
         else:

@@ -101,7 +101,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         grads, sums = differentiate(loss, at, micro_batch, row_keys[0], axes)
     else:
         begin = model.forward_state_of(state.params)
-        if not cfg.own.is_empty:  # the loss of a script may apply the model several times
+        if not cfg.user.is_empty:  # the loss of a script may apply the model several times
             first = jax.tree.map(lambda x: x[0], (batch, row_keys))
             hooks_by_layer = not partial_stacks and applies_stacks_once(loss, at, *first)
         grads, sums = accumulate(loss, at, batch, row_keys, axes, compute, begin)
@@ -143,7 +143,7 @@ def _update(
 
 
 def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
-    rate = {} if spec.cfg.own.optimizer else {"learning_rate": spec.learning_rate(state.step)}
+    rate = {} if spec.cfg.user.optimizer else {"learning_rate": spec.learning_rate(state.step)}
     return (
         means(sums)
         | rate

@@ -45,7 +45,7 @@ def model_line(built: Program) -> str:
 
 def unit_of(cfg: Config) -> str:
     """What progress counts."""
-    return "tokens" if cfg.reads_text else "rows" if cfg.own.data else "images"
+    return "tokens" if cfg.reads_text else "rows" if cfg.user.data else "images"
 
 
 def elastic_line(cfg: Config, used: Config) -> str | None:
@@ -125,7 +125,7 @@ def last_line(cfg: Config, step: int, directory: Path) -> str:
         again = f"to continue, run the same command again, or jaxmem train {directory}"
         return f"stopped after step {step} of {cfg.steps}, saved in {directory}; {again}"
     use = [f"evaluate {directory}"]
-    if cfg.own.model or cfg.own.data:  # the commands do not have them
+    if cfg.user.has_model or cfg.user.data:  # the commands do not have them
         return f"done: {step} steps, saved in {directory}"
     if cfg.reads_text:
         is_chat = cfg.data.source in ("chat", "preference")

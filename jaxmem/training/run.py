@@ -24,9 +24,9 @@ from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config
 from jaxmem.config.methods import config_with
-from jaxmem.config.own import Parts
+from jaxmem.config.user import Parts
 from jaxmem.data.loader import Loader, merge_states
-from jaxmem.data.own import open_loader
+from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError

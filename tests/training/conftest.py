@@ -24,7 +24,7 @@ def kept(name: str, lower: Callable[[Program], Any]) -> Callable[[Program], Any]
         relevant["data"].pop("path")
         relevant["train"] = [cfg.train.deterministic, cfg.train.on_nan]
         relevant["train"] += [cfg.steps] if cfg.optimizer.schedule != "constant" else []
-        own = (cfg.own.model, cfg.own.layers, cfg.own.loss, cfg.own.optimizer, str(batch_spec(cfg)))
+        own = (cfg.user.model, cfg.user.layers, cfg.user.loss, cfg.user.optimizer, str(batch_spec(cfg)))
         key = (name, json.dumps(relevant, sort_keys=True), str(built.layout.mesh.devices.tolist()), *own)
         if key not in LOWERED:
             LOWERED[key] = lower(built)

@@ -13,8 +13,8 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.own import Functions
-from tests.training.own_models import DATA, IMAGES, LM, ROWS, Statistics, Transformer, hand_written, loss, settings
+from jaxmem.models.user import Functions
+from tests.training.user_models import DATA, IMAGES, LM, ROWS, Statistics, Transformer, hand_written, loss, settings
 
 DECODER = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
@@ -75,7 +75,11 @@ def test_a_model_of_jaxmems_layers_trains_like_the_built_in_family(tmp_path, cha
         return jnp.mean(losses * batch["mask"])
 
     built_in = jaxmem.train(cfg, devices)
-    own = jaxmem.train(raw, devices, model=lambda rngs, execution: Decoder(cfg.model, rngs, execution), loss=next_token)
+
+    def network(rngs, execution):
+        return Decoder(cfg.model, rngs, execution)
+
+    own = jaxmem.train(raw, devices, network=network, loss_with_keys=next_token)
     assert own.metrics["loss"] == built_in.metrics["loss"]
     assert own.program.model.trainable_count == built_in.program.model.trainable_count
 

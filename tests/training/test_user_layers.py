@@ -11,7 +11,7 @@ import jaxmem
 from jaxmem.config.methods import config_with
 from jaxmem.planning import plan_program
 from jaxmem.step import program
-from tests.training.own_models import (
+from tests.training.user_models import (
     DATA,
     LM,
     ROWS,

@@ -18,9 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from jaxmem.config.networks import SHARDED
-from jaxmem.config.own import Axes as AxesByPattern
+from jaxmem.config.user import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
-from jaxmem.models.own_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
+from jaxmem.models.user_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights
 from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks
 from jaxmem.stack import StackOptions

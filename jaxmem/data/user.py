@@ -23,11 +23,11 @@ from jaxmem.step.batches import batch_spec
 State = dict[str, Any]
 
 
-class OwnLoader(AbstractContextManager["OwnLoader"]):
+class UserLoader(AbstractContextManager["UserLoader"]):
     """The interface of `Loader` for batches of a script. It is its own `corpus`."""
 
     def __init__(self, cfg: Config, split: Split, rows: Sequence[int]):
-        batches = cfg.own.data if split == "train" else cfg.own.held_out
+        batches = cfg.user.data if split == "train" else cfg.user.held_out
         if batches is None:
             raise UserError(
                 "train.evaluate_every requires the argument held_out; pass an iterable of batches, or set"
@@ -46,7 +46,7 @@ class OwnLoader(AbstractContextManager["OwnLoader"]):
 
     def __next__(self) -> Batch:
         batch = next(self._iterator, None)
-        if batch is None and self._batches is self._cfg.own.data and self._batches.repeats:
+        if batch is None and self._batches is self._cfg.user.data and self._batches.repeats:
             self._iterator = iter(self._batches)
             batch = next(self._iterator, None)
         if batch is None:
@@ -128,6 +128,6 @@ def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def open_loader(cfg: Config, split: Split, rows: Sequence[int], *, corpus: Any = None, agree: Any = None) -> Any:
     """The batches of a split: of a script, or as `data` describes them."""
-    if cfg.own.data is not None:
-        return OwnLoader(cfg, split, rows)
+    if cfg.user.data is not None:
+        return UserLoader(cfg, split, rows)
     return Loader(cfg, split, rows, corpus=corpus, agree=agree)

@@ -1,11 +1,10 @@
 """The model, loss, data and optimizer that a script passes to `train`, `plan`, `fit` and `evaluate` as Python objects.
 
-They are the attribute `own` of a config, which is neither saved nor part of the schema.
+They are the attribute `user` of a config, which is neither saved nor part of the schema.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +14,24 @@ from typing import Any, TypedDict
 from jaxmem.errors import UserError
 
 Axes = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
-OwnData = Iterable[Mapping[str, Any]]
+UserData = Iterable[Mapping[str, Any]]
 
 
 class ModelParts(TypedDict, total=False):
     """The model and the loss of a script.
 
-    `model(rngs)` returns a Flax NNX module; `model(rngs, execution)` a module of jaxmem's layers. `axes`: logical axes
-    of its weights, by patterns of their names. `layers`: the name of a list of equal blocks of a Flax module, or
-    several, which are computed as a stack. `loss(model, batch)` or `loss(model, batch, keys)` returns the mean loss
-    of the rows of a batch, or (loss, metrics); `keys` has a random key for each row.
+    `model(rngs)` returns a Flax NNX module, or `network(rngs, execution)` a module of jaxmem's layers. `axes`: logical
+    axes of the weights of a Flax module, by patterns of their names. `layers`: the name of a list of equal blocks of a
+    Flax module, or several, which are computed as a stack. `loss(model, batch)` returns the mean loss of the rows of a
+    batch, or (loss, metrics), as does `loss_with_keys(model, batch, keys)`, with a random key for each row.
     """
 
     model: Callable[..., Any] | None
+    network: Callable[..., Any] | None
     axes: Axes | None
     layers: str | Sequence[str] | None
     loss: Callable[..., Any] | None
+    loss_with_keys: Callable[..., Any] | None
 
 
 class Parts(ModelParts, total=False):
@@ -40,21 +41,23 @@ class Parts(ModelParts, total=False):
     transformation that includes the learning rate.
     """
 
-    data: OwnData | None
-    held_out: OwnData | None
+    data: UserData | None
+    held_out: UserData | None
     optimizer: Any
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, like functions: traces of a config are cached
-class ScriptParts:
+class UserObjects:
     """The parts that a script passed; None: the config describes this part."""
 
     model: Callable[..., Any] | None = None
+    network: Callable[..., Any] | None = None
     axes: Axes | None = None
     layers: tuple[str, ...] = ()
     loss: Callable[..., Any] | None = None
-    data: OwnBatches | None = None
-    held_out: OwnBatches | None = None
+    loss_with_keys: Callable[..., Any] | None = None
+    data: UserBatches | None = None
+    held_out: UserBatches | None = None
     optimizer: Any = None
 
     @property
@@ -62,22 +65,17 @@ class ScriptParts:
         return all(part is None or part == () for part in vars(self).values())
 
     @property
-    def passes_execution(self) -> bool:
-        """Whether the model consists of jaxmem's layers, which receive the settings of the computation."""
-        return self.model is not None and passes_execution(self.model)
-
-    @property
-    def loss_needs_keys(self) -> bool:
-        return self.loss is not None and _arguments(self.loss) >= 3
+    def has_model(self) -> bool:
+        return self.model is not None or self.network is not None
 
 
-NO_SCRIPT_PARTS = ScriptParts()  # shared by all configs without parts, so that configs with equal settings are equal
+NO_USER_OBJECTS = UserObjects()  # shared by all configs without parts, so that configs with equal settings are equal
 
 
-class OwnBatches:
+class UserBatches:
     """An iterable of batches. The first batch is read early, for the names, shapes and dtypes of the arrays."""
 
-    def __init__(self, source: OwnData, argument: str):
+    def __init__(self, source: UserData, argument: str):
         if isinstance(source, Mapping | str) or not isinstance(source, Iterable):
             given = f"{type(source).__name__} {source!r:.60}"
             raise UserError(f"{argument} must be an iterable of batches (dicts of arrays), not the {given}")
@@ -116,17 +114,3 @@ class OwnBatches:
                 given = "a scalar" if array.dtype != object else "an array of objects"
                 raise UserError(f"{self.argument}: batch[{name!r}] must be an array of shape [rows, ...], not {given}")
         return found
-
-
-def passes_execution(model: Callable[..., Any]) -> bool:
-    return _arguments(model, with_defaults=False) >= 2
-
-
-def _arguments(function: Callable[..., Any], *, with_defaults: bool = True) -> int:
-    """The number of positional arguments of a function."""
-    # The metaclass of NNX modules hides the arguments of their constructor.
-    described: Any = getattr(function, "__init__", function) if isinstance(function, type) else function
-    parameters = inspect.signature(described).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    counted = [one for one in parameters if one.kind in kinds and (with_defaults or one.default is one.empty)]
-    return len(counted) - (described is not function)  # without `self`
