@@ -19,8 +19,8 @@ import optax
 
 from jaxmem import config
 from jaxmem.config.optimizers import OPTIMIZERS, Entry
-from jaxmem.optim.chain import Rate, Transformation, chain, with_learning_rate, with_promotion
 from jaxmem.optim.clipping import clip
+from jaxmem.optim.transformation import Rate, Transformation, chain, with_learning_rate, with_promotion
 
 
 def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:

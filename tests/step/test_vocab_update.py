@@ -9,8 +9,8 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.config.sections import Precision
-from jaxmem.optim.chain import chain
 from jaxmem.optim.groups import ParameterGroup, select
+from jaxmem.optim.transformation import chain
 from jaxmem.sharding.weights import Storage, store
 from jaxmem.step.update_in_parts import VocabUpdate
 from tests.optim.conftest import normal, same

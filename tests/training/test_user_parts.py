@@ -244,7 +244,7 @@ class Wrong(Transformer):
         ({}, {"axes": {"layers.0.kernel": ("embed", "mpl")}}, "mpl.*mlp"),
         ({"memory": {"remat": "full"}}, {}, "memory.remat=full.*layers="),
         ({"memory": {"update": "during"}}, {}, "memory.update=during.*layers="),
-        ({"adapter": {"kind": "dora"}}, {}, "adapter.kind=dora.*execution"),
+        ({"adapter": {"kind": "dora"}}, {}, "adapter.kind=dora.*argument network"),
         ({"memory": {"update": "during"}}, {"model": Statistics, "layers": "blocks"}, "during.*mean.*after"),
         ({}, {"layers": "layers"}, "layers.*differs from block 0 in"),
         ({}, LM | {"layers": "block"}, "layers=block .*blocks"),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.config.optimizers import AdafactorSettings
-from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.sharding.weights import is_quantized
 
 DECAY = 0.8  # at update t the moving average keeps the share 1 - t^-decay

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.config.optimizers import AdamSettings, AdamWSettings
-from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, direction, next_moments
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 
 
 @dataclass(frozen=True)

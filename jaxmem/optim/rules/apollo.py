@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
-from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules import projection
 from jaxmem.optim.rules.plain import Adam, bias_correction, next_moments
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 
 GROWTH = 1.01
 TINY = 1e-8

@@ -26,11 +26,11 @@ import optax
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
 from jaxmem.kernels.run_counts import run_count
-from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import QTensor, quantize
 
 RuleFor = Callable[[ParameterSpec], MatrixRule]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.config.optimizers import MuonSettings
-from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # the polynomial that is steepest at zero and maps values near one to near one

@@ -14,8 +14,8 @@ import optax
 
 from jaxmem.config.optimizers import AdamSettings, AdamWSettings, LionSettings, SgdSettings
 from jaxmem.optim.apply import widened
-from jaxmem.optim.chain import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
+from jaxmem.optim.transformation import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.sharding.weights import is_quantized
 
 

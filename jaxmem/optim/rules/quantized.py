@@ -22,9 +22,9 @@ import optax
 from jaxmem import kernels
 from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, AdamWSettings, LionSettings, MomentumSettings
 from jaxmem.errors import UserError
-from jaxmem.optim.chain import Rate, Transformation, with_learning_rate
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
 
