@@ -73,7 +73,7 @@ def temporaries(device: Any, implementation: str, count: int) -> int:
 
 
 def _with_ragged_dot(layer: Experts, x: jax.Array) -> jax.Array:
-    choices, shares, _ = layer._route(x)
+    choices, shares, _ = layer._route(x, None)
     groups = sort_rows(choices[0], layer.cfg.count)
     gate, up, down = (one.trainable(x.dtype)["weight"] for one in (layer.gate, layer.up, layer.down))
     matmul = partial(jax.lax.ragged_dot, group_sizes=groups.stops - groups.starts)
