@@ -1,4 +1,5 @@
 # make demo        set up, train a small decoder, explain the memory
+# make chat        set up, fine-tune a chat model by QLoRA, compare its answers before and after
 # make test        set up, test each behavior once
 # make test-all    the tests of make test and all others
 # make mutations   plant faults, run the tests that must notice them
@@ -15,11 +16,14 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all mutations lint clean
+.PHONY: demo chat test test-all mutations lint clean
 
 demo: $(VENV)/installed
 	@$(BIN)/jaxmem train configs/demo.yaml --simulate 2
 	@$(BIN)/python scripts/demo.py
+
+chat: $(VENV)/installed-gguf
+	@$(BIN)/python scripts/chat.py
 
 test: $(VENV)/installed-dev
 	@$(PYTEST) -m 'not exhaustive'
@@ -50,6 +54,10 @@ $(VENV)/made:
 $(VENV)/installed: $(VENV)/made pyproject.toml
 	@$(INSTALL) -e .
 	@touch $@
+
+$(VENV)/installed-gguf: $(VENV)/made pyproject.toml
+	@$(INSTALL) -e '.[gguf]'
+	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/made pyproject.toml
 	@$(INSTALL) -e '.[dev]'

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmem.cli import main
-from jaxmem.cli.start import load
+from jaxmem.cli.start import load, print_text
 from jaxmem.config import load_config
 from jaxmem.data import Loader
 from jaxmem.errors import UserError
@@ -343,3 +343,14 @@ def test_too_few_file_descriptors(run: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: too many open files: raise the limit with `ulimit -n 4096`"]
+
+
+def test_tokens_cannot_control_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_text("a\x1b[31m\tb\n\x9b")
+    assert capsys.readouterr().out == "a\\x1b[31m\tb\n\\x9b"
+
+
+def test_a_gguf_file_is_a_model_not_a_config() -> None:
+    with pytest.raises(UserError, match=r"x.gguf is a model, not a config; write a config first"):
+        load(Path("x.gguf"), None, None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,14 @@ from jaxmem.machine import devices
 if TYPE_CHECKING:
     from jaxmem.config import Config
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
+
 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
     """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
     devices."""
     from jaxmem.config import load_config
+    from jaxmem.config.hub import is_gguf
     from jaxmem.config.presets import preset_of
 
     if (config / "config.yaml").is_file():
@@ -29,7 +33,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
         output = os.path.relpath(place.parent)
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
         config /= "config.yaml"
-    elif (config / "config.json").is_file() or (not config.exists() and preset_of(str(config))):
+    elif (config / "config.json").is_file() or is_gguf(config) or (not config.exists() and preset_of(str(config))):
         write = f"jaxmem plan {config} --method qlora --write run.yaml"
         raise UserError(f"{config} is a model, not a config; write a config first, such as: {write}")
     elif config.is_dir():
@@ -78,9 +82,11 @@ def is_first_process() -> bool:
 
 
 def print_text(text: str) -> None:
-    """Prints a part of a text at once, without a line break."""
+    """Prints a part of a text at once, without a line break. On a terminal, control characters are escaped, because the
+    tokens of a model's file can be commands for the terminal."""
     if is_first_process():
-        print(text, end="", flush=True)
+        escaped = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if sys.stdout.isatty() else text
+        print(escaped, end="", flush=True)
 
 
 @contextlib.contextmanager

