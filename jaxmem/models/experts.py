@@ -68,7 +68,7 @@ class ExpertLinear(Linear):
         value = self.weight.get_value()
         if isinstance(value, StoredWeight) and value.proxy is None:
             value = value.stored
-        elif not isinstance(value, QTensor):
+        elif not (isinstance(value, QTensor) or is_streamed(value)):
             return {}
         if any(map(is_streamed, jax.tree.leaves(value, is_leaf=is_streamed))):
             return {"weight": value}

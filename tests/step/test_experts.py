@@ -13,7 +13,7 @@ from jaxmem.config.optimizers import ApolloSettings, GaLoreSettings, QGaLoreSett
 from jaxmem.errors import UserError
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
-from tests.step.conftest import SMALL, Trained, config
+from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.tiers import cases
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264, "mlp": 32}
@@ -131,6 +131,17 @@ def test_latent_attention_and_shared_experts_train_as_on_one_device():
     many = adapters_of(DEEPSEEK, {"expert": 2, "tensor": 2}, begin=one, experts="nf4")
     many.agrees_with(one)
     only_adapters_change(many)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_an_evaluation_copies_groups_of_experts_from_the_host(kind):
+    sections = {"adapter": {"kind": kind}, "batch": {"global_size": 8}}
+    memory = {"offload": "frozen", "remat": "full", "expert_groups": 2}
+    built = [program(mixture(memory=m, **sections), jax.devices()[:1]) for m in ({}, memory)]
+    batch = batch_for(built[0])
+    plain, groups = (float(b.compiled_evaluate(b.initialise().params, b.place(batch))["loss"]) for b in built)
+    assert groups == pytest.approx(plain, rel=1e-5)
 
 
 GALORE = {"name": "galore_adamw8bit", "rank": 2, "trainable": ["blocks.mlp.up.*"]}
