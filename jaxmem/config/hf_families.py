@@ -290,6 +290,7 @@ FAMILIES = {
             "norm_topk_prob": (False, None),
             "moe_layer_freq": (1, None),
             "attention_bias": (False, None),
+            "mlp_bias": (False, None),
         },
         experts=("n_routed_experts", "moe_intermediate_size"),
         is_latent=True,

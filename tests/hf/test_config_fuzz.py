@@ -1,6 +1,7 @@
 """Random config.json files: what transformers computes, or refused."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,9 @@ from flax import nnx
 
 from jaxmem import models
 from jaxmem.config import Decoder
-from jaxmem.config.hf_modules import CONCATENATED
+from jaxmem.config.hf_modules import Fused
 from jaxmem.config.hf_values import UnsupportedError
-from jaxmem.config.hugging_face import config_json, fields_of
+from jaxmem.config.hugging_face import config_json, family_of, fields_of
 from jaxmem.hf.names import decoder_weights, tensor_shapes
 from jaxmem.hf.tensors import OutputTensor, fuse_tensors
 from jaxmem.models.rope import frequencies
@@ -19,13 +20,12 @@ from tests.hf.config_fuzz import digest
 CASES = json.loads((Path(__file__).parent / "data" / "config_fuzz.json").read_text())
 
 
-def shapes_of(model: Decoder, fused: bool) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: Decoder, fused: Mapping[str, Fused]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a file of the model, by name."""
     network = nnx.eval_shape(lambda: models.build(model, nnx.Rngs(0)))
     shapes = tensor_shapes(decoder_weights(nnx.to_pure_dict(nnx.state(network))))
-    if not fused:
-        return shapes
     tensors = [OutputTensor(name, np.dtype(np.float32), shape, np.array) for name, shape in shapes.items()]
-    return {one.name: one.shape for one in fuse_tensors(tensors, CONCATENATED)}
+    return {one.name: one.shape for one in fuse_tensors(tensors, fused)}
 
 
 def test_a_random_config_is_refused_or_computes_what_transformers_does():
@@ -41,8 +41,8 @@ def test_a_random_config_is_refused_or_computes_what_transformers_does():
         accepted += 1
         model = Decoder.model_validate(fields)
         usual = {name: Decoder.model_fields[name].default for name in ("rope", "norm_epsilon", "window", "layer_types")}
-        fused = settings["architectures"][0].startswith("Phi3")
-        key = model.model_copy(update=usual | {"sliding_rope": None}), fused
+        fused = family_of(settings).fused
+        key = model.model_copy(update=usual | {"sliding_rope": None}), bool(fused)
         if key not in shapes:
             shapes[key] = digest(shapes_of(model, fused))
         assert shapes[key] == facts["weights"], settings

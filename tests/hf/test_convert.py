@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf, models
 from jaxmem.config import Adapter, Decoder, load_config
+from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
@@ -144,6 +145,15 @@ def test_of_two_scalings_the_one_of_transformers_counts(compare) -> None:
         Exception, match=r"original_max_position_embeddings is 32 in config.json, but 16 in rope_scaling"
     ):
         fields_of(compare.config("llama3") | given)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("deepseek-v2", "mlp_bias", True), ("gemma3", "attn_logit_softcapping", 30.0)]
+)
+def test_settings_without_support_are_refused(name, key, value, compare) -> None:
+    """In transformers the first adds weights, and the second has no effect, unlike in the other Gemma."""
+    with pytest.raises(UnsupportedError, match=f"{key}={json.dumps(value)} is not supported"):
+        fields_of(compare.config(name) | {key: value})
 
 
 MESHES = {
