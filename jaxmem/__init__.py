@@ -15,30 +15,36 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; `__getattr__` imports the same names when they are first used
+    from jaxmem.checkpoint import Checkpoints
     from jaxmem.config import Config, load_config
     from jaxmem.config.register import register_optimizer
+    from jaxmem.data import Loader
     from jaxmem.errors import UserError
     from jaxmem.inference.evaluate import evaluate
     from jaxmem.machine.devices import simulate
     from jaxmem.models import register_model
     from jaxmem.planning import plan
     from jaxmem.search.fit import fit
+    from jaxmem.step import program
     from jaxmem.training.run import run as train
 
 __version__ = "0.2.0"
 __all__ = [
-    "Config", "UserError", "evaluate", "fit", "load_config", "plan", "register_model", "register_optimizer",
-    "simulate", "train",
+    "Checkpoints", "Config", "Loader", "UserError", "evaluate", "fit", "load_config", "plan", "program",
+    "register_model", "register_optimizer", "simulate", "train",
 ]  # fmt: skip
 
 # The public names and their modules; every submodule is an attribute too (jaxmem.optim, jaxmem.kernels, ...).
 _NAMES = {
+    "Checkpoints": "jaxmem.checkpoint:Checkpoints",
     "Config": "jaxmem.config:Config",
+    "Loader": "jaxmem.data:Loader",
     "UserError": "jaxmem.errors:UserError",
     "evaluate": "jaxmem.inference.evaluate:evaluate",
     "fit": "jaxmem.search.fit:fit",
     "load_config": "jaxmem.config:load_config",
     "plan": "jaxmem.planning:plan",
+    "program": "jaxmem.step:program",
     "register_model": "jaxmem.models:register_model",
     "register_optimizer": "jaxmem.config.register:register_optimizer",
     "simulate": "jaxmem.machine.devices:simulate",

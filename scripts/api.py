@@ -40,7 +40,6 @@ MODULES = {  # the public names of each; None: its `__all__`
     "jaxmem.kernels": None,
     "jaxmem.models.losses": ("cross_entropy",),
     "jaxmem.distributed.communicator": ("Communicator",),
-    "jaxmem.lab.parameter_server": ("ParameterServer", "train", "busiest_link"),
 }
 HEAD = """# Python API
 

@@ -179,25 +179,6 @@ def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkey
     assert asked == [None, "h100-80gb:8"]
 
 
-def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"device": "cpu", "driver": None, "time": "now", "dry_run": True}
-    timed = {"rate": 1.5, "spread": [1.25, 1.75], "unit": "TFLOP/s", "by_host": False, "ratios": {"jax.nn cudnn": 1.04}}
-    rows: list[dict[str, object]] = [
-        {"contestant": "triton", "pass": "forward", "check": "float16", "right": True, "error": 0.4},
-        {"contestant": "mosaic", "pass": "forward", "check": "float16", "right": False, "error": None},
-        {"contestant": "triton", "pass": "forward", **timed},
-        {"contestant": "mosaic", "pass": "backward", "why_not": "compute capability is 8.0"},
-    ]
-    rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
-    monkeypatch.setattr("jaxmem.lab.bench.kernels.bench_kernels", lambda *_, **__: iter([here, *rows]))
-    assert jaxmem("bench", "kernels", "--json", capsys=capsys)[1] == json.dumps(here | {"rows": rows}, indent=2) + "\n"
-    _, out, _ = jaxmem("bench", "kernels", capsys=capsys)
-    assert "triton         forward  right, float16, error 0.4 steps" in out
-    assert "mosaic         forward  WRONG, float16, error infinite" in out
-    assert "1.500 (1.250 to 1.750) TFLOP/s  1.04 x jax.nn cudnn" in out
-    assert "not: compute capability is 8.0" in out
-
-
 def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(run / "config.yaml")
     code, out, err = jaxmem("tokenize", config, "--output", str(tmp_path / "cache"), capsys=capsys)
@@ -213,7 +194,6 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'? (see jaxmem --help)"),
         (["train"], "Missing argument 'CONFIG' (see jaxmem train --help)"),
-        (["bench"], "Missing command (see jaxmem bench --help)"),
         (["fit", "llama3-8b", "--write", "."], "--write . is a directory; use the path of a file"),
         (["plan", "x", "--mesh.fsdp", "4"], "No such option: --mesh.fsdp; write mesh.fsdp=4 (see jaxmem plan --help)"),
         (["plan", "x", "--mesh.fsdp=4"], "No such option: --mesh.fsdp; write mesh.fsdp=4 (see jaxmem plan --help)"),

@@ -32,7 +32,6 @@ LAYERS = (
     ("report",),
     ("training",),
     ("search",),
-    ("lab",),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -184,12 +183,6 @@ def test_no_imports_form_a_circle() -> None:
     list(TopologicalSorter({module: needs(module) for module in MODULES}).static_order())  # raises CycleError
 
 
-def test_only_cli_reaches_the_lab() -> None:
-    for path, module in SOURCES.items():
-        if room(module) not in ("lab", "cli"):
-            assert all(room(name) != "lab" for name in imported(path, module) if name.startswith("jaxmem.")), module
-
-
 def test_kernels_have_one_name() -> None:
     files = [*SOURCES, *(path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py"))]
     for path in files:
@@ -211,13 +204,6 @@ def test_scripts_import_names_that_exist(path: Path) -> None:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 assert hasattr(module, alias.name) or importlib.util.find_spec(name), name
-
-
-def test_tests_load_no_scripts() -> None:
-    """What tests share with a command is in tests: scripts may then change as commands do."""
-    for path in (ROOT / "tests").rglob("*.py"):
-        names = imported(path, path.stem)
-        assert not any(name.split(".")[0] == "scripts" for name in names), path
 
 
 def test_kernels_are_imported_under_one_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from jaxmem import __version__
-from jaxmem.cli import benches, inference, info, planning, training
+from jaxmem.cli import inference, info, planning, training
 from jaxmem.errors import UserError, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 from jaxmem.machine.os_errors import as_user_error
@@ -52,14 +52,8 @@ app.command()(inference.export)
 app.command()(training.tokenize)
 app.command(context_settings={"allow_interspersed_args": False})(training.launch)
 app.command()(info.report)
-app.command()(info.tour)
 app.command()(info.doctor)
 app.command()(info.schema)
-
-bench = typer.Typer(help="Measure the speed of kernels, compared with other implementations.", rich_markup_mode=None)
-bench.command("kernels")(benches.bench_kernels)
-app.add_typer(bench, name="bench")
-
 
 PYDANTIC = {  # its texts for options, and jaxmem's
     "Input should be greater than or equal to": "must be at least",

@@ -177,6 +177,8 @@ def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
             keep_freed_memory()
         if cuda_wheels():
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
+            if "jax" in sys.modules:  # a script has imported jax, which reads the variable only once
+                sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
 def cache_compiled_programs(output: str | Path) -> None:

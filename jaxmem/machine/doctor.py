@@ -44,8 +44,17 @@ from jaxmem.step.kernel_choice import kernel_choices
 cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit"], method="qlora", sequence_length=4096)
 
 def kernels(device):
-    found = kernel_choices(cfg, device.platform, capability(device))
-    return {setting: f"{one.implementation} ({one.why})" for setting, one in found.items()}
+    choices = kernel_choices(cfg, device.platform, capability(device))
+    return {setting: f"{choice.implementation} ({choice.why}){checked(device, setting, choice)}"
+            for setting, choice in choices.items()}
+
+def checked(device, setting, choice):
+    if device.platform == "cpu":
+        return ""
+    from jaxmem.training.kernel_check import failure_of
+
+    why = failure_of(cfg, device.platform, setting, choice)
+    return f"; failed its check: {why}" if why else "; passed its check"
 
 seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats(), kernels=kernels(d))
         for d in jax.local_devices()]

@@ -29,7 +29,6 @@ from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
-from jaxmem.search.surrogate import PRIOR_STD
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import RULE_AXES
 from jaxmem.step.kernel_choice import resolve_kernels
@@ -52,8 +51,6 @@ class Candidate:
     phases: dict[str, int] | None = None  # bytes of each compiled phase besides the step, such as initialise
     total: float = field(init=False)  # bytes per device in the largest phase
     seconds: float = field(init=False)  # seconds of a step
-    total_std: float = PRIOR_STD  # standard deviation of log(total), while it is estimated
-    seconds_std: float = PRIOR_STD
 
     def __post_init__(self) -> None:
         self.total, self.seconds = self.estimate.total, self.estimate.seconds or 0.0

@@ -1,11 +1,12 @@
-"""The fastest config that fits: estimate all configs, compile the most promising, correct the estimates, repeat.
+"""The fastest config that fits: estimate all configs, compile in order of estimated time, correct, repeat.
 
-The configs with the largest expected gain on the Pareto front of memory and time are compiled next. Their exact bytes
-and seconds correct the estimates of similar configs (`surrogate`).
+Each compiled config corrects the estimates of similar configs by its ratio of compiled to estimated bytes and seconds.
+The search ends when no open config that is estimated to fit is estimated to be faster than the fastest compiled one.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,9 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, Space, pareto_front
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
-from jaxmem.search.surrogate import encode, expected_improvement, posterior, probability_below
 
 MAX_SLOWDOWN = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 ESTIMATE_ERROR = 0.05  # relative error that an estimate may have
-PER_CHANGE = 0.99  # factor of the expected gain for each setting that changes
-MEMORY_WEIGHT = 0.3  # weight of a relative saving of memory; the weight of a saving of time is 1
 
 
 @dataclass
@@ -50,46 +48,16 @@ class Trials:
         return f"needs {'' if one.cost else 'about '}{' and '.join(found)}" if found else ""
 
     def update_estimates(self) -> None:
-        """Correct the estimates of open candidates by the compiled candidates. The bytes of a step in which XLA
-        recomputes values to stay within memory are not used."""
-        encoded = encode([one.settings for one in self.all])
-        costs = {index: one.cost for index, one in enumerate(self.all) if one.cost}
-        guesses = [one.estimate for one in self.all]
-        bytes_error = {at: math.log(c.total / guesses[at].total) for at, c in costs.items() if not c.recomputed}
-        time_error = {at: math.log(c.seconds / (guesses[at].seconds or 1.0)) for at, c in costs.items()}
-        if bytes_error:
-            for one, error, std in zip(self.all, *posterior(encoded, bytes_error), strict=True):
-                if one.is_pending:
-                    one.total, one.total_std = one.estimate.total * math.exp(error), std
-        if time_error:
-            for one, error, std in zip(self.all, *posterior(encoded, time_error), strict=True):
-                if one.is_pending:
-                    one.seconds, one.seconds_std = (one.estimate.seconds or 1.0) * math.exp(error), std
-
-    def fit_probability(self, one: Candidate) -> float:
-        if one.host_bytes > self.target.host_memory:
-            return 0.0
-        return probability_below(math.log(self.limit / one.total) if one.total else 0.0, one.total_std)
-
-    def compile_value(self, candidates: Sequence[Candidate]) -> list[float]:
-        """The expected gain of compiling each candidate: a faster config that fits, or the same time in less memory.
-        While no candidate is known to fit, it is the probability of fitting, times the relative speed squared."""
-        front = self.front()
-        if not front:
-            fastest = min(one.seconds for one in candidates)
-            values = [self.fit_probability(one) * (fastest / one.seconds) ** 2 for one in candidates]
-        else:
-            values = [self._expected_gain(one, front) for one in candidates]
-        return [PER_CHANGE**one.distance * value for one, value in zip(candidates, values, strict=True)]
-
-    def _expected_gain(self, one: Candidate, front: Sequence[Candidate]) -> float:
-        best = front[0].seconds
-        faster = self.fit_probability(one) * expected_improvement(math.log(best / one.seconds), one.seconds_std)
-        if one.seconds > MAX_SLOWDOWN * best:
-            return faster
-        as_fast = [other.total for other in front if other.seconds <= one.seconds]
-        smaller = expected_improvement(math.log(min(as_fast, default=self.limit) / one.total), one.total_std)
-        return faster + MEMORY_WEIGHT * smaller * min(1.0, best / one.seconds)
+        """Correct the estimate of each open candidate by the mean ratio of compiled to estimated values over the
+        compiled candidates that have the most settings in common with it. The bytes of a step in which XLA recomputes
+        values to stay within memory are not used."""
+        costs = {candidate: candidate.cost for candidate in self.all if candidate.cost}
+        bytes_ratios = {one: cost.total / one.estimate.total for one, cost in costs.items() if not cost.recomputed}
+        time_ratios = {one: cost.seconds / (one.estimate.seconds or 1.0) for one, cost in costs.items()}
+        for candidate in self.all:
+            if candidate.is_pending:
+                candidate.total = candidate.estimate.total * _ratio(candidate, bytes_ratios)
+                candidate.seconds = (candidate.estimate.seconds or 1.0) * _ratio(candidate, time_ratios)
 
     def front(self, among: Iterable[Candidate] | None = None, slack: float = 0.0) -> list[Candidate]:
         """The Pareto front of time and memory among candidates that fit (by default compiled ones), fastest first."""
@@ -105,6 +73,14 @@ class Trials:
         return {"median": errors[len(errors) // 2], "largest": errors[-1], "compared": len(errors)} if errors else None
 
 
+def _ratio(candidate: Candidate, ratios: Mapping[Candidate, float]) -> float:
+    """The geometric mean of the ratios of the candidates that have the most settings in common with this one."""
+    common = {other: sum(value == other.settings[key] for key, value in candidate.settings.items()) for other in ratios}
+    most = max(common.values(), default=0)
+    similar = [ratio for other, ratio in ratios.items() if common[other] == most]
+    return statistics.geometric_mean(similar) if similar else 1.0
+
+
 def save_best(best: Candidate | None, path: str | Path) -> None:
     """Writes the best config of a search as a file for `train`."""
     if best is None:
@@ -116,9 +92,7 @@ def target_json(target: Target, limit: int) -> dict[str, Any]:
     return {"name": target.name, "devices": target.count, "limit_bytes": limit}
 
 
-MIN_PROBABILITY = 0.01  # a config with a smaller probability of fitting is unlikely to fit
 NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
-MIN_GAIN = 0.01  # least expected gain for which a step is compiled
 Progress = Callable[[str], None]
 
 
@@ -169,17 +143,19 @@ class Search:
                 trials.all += self._space.neighbors(one)
 
     def _next(self, count: int) -> list[Candidate]:
-        """The candidates to compile next, by expected gain. While no candidate is likely to fit: those with the least
-        memory, if they need less than all compiled candidates."""
+        """The candidates to compile next: those that are estimated to fit and to be faster than the fastest compiled
+        one, fastest first. If nothing fits, those with the least memory, if they need less than all compiled ones."""
         trials = self.trials
-        open_ = [one for one in trials.all if one.is_pending]
-        any_fits = any(trials.fits(one) for one in trials.compiled)
-        if not any_fits and not any(trials.fit_probability(one) > MIN_PROBABILITY for one in open_):
-            smallest = min((one.total for one in trials.compiled), default=float("inf"))
-            return [one for one in sorted(open_, key=lambda one: one.total)[:count] if one.total < smallest]
-        values = zip(trials.compile_value(open_), open_, strict=True) if open_ else ()
-        best = sorted(values, key=lambda pair: -pair[0])[:count]
-        return [one for value, one in best if value > MIN_GAIN or not any_fits]
+        pending = [candidate for candidate in trials.all if candidate.is_pending]
+        fastest = min((candidate.seconds for candidate in trials.front()), default=math.inf)
+        for slack in (0.0, ESTIMATE_ERROR):
+            fitting = [candidate for candidate in pending if trials.fits(candidate, slack)]
+            if faster := [candidate for candidate in fitting if candidate.seconds < fastest]:
+                return sorted(faster, key=lambda one: (one.seconds, one.distance))[:count]
+        if fastest < math.inf:
+            return []
+        smallest = min((one.total for one in trials.compiled), default=math.inf)
+        return [one for one in sorted(pending, key=lambda one: one.total)[:count] if one.total < smallest]
 
     def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
         for one, cost in self._compile(chosen, self._compilers.step):

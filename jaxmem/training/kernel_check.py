@@ -78,14 +78,19 @@ def _first_failed(
 ) -> tuple[str, str, str] | None:
     """The setting and the name of the first kernel that fails its check in any process, and the reason."""
     for setting, chosen in choices.items():
-        name = chosen.implementation
-        if name in (*PLAIN, "none"):
-            continue
-        call: Any = attention_request(built.cfg, built.platform) if setting == "memory.attention" else chosen.kind
-        why = failure(setting, name, call)
+        why = failure_of(built.cfg, built.platform, setting, chosen)
         if agree(why is not None):
-            return setting, name, why or "it failed in another process"
+            return setting, chosen.implementation, why or "it failed in another process"
     return None
+
+
+def failure_of(cfg: Config, platform: str, setting: str, chosen: Choice) -> str | None:
+    """The reason why the choice for a setting of a config cannot be used on the first local device; None: it is
+    correct, or plain JAX."""
+    if chosen.implementation in (*PLAIN, "none"):
+        return None
+    call: Any = attention_request(cfg, platform) if setting == "memory.attention" else chosen.kind
+    return failure(setting, chosen.implementation, call)
 
 
 def failure(setting: str, implementation: str, call: Request | str) -> str | None:

@@ -13,8 +13,8 @@ import jaxmem.hf
 import jaxmem.training.run  # noqa: F401
 from jaxmem.cli import main
 from jaxmem.data import text
-from jaxmem.lab.tour import docstrings, finetune, memory
 from jaxmem.planning import result
+from scripts.course import docstrings, finetune, memory
 
 SERVER = multiprocessing.get_context("forkserver")
 

@@ -23,8 +23,6 @@ from jaxmem import planning
 from jaxmem.cli import main
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS
-from jaxmem.lab.bench import contest
-from jaxmem.lab.tour.docstrings import write_conversations, write_tokenizer
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.planning import result
 from jaxmem.planning.compile import Compiled, compile_all
@@ -33,6 +31,8 @@ from jaxmem.search.candidates import estimated
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
+from scripts.bench import contest
+from scripts.course.docstrings import write_conversations, write_tokenizer
 from tests.docs import started
 from tests.docs.conftest import own_scripts, written
 

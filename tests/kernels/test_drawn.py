@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmem.kernels import Moments8, adam8_update, dequant_matmul, int8_add
 from jaxmem.kernels.codes import dynamic_code
-from jaxmem.lab.sliding_max import sliding_max
+from scripts.course.sliding_max import sliding_max
 
 EXAMPLES = 2  # each compiles two programs or three
 SIZES = st.integers(1, 40)

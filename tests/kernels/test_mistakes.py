@@ -23,8 +23,8 @@ from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTION
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.kernels.validation import PLAIN, describe
-from jaxmem.lab.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
-from jaxmem.lab.sliding_max import sliding_max
+from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
+from scripts.course.sliding_max import sliding_max
 
 KEY = jax.random.key(7)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import Moments8, adam8_update, attention, dequant_matmul
-from jaxmem.lab.sliding_max import sliding_max
+from scripts.course.sliding_max import sliding_max
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((6, 16)), jnp.float32)

@@ -22,11 +22,11 @@ from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matm
 from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
 from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
-from jaxmem.lab.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
-from jaxmem.lab.sliding_max import sliding_max
 from jaxmem.planning.compile import without_cache
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
+from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
+from scripts.course.sliding_max import sliding_max
 from tests.support.tiers import cases, exhaustive
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768

@@ -26,7 +26,7 @@ from jaxmem.data import Loader
 from jaxmem.step import program
 from tests.support.bench_step import torch_network
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts/measure"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts/bench"))
 
 from optimizer_quality import CONFIG, METHODS, PEERS, add_record
 

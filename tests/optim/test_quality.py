@@ -1,7 +1,7 @@
 """What few bytes cost in quality, in short: one small network learns the standard library's bytes under each.
 
 Paired: the same first weights, the same batches, the same held-out bytes. The recorded runs are longer
-(`scripts/measure/optimizer_quality.py`).
+(`scripts/bench/optimizer_quality.py`).
 """
 
 import argparse

@@ -232,7 +232,7 @@ def test_a_small_space_compiled_whole() -> None:
         limit = sorted(facts.total for facts in truth.values())[len(truth) // 2]
         compilers.target = tight = with_memory("cpu:1", limit)
         fit = search(cfg, tight, words, compilers, compiles=3)
-    assert len(fit.trials.compiled) == 3 < len(every)
+    assert len(fit.trials.compiled) <= 3 < len(every)
     assert fit.best is not None
     assert fit.best.seconds == min(facts.seconds for facts in truth.values() if facts.total <= limit)
     built = program(fit.best.cfg, jax_devices(1))

@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.lab.tour.checkpointing import backward
 from jaxmem.stack import StackOptions, apply_stack, stacked
+from scripts.course.checkpointing import backward
 from tests.stack.test_schedule import Affine, layer
 
 

@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from jaxmem.config.recompute import fewest
-from jaxmem.lab.tour.checkpointing import FORMULAS, backward
 from jaxmem.quant import quantize
 from jaxmem.sharding import gather
 from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack import StackCall, StackOptions, apply_stack, stacked
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.scheduled import by_schedule
+from scripts.course.checkpointing import FORMULAS, backward
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
 

@@ -28,9 +28,9 @@ from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
 from jaxmem.hf import save
-from jaxmem.lab.bench.contest import Contestant, take_turns
 from jaxmem.machine.devices import package_versions, use_cpu_without_gpu
 from jaxmem.step import Program, program
+from scripts.bench.contest import Contestant, take_turns
 
 PEER = ("torch", "transformers")  # not dependencies of jaxmem
 AGREE = 1e-4  # nats per token

@@ -7,7 +7,7 @@
 A config states in its header the command that makes its figure, `jaxmem plan CONFIG --target GPU`, and `Planned: N
 GiB`. A row of a table in README or docs that names a config repeats its figure in its last cell. A figure in a text is
 followed by a comment with its command: `<!-- 21.9 GiB, 13.5 s: jaxmem plan CONFIG --target GPU OVERRIDES -->`. The
-tables of scripts/measure and the pages of docs/tour name the command that prints them again.
+tables of scripts/bench and the pages of docs/tour name the command that prints them again.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
     if path.is_relative_to(ROOT / "tests"):
         names = (named for named in definitions(path) if named[1].startswith("test_"))
         yield from ((line, name.replace("_", " ")) for line, name in names)
-    elif path.suffix == ".yaml" and path.name != "stops.yaml":  # the pages of the tour
+    elif path.suffix == ".yaml" and path.name != "stops.yaml":  # the pages of the course
         comments = "\n".join(line[line.find("#") :] if "#" in line else "" for line in text.splitlines())
         yield 1, comments
     elif path.suffix != ".py":

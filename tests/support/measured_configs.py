@@ -1,4 +1,4 @@
-"""Configs of different shape, whose planned and measured peak memory scripts/measure/measure_plan.py compares."""
+"""Configs of different shape, whose planned and measured peak memory scripts/bench/measure_plan.py compares."""
 
 from typing import Any
 

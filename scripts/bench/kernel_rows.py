@@ -1,0 +1,220 @@
+"""The speed of the kernels on this device, compared with other implementations, and the errors of their results.
+
+On a GPU each shape is measured in a separate process (`contest.py`): first the results, written to outputs initialized
+with NaN, then the times. Each row reports one pass of a contestant as soon as it is known: the check and its error;
+then the times, and their ratios to other contestants and to a matmul or copy in the same turns; or the reason why it
+has no times. A contestant that hangs or ends its process is left out from then on. On a CPU all shapes are tiny and run
+in this process, which tests the benchmark, but not the speed."""
+
+import datetime as dt
+import itertools
+import json
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmem.errors import UserError, nearest
+from jaxmem.machine import devices
+from scripts.bench import contest
+from scripts.bench.contest import CEILING, MAX_ERROR, Contestant, Row, Say, ceilings, error_line, take_turns
+from scripts.bench.operations import OPERATIONS
+from scripts.bench.work import BenchOperation
+
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    *("nvidia-cublas", "nvidia-cuda-nvcc", "triton", "jax-triton"),
+)
+
+
+@dataclass(frozen=True)
+class BenchSelection:
+    """The shapes and contestants that a command measures; (): the default shapes of the operation, all contestants."""
+
+    shapes: tuple[str, ...] = ()
+    operation: str | None = None
+    only: tuple[str, ...] = ()  # contestants, or single passes of them
+    without: tuple[str, ...] = ()
+    seconds: float = 5.0  # approximate time for each shape or kernel
+
+    def has(self, name: str, of: str, without: Sequence[str]) -> bool:
+        """Whether a contestant's pass is selected. A name selects all names that begin with its words: `jax.nn` also
+        selects `jax.nn xla`, and `mosaic` all passes of mosaic.
+
+        >>> BenchSelection().has("jax.nn xla", "forward", ["jax.nn"])
+        False
+        >>> BenchSelection(only=("mosaic forward",)).has("mosaic", "forward", ())
+        True
+        """
+        words = f"{name} {of} "
+        is_named = not self.only or any(words.startswith(f"{one} ") for one in self.only)
+        return is_named and not any(words.startswith(f"{one} ") for one in without)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measurement of one shape of an operation."""
+
+    operation: str
+    shape: str
+    selection: BenchSelection
+    dry: bool = False
+    check: bool = False  # only check results, with every option
+
+    @property
+    def sizes(self) -> Any:
+        return OPERATIONS[self.operation].shape(self.shape, dry=self.dry)
+
+
+def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path | None = None) -> Iterator[Row]:
+    """The device, then each row as soon as it is known; by default rows of attention. `check`: only check the results,
+    with every option. `write`: a file to which each row is appended at once, as a line of JSON."""
+    operation = selection.operation or "attention"
+    own = check_selection(operation, selection)
+    if write is not None:
+        check_file(write)
+    here = device_row()
+    shapes = selection.shapes or own.usual or own.shapes
+    jobs = (Job(operation, name, selection, here["dry_run"], check) for name in shapes)
+    for row in itertools.chain([here], run_jobs(measured, jobs, list(selection.without), here)):
+        if write is not None:
+            with write.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        yield row
+
+
+def device_row() -> Row:
+    """The device. A GPU is queried in a short process, because jax would keep most of its memory allocated."""
+    limit = contest.MAX_TURN_SECONDS if devices.has_nvidia_gpu() else None
+    here = next(contest.isolated_rows(device_facts, None, without=[], limit=limit))
+    if "why_not" in here:
+        raise UserError(f"bench: {here['why_not']}")
+    return here
+
+
+def run_jobs(work: contest.RowSource, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
+    """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
+    previous job has ended."""
+    limit = None if here["dry_run"] else contest.MAX_TURN_SECONDS
+    for job in jobs:
+        for row in contest.isolated_rows(work, job, without=without, limit=limit):
+            yield {"operation": job.operation, "shape": job.shape} | row
+
+
+def check_file(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--write {path}: there is no folder {path.parent}; create it or use another folder")
+    if path.is_dir():
+        raise UserError(f"--write {path} is a folder; use the name of a file")
+
+
+def check_selection(operation: str, selection: BenchSelection) -> BenchOperation:
+    """The operation; an error if a selected name does not exist."""
+
+    def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
+        for name in names:
+            if name not in known and not any(f"{one} ".startswith(f"{name} ") for one in prefixes):
+                raise UserError(f"unknown {kind} {name}{nearest(name, known)}")
+
+    check("operation", [operation], OPERATIONS)
+    own = OPERATIONS[operation]
+    contestants = [*own.implementations, *own.others]
+    passes = [f"{one} {of}" for one in contestants for of in own.passes]
+    check("shape", selection.shapes, own.shapes)
+    check("contestant", (*selection.only, *selection.without), contestants, passes)
+    return own
+
+
+# ---------------------------------------------------------------- in the process that measures
+
+
+def device_facts(_: None, **__: Any) -> Iterator[Row]:
+    """The device, the versions of its software, and the time."""
+    device, gpus = jax.devices()[0], devices.nvidia_gpus()
+    yield {
+        "device": device.device_kind,
+        "dry_run": device.platform == "cpu",
+        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "driver": gpus[0]["driver"] if gpus else None,
+        "gpus": gpus,
+        "versions": devices.package_versions(PACKAGES),
+    }
+
+
+def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    """The errors of all contestants, then their times."""
+    checked = [row for row in done if "check" in row]
+    for row in _checks(job, checked, without, say):
+        checked.append(row)
+        yield row
+    if job.check:
+        return
+    refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
+    contestants: list[Contestant] = []
+    own = OPERATIONS[job.operation]
+    work = own.work(job.sizes)
+    for name, of in itertools.product((*own.implementations, *own.others), work.passes):
+        if not job.selection.has(name, of, without) or (name, of) in refused:
+            continue
+        say(f"{name} {of}")
+        one = work.passes[of]
+        try:
+            contestants.append(Contestant(name, of, one.compiled(name, work), amount=one.amount, unit=work.unit))
+        except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
+            yield {"contestant": name, "pass": of, "why_not": error_line(error)}
+    for row in _timed(job, contestants, checked, say):
+        yield {"sizes": job.sizes._asdict()} | row
+
+
+def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    own = OPERATIONS[job.operation]
+    known = {(row["check"], row["contestant"], row["pass"]) for row in done}
+    checks = {"as it is": lambda: own.work(job.sizes)} if own.checks is None else own.checks(job.sizes)
+    for check in checks if job.check else list(checks)[:1]:
+        say(f"float64 {check}")
+        work = checks[check]()
+        for of, one in work.passes.items():
+            names = [name for name in own.implementations if job.selection.has(name, of, without)]
+            names = [name for name in names if (check, name, of) not in known]
+            if not names:
+                continue
+            say(f"float64 {of}")
+            expected = one.expected(work)
+            for name in names:
+                say(f"{name} {of}")
+                row = {"contestant": name, "pass": of, "check": check}
+                try:
+                    error = one.error(name, work, expected)
+                except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
+                    yield row | {"why_not": error_line(refusal)}
+                else:
+                    yield row | {"right": error <= MAX_ERROR, "error": error if error < float("inf") else None}
+
+
+def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:
+    """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
+    of the implementations in plain JAX."""
+    own = OPERATIONS[job.operation]
+    compared = {"reference", own.plain, *own.others}
+    limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
+    take_turns([*contestants, *limits.values()], job.selection.seconds, say)
+    for one in [*contestants, *limits.values()][::-1]:
+        row = {"contestant": one.name, "pass": one.of}
+        if one.failed is not None:
+            yield row | {"why_not": one.failed}
+            continue
+        peers = [peer for peer in contestants if peer.of == one.of and peer.name in compared and not peer.failed]
+        ratios = {
+            peer.name: statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, one.seconds, strict=False))
+            for peer in peers
+            if peer.name != one.name
+        }
+        limit = limits[one.unit]
+        if one is not limit and limit.failed is None:
+            ratios[CEILING] = one.rate / limit.rate
+        checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
+        right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
+        yield row | one.times() | {"ratios": ratios} | right

@@ -1,0 +1,57 @@
+"""The activations that N layers save under each recompute policy, and the arithmetic: docs/activations.md.
+
+    python scripts/bench/recompute.py --json docs/benchmarks/recompute.json --png docs/recompute.png
+
+The layers are those of llama3-8b in bfloat16, with one sequence of 2,048 tokens, compiled for a target that need not be
+installed. The bytes are those of the gradient with respect to the input of the layers; the arithmetic also has the
+gradient with respect to the weights. A row takes ten seconds on one core.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from jaxmem.machine import devices
+from scripts.course.checkpointing import FORMULAS, POLICIES, backward
+from scripts.course.table import LinePlot, draw
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="h100-80gb")
+    parser.add_argument("--depths", nargs="+", type=int, default=[16, 64, 80, 256])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args()
+    devices.use_cpu_without_gpu(only_compile=True)
+    rows, ideal = [], {}
+    for policy in POLICIES:  # `none`, which recomputes nothing, is the first
+        for layers in args.depths:
+            row = backward(policy, layers, args.target, {}, 2048, trained=True)
+            rows.append({**row, "ideal": ideal.setdefault(layers, row["flops"])})
+            size, ratio = row["temporaries"] / 2**30, row["flops"] / ideal[layers]
+            print(f"{policy:10} {layers:4} layers: {size:7.3f} GiB, {ratio:6.3f} x", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"target": args.target, "rows": rows}, indent=1) + "\n")
+    if args.png:
+        memory, arithmetic = {}, {}
+        for policy in POLICIES:
+            own = [row for row in rows if row["policy"] == policy]
+            memory[policy] = [(row["layers"], row["temporaries"] / 2**30) for row in own]
+            arithmetic[policy] = [(row["layers"], row["flops"] / row["ideal"]) for row in own]
+            if policy in FORMULAS:
+                boundaries = [FORMULAS[policy](row["layers"]) for row in own]
+                fixed = own[0]["temporaries"] - boundaries[0] * own[0]["boundary"]
+                sizes = [(count * own[0]["boundary"] + fixed) / 2**30 for count in boundaries]
+                memory[f"{policy}, formula"] = list(zip(args.depths, sizes, strict=True))
+        draw(
+            args.png,
+            [
+                LinePlot("Memory of the backward pass", "layers", "GiB", memory, "xy"),
+                LinePlot("Arithmetic, relative to no recompute", "layers", "", arithmetic, "xy"),
+            ],
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Parts of several stops: their configs, steps compiled for a target, small training runs, and times on this
+machine."""
+
+import contextlib
+import io
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import yaml
+
+from jaxmem.config import Config, load_config
+from jaxmem.errors import UserError
+from jaxmem.inference.load import initial_state
+from jaxmem.machine import devices, gpus
+from jaxmem.planning import Target, plan_program
+from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.targets import parse_target
+from jaxmem.search.compilers import CompilerPool, RefusedError
+from jaxmem.sharding.layout import first_dim_sharding
+from jaxmem.step import program
+from scripts.bench.contest import Say, isolated_rows
+
+Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
+CONFIGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
+
+
+def rows_of(topic: str, table: str) -> Overrides:
+    """The overrides of each row of a table in configs.yaml."""
+    return {name: tuple((overrides or "").split()) for name, overrides in CONFIGS[topic][table].items()}
+
+
+def title(base: Mapping[str, Any]) -> str:
+    """The model and the length of the base config of a stop."""
+    return f"{base['model'].get('preset', base['name'])}, {base['data']['sequence_length']:,} tokens"
+
+
+def require_gpus(topic: str, target: str, count: int) -> str:
+    """The kind of GPU of a target, for a stop whose layouts are for `count` GPUs."""
+    kind, _, number = target.partition(":")
+    if number not in ("", str(count)):
+        raise UserError(
+            f"{topic} does not support --target {target}: its layouts are for {count} GPUs; remove the number"
+        )
+    return kind
+
+
+def plans(target: str, base: Mapping[str, Any], rows: Overrides) -> dict[str, dict[str, Any]]:
+    """For each row the output of `jaxmem plan --json` for its step, compiled without a memory limit, and `measured`:
+    bytes per device of one step on this machine, or None if it did not run. Rows are compiled in parallel, and
+    cached."""
+    aim = parse_target(target)
+    cfgs = {name: load_config(dict(base), overrides) for name, overrides in rows.items()}
+    compiled = compile_plans(aim, cfgs)
+    return {name: {**compiled[name], "measured": _measured(aim, cfg, compiled[name])} for name, cfg in cfgs.items()}
+
+
+def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
+    names = {id(cfg): name for name, cfg in cfgs.items()}
+    found = {}
+    with CompilerPool(aim) as compilers:
+        for cfg, answer in compilers.each(compilers.plan, cfgs.values()):
+            if isinstance(answer, RefusedError):
+                raise UserError(f"{names[id(cfg)]}: {answer}")
+            found[names[id(cfg)]] = answer
+    return found
+
+
+def is_this_machine(gpu: gpus.Gpu | None, count: int) -> bool:
+    """Whether this machine has exactly these GPUs. This asks the driver, because jax would reserve their memory."""
+    names = [gpus.find(one["name"], one["memory"]) for one in devices.nvidia_gpus()] if gpu else []
+    return len(names) == count and all(one is not None and gpu is not None and one.name == gpu.name for one in names)
+
+
+def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
+    fits = plan["bytes_per_device"]["total"] <= aim.memory - gpus.reserved(aim.count)
+    if not (fits and is_this_machine(aim.gpu, aim.count)):
+        return None
+    return measure_apart(cfg.model_dump(mode="json")).get("measured")
+
+
+def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compiled:
+    """A function of arrays of these shapes, compiled for one device, which may be absent."""
+    mesh = jax.sharding.Mesh(np.array([device]), ("one",))
+    place = first_dim_sharding(mesh, None)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    # Inside `shard_map` kernels know the kind of GPU, from the mesh.
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+    return compile_all(jax.jit(mapped).lower(*placed), {}, here=device in jax.devices(), code=False)[0]
+
+
+class Outcome(NamedTuple):
+    """The plan of a run, as in `jaxmem plan --json`, and its metrics on held-out data."""
+
+    plan: dict[str, Any]
+    held_out: dict[str, float]
+
+
+def train_all(
+    configs: Mapping[str, Mapping[str, Any]], overrides: Overrides | None = None, keep: str | None = None
+) -> dict[str, Outcome]:
+    """Trains each config, changed by the overrides of its name, on one device, and prints nothing. `keep`: the
+    directory of the run, otherwise temporary. Most of the time is compilation on one core, so a CPU has a process per
+    core."""
+    processes = 1 if devices.has_nvidia_gpu() else devices.cores()
+    jobs = [(config, (overrides or {}).get(name, ()), keep) for name, config in configs.items()]
+    context = multiprocessing.get_context("spawn")  # jax does not work after a fork
+    with ProcessPoolExecutor(min(len(jobs), processes), context, initializer=devices.use_cpu_without_gpu) as pool:
+        try:
+            return dict(zip(configs, pool.map(_train, jobs), strict=True))
+        except Exception as error:
+            raise UserError(f"a run of the course failed: {error}") from error
+
+
+def _train(job: tuple[Mapping[str, Any], Sequence[str], str | None]) -> Outcome:
+    config, overrides, keep = job
+    steps = config["train"]["steps"]
+    with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(io.StringIO()):
+        place = Path(keep or f"{temporary}/run")
+        own = {"name": place.name, "output": str(place.parent)}
+        train = {**config["train"], "evaluate_every": steps, "log_every": steps}
+        cfg = load_config({**config, **own, "train": train}, overrides)
+        from jaxmem.training.run import run
+
+        result = run(cfg, jax.devices()[:1])
+        return Outcome(result.plan.as_json(), dict(result.held_out))
+
+
+def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:
+    """The time of the fastest of several calls, after a call that compiles: on a CPU processor time, since other
+    programs run too; on a GPU clock time."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    jax.block_until_ready(run(*arguments))
+    durations = []
+    for _ in range(times):
+        start = clock()
+        jax.block_until_ready(run(*arguments))
+        durations.append(clock() - start)
+    return min(durations)
+
+
+def clock_name() -> str:
+    """The kind of time that `seconds` measures, for titles."""
+    return "processor time here" if jax.default_backend() == "cpu" else f"on {jax.devices()[0].device_kind}"
+
+
+# ---------------------------------------------------------------- peak memory, from a few steps
+# The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
+
+STEPS = 3
+MAX_SECONDS = 86_400.0  # seconds of a process
+
+
+def measure_peak(cfg: Config) -> dict[str, Any]:
+    """Planned and measured bytes of one device; `measured` is None if the device does not report them (a CPU)."""
+    built = program(cfg)
+    plan = plan_program(built)
+    if not plan.fits:
+        raise UserError(f"{built.cfg.name} does not fit on this machine; it needs {-plan.room:,} bytes more")
+    batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
+    state, metrics = initial_state(built), None
+    for _ in range(STEPS):
+        state, metrics = plan.step(state, batch)
+    jax.block_until_ready(metrics)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    measured = max((peak for peak in peaks if peak is not None), default=None)
+    return {
+        "name": built.cfg.name,
+        "parameters": built.model.parameter_count,
+        "planned": plan.peak,
+        "measured": measured,
+        "difference": measured / plan.peak - 1 if measured else None,
+    }
+
+
+def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
+    """`measure_peak` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
+    found = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or MAX_SECONDS))
+    return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
+
+
+def _peak_rows(job: tuple[dict[str, Any], int | None], *, say: Say, **_: Any) -> Iterator[dict[str, Any]]:
+    raw, simulated = job
+    say(raw["name"])
+    if simulated:
+        devices.simulate(simulated)
+    else:
+        devices.use_cpu_without_gpu()
+    yield measure_peak(load_config(raw))

@@ -1,0 +1,79 @@
+"""The bytes of a step with one technique after the other, compiled for a kind of GPU."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from scripts.course import Findings, common, main
+from scripts.course.table import Bars, Row, Table, gib
+
+ZERO_GPUS = 8  # number of GPUs in the rows with ZeRO
+BASE = common.CONFIGS["memory"]["base"]
+PREDICTED, COMPILED, GIB = "predicted, bytes per parameter", "compiled, bytes per parameter", "per GPU, GiB"
+LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # GiB
+
+
+class Technique(NamedTuple):
+    """A row of configs.yaml."""
+
+    name: str
+    formula: str
+    overrides: str = ""
+    gpus: int = 1
+    is_alternative: bool = False
+
+
+ROWS = tuple(Technique(**row) for row in common.CONFIGS["memory"]["rows"])
+
+
+def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
+    kind = common.require_gpus("memory", target, ZERO_GPUS)
+    overrides = dict(_overrides(rows))
+    plans: dict[str, dict[str, Any]] = {}
+    for gpus, alike in itertools.groupby(rows, lambda row: row.gpus):
+        plans |= common.plans(f"{kind}:{gpus}", base, {row.name: overrides[row] for row in alike})
+
+    def table(title: str, chosen: Sequence[Technique]) -> Table:
+        found = [_row(row, plans[row.name], overrides[row]) for row in chosen]
+        return Table(title, found, ("parts", "parameters", "overrides"))
+
+    model = common.title(base)
+    steps = table(f"{model}, on one {kind}", [row for row in rows if row.gpus == 1 and not row.is_alternative])
+    others = {
+        "Alternatives to rows of the first table": [row for row in rows if row.is_alternative],
+        f"{model} per GPU, on {ZERO_GPUS} x {kind}": [row for row in rows if row.gpus > 1],
+    }
+    first, last = (steps.rows[end][GIB] for end in (0, -1))
+    return Findings(
+        [steps, *(table(name, chosen) for name, chosen in others.items() if chosen)],
+        {"first": first, "last": last},
+        [Bars(steps, (GIB,), f"All weights trained, {steps.title}: GiB, planned", limits=LIMITS)],
+    )
+
+
+def _overrides(rows: Iterable[Technique]) -> Iterator[tuple[Technique, tuple[str, ...]]]:
+    """Each row with all settings that apply to it."""
+    settings: tuple[str, ...] = ()
+    for row in rows:
+        own = (*settings, *row.overrides.split())
+        yield row, own
+        settings = settings if row.is_alternative else own
+
+
+def _row(technique: Technique, plan: dict[str, Any], overrides: Sequence[str]) -> Row:
+    parameters, parts, predicted = plan["model"]["parameters"], plan["bytes_per_device"], plan["predicted"]["total"]
+    return {
+        "technique": technique.name,
+        "weights + gradients + state": technique.formula,
+        PREDICTED: predicted and predicted / parameters,
+        COMPILED: parts["total"] / parameters,
+        GIB: gib(parts["total"]),
+        "measured, GiB": gib(plan["measured"]),
+        "parameters": parameters,
+        "parts": parts,
+        "overrides": list(overrides),
+    }
+
+
+if __name__ == "__main__":
+    main(__file__)

@@ -1,0 +1,51 @@
+"""Writes the pages of the course: docs/tour/TOPIC.md and .png, and docs/tour.md, which lists them.
+
+python scripts/course/pages.py              # every topic, one after the other, each in a process of its own
+python scripts/course/pages.py memory gpu   # these alone, and the list
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.course import STOPS
+
+DOCS = Path(__file__).parents[2] / "docs"
+HEAD = """# The course
+
+Each file of `scripts/course/` shows a technique with its numbers, on a machine with or without a GPU:
+
+```sh
+pip install -e '.[tour]'
+python scripts/course/memory.py                     # tables, and a figure in runs/tour
+python scripts/course/memory.py --target a100-80gb  # compiled for another GPU
+```
+
+A file explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that enables the
+technique and the files that implement it. Most take less than a minute on two cores; `galore`, `memory`, `precision`,
+`frontier` and `finetune` take about a minute and say so first. Compiled steps are cached. If the machine has the GPUs
+that a file compiles for, steps that fit also run, and the column `measured` has their peak memory.
+
+These pages were written by `python scripts/course/pages.py`.
+
+| file | shows | config |
+| --- | --- | --- |
+"""
+
+
+def row(topic: str) -> str:
+    """A line of the list: the topic, its page, and the settings that enable it."""
+    config = ", ".join(f"`{setting}`" for setting in STOPS[topic].config)
+    return f"| [{topic}](tour/{topic}.md) | {STOPS[topic].about} | {config} |\n"
+
+
+def main(topics: list[str]) -> None:
+    for topic in topics or STOPS:
+        print(topic, flush=True)
+        script, page = Path(__file__).with_name(f"{topic}.py"), DOCS / f"tour/{topic}.md"
+        subprocess.run([sys.executable, str(script), "--write", str(page)], check=True)
+    (DOCS / "tour.md").write_text(HEAD + "".join(map(row, STOPS)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""A step for each format of the frozen weights, compiled for a GPU."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxmem.config import load_config
+from jaxmem.estimate.state import state_of
+from scripts.course import Findings, common, main
+from scripts.course.table import Bars, Row, Table, gib
+
+BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")
+
+
+def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides = BASES) -> Findings:
+    plans = common.plans(target, base, bases)
+    table = Table(
+        f"{common.title(base)} with adapters on {target}", [_row(base, one, bases[one], plans[one]) for one in bases]
+    )
+    first, small = table.rows[0], min(table.rows, key=lambda row: row["total, GiB"])
+    shrunk = {name: first[name] / small[name] for name in ("frozen layers, GiB", "total, GiB")}
+    trainable = plans[small["stored as"]]["model"]["trainable"]
+    return Findings(
+        [table],
+        {"trainable": trainable / 1e6, "first": first, "small": small, "shrunk": shrunk},
+        [Bars(table, list(table.rows[0])[2:6], "Memory of a step, GiB")],
+    )
+
+
+def _row(base: Mapping[str, Any], name: str, overrides: Iterable[str], plan: Mapping[str, Any]) -> Row:
+    state = state_of(load_config(dict(base), overrides), "cuda")
+    frozen = [leaf for leaf in (*state.parts["parameters"], *state.parts["quantization"]) if "rank" not in leaf.axes]
+    count = sum(math.prod(leaf.shape) for leaf in state.weights if "rank" not in leaf.axes)
+    size = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in frozen)
+    vocabulary = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in frozen if "vocab" in leaf.axes)
+    parts = plan["bytes_per_device"]
+    trainable = parts["parameters"] + parts["quantization"] - size + parts["gradients"] + parts["optimizer"]
+    return {
+        "stored as": name,
+        "bits per weight": 8 * size / count,
+        "frozen layers, GiB": gib(size - vocabulary),
+        "embedding and output, GiB": gib(vocabulary),
+        "trainable, GiB": gib(trainable),
+        "activations, GiB": gib(parts["activations"]),
+        "total, GiB": gib(parts["total"]),
+        "measured, GiB": gib(plan["measured"]),
+        "FLOP, times the minimum": plan["flops_per_device"] / plan["ideal_flops_per_device"],
+    }
+
+
+if __name__ == "__main__":
+    main(__file__)

@@ -1,0 +1,28 @@
+"""What `python scripts/bench/kernels.py` prints."""
+
+import json
+
+import pytest
+
+from scripts.bench.kernels import bench_kernels
+
+
+def test_rows_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"device": "cpu", "driver": None, "time": "now", "dry_run": True}
+    timed = {"rate": 1.5, "spread": [1.25, 1.75], "unit": "TFLOP/s", "by_host": False, "ratios": {"jax.nn cudnn": 1.04}}
+    rows: list[dict[str, object]] = [
+        {"contestant": "triton", "pass": "forward", "check": "float16", "right": True, "error": 0.4},
+        {"contestant": "mosaic", "pass": "forward", "check": "float16", "right": False, "error": None},
+        {"contestant": "triton", "pass": "forward", **timed},
+        {"contestant": "mosaic", "pass": "backward", "why_not": "compute capability is 8.0"},
+    ]
+    rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
+    monkeypatch.setattr("scripts.bench.kernel_rows.bench_kernels", lambda *_, **__: iter([here, *rows]))
+    bench_kernels(as_json=True)
+    assert json.loads(capsys.readouterr().out) == here | {"rows": rows}
+    bench_kernels()
+    out = capsys.readouterr().out
+    assert "triton         forward  right, float16, error 0.4 steps" in out
+    assert "mosaic         forward  WRONG, float16, error infinite" in out
+    assert "1.500 (1.250 to 1.750) TFLOP/s  1.04 x jax.nn cudnn" in out
+    assert "not: compute capability is 8.0" in out

@@ -1,0 +1,54 @@
+"""The stops that train here: their runs are configs, their arithmetic is right, their cheapest parts are run."""
+
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
+from jaxmem.errors import UserError
+from scripts.course import STOPS, adapters, experts, galore, networks, parallel, precision
+
+
+@pytest.mark.parametrize("topic", ["networks", "precision", "adapters", "stack", "finetune"])
+def test_what_trains_here_takes_no_target(topic: str) -> None:
+    with pytest.raises(UserError, match=f"tour {topic} does not support --target h100-80gb: it runs on this machine"):
+        STOPS[topic].visit("h100-80gb")
+
+
+def test_every_run_is_a_config(tmp_path) -> None:
+    own = {"name": "run", "output": str(tmp_path)}
+    for config in networks.RUNS.values():
+        load_config({**config, **own})
+    for overrides in precision.RUNS.values():
+        load_config({**precision.BASE, **own}, overrides)
+    for overrides in adapters.KINDS.values():
+        load_config({**adapters.BASE, **own, "data": {"source": "text", "path": ".", "sequence_length": 64}}, overrides)
+    for overrides in experts.RUNS.values():
+        load_config({**experts.BASE, **own}, overrides)
+    for overrides in galore.STEPS.values():
+        load_config(galore.BASE, overrides)
+    for overrides in galore.RUNS.values():
+        load_config({**galore.SMALL, **own}, overrides)
+    for overrides in parallel.LAYOUTS.values():
+        for_devices(load_config(parallel.BASE, overrides), parallel.GPUS)
+
+
+def test_what_formats_represent() -> None:
+    found = {name: precision.describe(name) for name in precision.FORMATS}
+    assert [row["bytes"] for row in found.values()] == [4, 2, 2, 1, 1]
+    assert (found["bfloat16"]["step at 1"], found["float16"]["largest"]) == ("0.0078", "6.55e+04")
+    assert found["float32"][precision.SUM] == pytest.approx(2, abs=1e-3)
+    assert found["bfloat16"][precision.SUM] == found["float8_e5m2"][precision.SUM] == 1  # every update lost
+    assert found["float16"][precision.SMALL] == 0
+    assert found["float16"][precision.SCALED] == pytest.approx(1e-8, rel=1e-3)
+    assert precision.stochastic_sum() == pytest.approx(2, abs=0.05)
+
+
+def test_both_ways_to_shard_a_matmul_are_right() -> None:
+    columns, rows = parallel.sharded_matmuls()
+    assert max(columns["relative error"], rows["relative error"]) < 1e-5
+    assert rows["bytes sent per device"] == 2 * columns["bytes sent per device"]
+
+
+def test_layouts_are_for_eight() -> None:
+    with pytest.raises(UserError, match="its layouts are for 8 GPUs; remove the number"):
+        parallel.measure("h100-80gb:4")
