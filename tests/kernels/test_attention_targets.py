@@ -26,7 +26,6 @@ EVERYTHING = {"causal": True, "window": 900, "soft_cap": 30.0, "segments": True}
 HOPPER = ("triton", "h100-80gb", 128, "bfloat16", {"causal": True})
 CASES = [
     ("triton", "a100-40gb", 128, "bfloat16", EVERYTHING),
-    ("triton", "a6000-48gb", 64, "bfloat16", {}),
     ("triton", "rtx4090-24gb", 64, "float16", EVERYTHING),
     ("triton", "rtx4090-24gb", 256, "bfloat16", {}),
     ("triton", "rtx4090-24gb", 64, "float32", {"causal": True}),

@@ -37,12 +37,10 @@ def alone(family):
     return Trained(pictures(family))
 
 
-# Every stage with one family, and every family with stages that lie differently.
+# Every stage, and every family.
 @pytest.mark.parametrize(
     ("family", "zero"),
-    cases(
-        [*(("vit", zero) for zero in range(4)), ("convnet", 1), ("convnet", 3), ("mlp", 0), ("mlp", 3)], ("convnet", 3)
-    ),
+    cases([("vit", 0), ("vit", 1), ("vit", 2), ("convnet", 3), ("mlp", 3)], ("convnet", 3)),
     indirect=["family"],
 )
 def test_every_zero_stage_trains_as_one_device(family, alone, zero):
