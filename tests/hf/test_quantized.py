@@ -15,9 +15,12 @@ import jaxmem
 from jaxmem import hf
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hf_modules import MODULES
+from jaxmem.config.hf_quantized import HfScheme
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
+from jaxmem.hf.quantized_layouts import Bitsandbytes4
+from jaxmem.kernels.codes import NF4, dynamic_code
 from jaxmem.quant import QTensor
 from jaxmem.step import program
 from tests.hf import quantized_reference as reference
@@ -184,3 +187,22 @@ def test_tensors_that_do_not_match_the_config_are_refused(name, tensor, change, 
     with pytest.raises(UserError, match=message) as refused:
         hf.load(written(tmp_path, name, tensors))
     assert "\n" not in str(refused.value)
+
+
+def test_groups_of_scales_continue_in_the_next_row():
+    """Several groups of a bitsandbytes file, by the definition: scale = dynamic code * scale of its group + mean."""
+    rows, columns, block, group = 6, 640, 64, 8  # 60 blocks
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 16, (rows, columns))
+    scales, nested = draw.integers(0, 256, 60), draw.uniform(0.5, 1.0, 8).astype(np.float32)
+    parts = {
+        "weight": (codes.reshape(-1, 2) @ [16, 1]).astype(np.uint8)[:, None],
+        "weight.absmax": scales.astype(np.uint8),
+        "weight.nested_absmax": nested,
+        "mean": np.full((1, 1), 0.25, np.float32),
+    }
+    scheme = HfScheme("bitsandbytes", 4, listed="nf4", scale_group=group)
+    found = Bitsandbytes4(scheme, rows, columns, block).weight(parts).dequantize(jnp.float32)
+    absmax = np.asarray(dynamic_code(8, signed=True), np.float32)[scales] * nested[np.arange(60) // group] + 0.25
+    expected = np.asarray(NF4, np.float32)[codes] * absmax.repeat(block).reshape(rows, columns)
+    np.testing.assert_allclose(found, expected.T, rtol=1e-6, atol=1e-6)
