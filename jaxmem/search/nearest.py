@@ -16,6 +16,7 @@ from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, Target, format_bytes
+from jaxmem.planning.advice import MIN_SLOWDOWN
 from jaxmem.planning.units import format_command, format_seconds
 from jaxmem.search.candidates import Candidate, candidates, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
@@ -25,7 +26,6 @@ from jaxmem.search.worker import StepCost
 MAX_SUGGESTIONS = 3  # configs to suggest
 MAX_COMPILES = 6  # configs to compile at most
 MAX_SECONDS = 60.0  # duration of a search at most
-SLOW_RATIO = 1.5  # a setting is reported if a step takes more than this multiple of its time with another value
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _other_process(target: Target) -> Target:
 
 
 def slower_settings(plan: Plan) -> list[str]:
-    """A line for each setting for which another value fits and makes a step more than SLOW_RATIO times as fast."""
+    """A line for each setting for which another value fits and makes a step more than MIN_SLOWDOWN times as fast."""
     if not plan.fits or plan.target.gpu is None:
         return []
     found = []
@@ -107,7 +107,7 @@ def slower_settings(plan: Plan) -> list[str]:
         ratio = plan.compiled_step.total / given.estimate.total
         fitting = [one for one in others if _fits(plan, ratio * one.estimate.total, one.estimate.host)]
         fastest = min(fitting, key=_seconds, default=given)
-        if (slower := _seconds(given) / _seconds(fastest)) > SLOW_RATIO:
+        if (slower := _seconds(given) / _seconds(fastest)) > MIN_SLOWDOWN:
             own = " ".join(overrides(difference(fastest.cfg, given.cfg)))
             found.append(f"{own} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)")
     return found
