@@ -1,11 +1,12 @@
 """The base class of all sections of a config, and the types of their values."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from jaxmem.errors import one_of
 
@@ -56,6 +57,24 @@ WORDS = (
     (r"less than", "below"),
     (r"\w+ should have", "have"),
 )
+
+
+@dataclass(frozen=True, eq=False)
+class NameIn:
+    """A field that is a name of this table, which is read with each config, so that a script can add entries."""
+
+    table: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.table), "type": "string"}
+
+    def _check(self, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.table:
+            raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{name}'" for name in self.table)})
+        return value
 
 
 def must_be(errors: Iterable[ErrorDetails]) -> str:

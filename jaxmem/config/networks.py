@@ -1,9 +1,11 @@
 """The families of networks: the fields of `model:`, the activations of a layer and the dimensions of its weights."""
 
 import math
-from typing import Annotated, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from jaxmem.config.base import (
     Count,
@@ -298,10 +300,34 @@ class UserModel(Family):
     family: Literal["own"] = setting("own", _FAMILY)
 
 
+class InFamilies:
+    """The field `model`: a section of `FAMILIES`, selected by its field `family` when a config is read, so that a
+    script can add families."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read, json_schema_input_schema=handler(source))
+
+    @staticmethod
+    def _read(value: Any) -> Family:
+        if isinstance(value, Family):
+            return value
+        if not isinstance(value, Mapping):
+            raise PydanticKnownError("dict_type")
+        if "family" not in value:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'family'"})
+        name = value["family"]
+        if not isinstance(name, str) or name not in FAMILIES:
+            expected = ", ".join(f"'{known}'" for known in FAMILIES)
+            tags = {"discriminator": "'family'", "tag": str(name), "expected_tags": expected}
+            raise PydanticKnownError("union_tag_invalid", tags)
+        return FAMILIES[name].model_validate(value)
+
+
 def pipelined_layers(model: Family) -> int:
     """The layers that pipeline stages share; layers of several kinds in a repeated pattern count as one."""
     return len(model.stacks[-1][0]) if isinstance(model, Decoder) else getattr(model, "layers", 0)
 
 
-Model = Annotated[Decoder | Vit | Convnet | Mlp | ImageText | UserModel, Field(discriminator="family")]
-FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])}
+Network = Decoder | Vit | Convnet | Mlp | ImageText | UserModel
+Model = Annotated[Network, Field(discriminator="family"), InFamilies()]
+FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(Network)}

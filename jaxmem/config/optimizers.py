@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section, Texts, setting
+from jaxmem.config.base import Count, Fraction, NameIn, NotNegative, Positive, Section, Texts, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Optimizer(Section):
     """The optimizer, its learning rate and clipping. A hyperparameter that is null has the default of the optimizer;
     one that the optimizer does not have is an error."""
 
-    name: Literal[tuple(OPTIMIZERS)] = setting("adamw", "the optimizer")  # type: ignore[valid-type]
+    name: Annotated[str, NameIn(OPTIMIZERS)] = setting("adamw", "the optimizer")
     learning_rate: Positive = setting(3e-4, "largest learning rate")
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "shape of the learning rate after the warmup")
     warmup: Annotated[int, Field(ge=0)] = setting(0, "updates in which the learning rate increases linearly from 0")

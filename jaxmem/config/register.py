@@ -3,13 +3,11 @@ commands by `jaxmem.cli.main()`."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Union
 
 import optax
 
 from jaxmem.config.networks import FAMILIES, Family
 from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry, Optimizer
-from jaxmem.config.sections import Config
 from jaxmem.errors import UserError
 
 HYPERPARAMETERS = tuple(field for field, value in Optimizer.model_fields.items() if value.default is None)
@@ -34,9 +32,6 @@ def register_optimizer(
             f"register_optimizer: {', '.join(sorted(unknown))} is not a hyperparameter; expected one of {known}"
         )
     OPTIMIZERS[name] = Entry(settings, scale, summary)
-    Optimizer.model_fields["name"].annotation = Literal[tuple(OPTIMIZERS)]  # type: ignore[assignment]
-    Optimizer.model_rebuild(force=True)
-    Config.model_rebuild(force=True)
 
 
 def register_family(section: type[Family]) -> str:
@@ -45,7 +40,4 @@ def register_family(section: type[Family]) -> str:
     if not isinstance(name, str):
         raise UserError(f"register_family: {section.__name__} must have a field `family: Literal[NAME] = NAME`")
     FAMILIES[name] = section
-    families: Any = Union[tuple(FAMILIES.values())]  # noqa: UP007
-    Config.model_fields["model"].annotation = families
-    Config.model_rebuild(force=True)
     return name

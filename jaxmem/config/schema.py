@@ -12,6 +12,13 @@ def json_schema() -> dict[str, Any]:
     """The schema that pydantic generates, with the short forms that `load_config` expands."""
     schema = Config.model_json_schema()
     sections = schema["$defs"]
+    model = schema["properties"]["model"]
+    for name, kind in FAMILIES.items():
+        if name not in model["discriminator"]["mapping"]:  # registered by a script
+            of_kind = kind.model_json_schema()
+            sections |= {**of_kind.pop("$defs", {}), kind.__name__: of_kind}
+            model["discriminator"]["mapping"][name] = f"#/$defs/{kind.__name__}"
+            model["oneOf"].append({"$ref": f"#/$defs/{kind.__name__}"})
     for key, (other, values) in {**requirements(), **OF_SOURCES}.items():
         *_, section, field = key.split(".")
         if section != "model":

@@ -15,6 +15,7 @@ from annotated_types import Ge, Le
 from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimizer, Precision
 from jaxmem.config.check import weight_kinds
 from jaxmem.config.devices import meshes
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
@@ -125,7 +126,7 @@ def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
 def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
     """Each optimizer, with its defaults for fields that only some optimizers have."""
     own = [field for field, info in Optimizer.model_fields.items() if info.default is None]
-    for name in values("optimizer.name"):
+    for name in OPTIMIZERS:
         given = cfg.optimizer if name == cfg.optimizer.name else None
         yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(given, field, None) for field in own}}
 

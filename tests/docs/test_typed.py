@@ -257,5 +257,5 @@ def expanded(words: list[str]) -> list[list[str]]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("file", ["README.md", "docs/how-to/own-loop.md"])
 def test_the_same_from_python(file: str, place: Path) -> None:
-    (code,) = written(ROOT / file, "python")
-    types(place, "python", "-c", code, seen=8)
+    for code in written(ROOT / file, "python"):
+        types(place, "python", "-c", code, seen=8)

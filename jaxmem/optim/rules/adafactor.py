@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import AdafactorSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
@@ -56,9 +55,7 @@ class Factored(MatrixRule):
         return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / MAX_RMS)), new
 
 
-def scale_by_adafactor(
-    settings: AdafactorSettings = AdafactorSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adafactor(settings: AdafactorSettings = AdafactorSettings(), *, axes: Any = None) -> Transformation:
     """Algorithm 4 of the paper with relative step sizes: factored second moment, updates clipped and scaled by weights.
 
     >>> tx = scale_by_adafactor()

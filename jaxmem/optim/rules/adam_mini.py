@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import AdamSettings, AdamWSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
@@ -34,9 +33,7 @@ class PerNeuron(MatrixRule):
         return direction(self.settings, m, jnp.expand_dims(v, others), context.count), {"m": m, "v": v}
 
 
-def scale_by_adam_mini(
-    settings: AdamSettings = AdamSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> Transformation:
     """Adam with one second moment per output neuron.
 
     >>> state = scale_by_adam_mini().init({"w": jnp.zeros((64, 32))}).arrays

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
@@ -70,9 +69,7 @@ class ScaledByProjection(MatrixRule):
         return u * (ratio * shrink * unbiased * self.settings.scale**0.5), {"m": m, "v": v, "length": length * shrink}
 
 
-def scale_by_apollo(
-    settings: ApolloSettings = ApolloSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_apollo(settings: ApolloSettings = ApolloSettings(), *, axes: Any = None) -> Transformation:
     """APOLLO with one scale per column. `rank` None is a quarter of the smaller dimension of each matrix."""
     return by_layer(lambda spec: _rule_for(settings, spec, settings.rank, per_matrix=False), axes)
 
@@ -104,9 +101,7 @@ def apollo(
     return with_learning_rate(scale_by_apollo(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_apollo_mini(
-    settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_apollo_mini(settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None) -> Transformation:
     """APOLLO with rank 1 and one scale per matrix.
 
     >>> scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).arrays["m"]["w"].shape

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
 from jaxmem.kernels.run_counts import run_count
@@ -117,9 +116,7 @@ class GaLoreRule(MatrixRule):
         }
 
 
-def scale_by_galore(
-    settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_galore(settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None) -> Transformation:
     """GaLore with Adam in float32. `rank` None is a quarter of the smaller dimension of each matrix.
 
     >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).arrays
@@ -158,9 +155,7 @@ def galore_adamw(
     return with_learning_rate(scale_by_galore(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_galore8bit(
-    settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_galore8bit(settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None) -> Transformation:
     """GaLore with Adam, whose moments have 8 bits."""
     return by_layer(lambda spec: _rule_for(settings, spec, quantized(Adam(settings), ADAM8)), axes)
 
@@ -194,9 +189,7 @@ def galore_adamw8bit(
     return with_learning_rate(scale_by_galore8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_qgalore(
-    settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_qgalore(settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Any = None) -> Transformation:
     """Q-GaLore: moments in 8 bits, bases in 4 bits."""
     inner = quantized(Adam(settings), ADAM8)
     return by_layer(lambda spec: _rule_for(settings, spec, inner, settings.similarity), axes)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import MuonSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
@@ -54,9 +53,7 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     return x
 
 
-def scale_by_muon(
-    settings: MuonSettings = MuonSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_muon(settings: MuonSettings = MuonSettings(), *, axes: Any = None) -> Transformation:
     """Muon for hidden matrices, Adam for other parameters. Without `axes` every matrix is a hidden matrix.
 
     >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).arrays)

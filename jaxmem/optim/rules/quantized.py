@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem import kernels
 from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, AdamWSettings, LionSettings, MomentumSettings
@@ -95,9 +94,7 @@ def quantized(
     return rule_for
 
 
-def scale_by_adam8bit(
-    settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adam8bit(settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: Any = None) -> Transformation:
     """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: `triton`, a fused update on GPUs;
     `auto`, the same for arrays whose blocks are all complete; `none`, plain JAX.
 
@@ -130,9 +127,7 @@ def adamw8bit(
     return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_adam4bit(
-    settings: AdamSettings = AdamSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adam4bit(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> Transformation:
     """Adam in 4 bits per moment: 1.06 bytes per parameter."""
     return by_layer(quantized(Adam(settings), ADAM4, block_size=128), axes)
 
@@ -151,9 +146,7 @@ def adamw4bit(
     return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_lion8bit(
-    settings: LionSettings = LionSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: Any = None) -> Transformation:
     """Lion with its moment in 8 bits: 1.02 bytes per parameter."""
     return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
 
@@ -171,9 +164,7 @@ def lion8bit(
     return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def trace8bit(
-    settings: MomentumSettings = MomentumSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def trace8bit(settings: MomentumSettings = MomentumSettings(), *, axes: Any = None) -> Transformation:
     """Momentum in 8 bits: 1.02 bytes per parameter."""
     return by_layer(quantized(Momentum(settings.momentum), MOMENTUM8), axes)
 
