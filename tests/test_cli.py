@@ -231,7 +231,6 @@ def test_no_command_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         "generate",
         "evaluate",
         "tokenize",
-        "bench",
         "launch",
         "report",
         "doctor",

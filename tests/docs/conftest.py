@@ -23,7 +23,7 @@ def written(page: Path, language: str) -> list[str]:
 def own_scripts(page: Path) -> dict[str, str]:
     """The files of Python that a page writes out, each named in the sentence before it."""
     text = page.read_text(encoding="utf-8")
-    return dict(re.findall(r"`(own_\w+\.py)` defines.*?```python\n(.*?)```", text, re.DOTALL))
+    return dict(re.findall(r"`(own_\w+\.py)`\s+defines.*?```python\n(.*?)```", text, re.DOTALL))
 
 
 def typed(page: Path) -> list[list[str]]:
