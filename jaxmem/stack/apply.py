@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
-from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
+from jaxmem.sharding.weights import HookedWeight, PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
 from jaxmem.stack.interception import StackCall, intercepted, is_intercepted
 from jaxmem.stack.remat import Forms, Remat, policy
 from jaxmem.stack.schedule import schedule
@@ -254,7 +254,7 @@ class LayerRange:
 
     def restrict(self, call: StackCall) -> StackCall:
         """The same call for these layers only."""
-        leaves, form = jax.tree.flatten(call.weights, is_leaf=_has_stored)
+        leaves, form = jax.tree.flatten(call.weights, is_leaf=_is_weight)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if _has_stored(leaf) else None for leaf in leaves]
@@ -287,7 +287,7 @@ class LayerRange:
 
 def layer_ranges(weights: Any) -> list[LayerRange]:
     """The ranges of a stack; a single range if no weight is a `PartialStack`."""
-    leaves = jax.tree.leaves(weights, is_leaf=_has_stored)
+    leaves = jax.tree.leaves(weights, is_leaf=_is_weight)
     count = leaves[0].shape[0]
     learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
@@ -296,3 +296,8 @@ def layer_ranges(weights: Any) -> list[LayerRange]:
 
 def _has_stored(x: Any) -> bool:
     return isinstance(x, StoredWeight | PartialStack)
+
+
+def _is_weight(x: Any) -> bool:
+    """Whether a part of a tree is one weight. A hooked weight stays one, so that its hook is applied in place."""
+    return _has_stored(x) or isinstance(x, HookedWeight)

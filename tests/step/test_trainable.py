@@ -64,6 +64,18 @@ def test_what_cannot_be_chosen():
         _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).spec.state
 
 
+def test_micro_batches_of_some_layers_beside_adapters():
+    """The gradients of hooked weights are added in place, also in a range of layers with saved boundaries on the host."""
+    sections = {
+        "model": {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3},
+        "adapter": {"kind": "lora", "rank": 2, "targets": ["*.mlp.*"]},
+        "optimizer": {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": ["blocks[-2:].*"]},
+        "memory": {"remat": "full", "offload": ["activations"]},
+    }
+    whole = Trained(config(**sections, batch={"global_size": 4}))
+    Trained(config(**sections, batch={"global_size": 4, "accumulate": 2}), begin=whole).agrees_with(whole)
+
+
 SOME = ["blocks[:1].attention.*", "blocks[-1:].mlp.*", "blocks[1:].mlp.up.*", "*norm.scale"]
 
 
