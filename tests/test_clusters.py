@@ -43,6 +43,21 @@ def test_slurm() -> None:
     checked(commands[0])
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"), [(75, 9, True), (137, 0, True), (137, 5, False), (0, 0, False), (1, 0, False)]
+)
+def test_slurm_queues_a_job_again(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
+    """After an interruption always; after a killed process, which srun reports as 137, five times."""
+    for name, content in (("srun", f"exit {code}"), ("scontrol", f"touch {tmp_path}/requeued")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{content}\n")
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    command = ["bash", CLUSTERS / "slurm.sh", "config.yaml"]
+    assert subprocess.run(command, env=environment, check=False).returncode == code
+    assert (tmp_path / "requeued").exists() == requeued
+
+
 def test_kubernetes() -> None:
     service, job = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
     assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")

@@ -19,7 +19,10 @@ config="${1:?give a config: sbatch docs/clusters/slurm.sh configs/NAME.yaml}"
 srun --kill-on-bad-exit=0 jaxmem train "$config" mesh.fsdp=-1 cluster.heartbeat_timeout=30
 code=$?
 
-if [ "$code" -eq 75 ]; then
+# srun returns the largest code of all processes. If a process was killed, that is 137 and not the 75 of the others. A
+# process that is killed for its memory would be killed again, so this is repeated five times at most.
+killed=$(( code > 128 && ${SLURM_RESTART_COUNT:-0} < 5 ))
+if [ "$code" -eq 75 ] || [ "$killed" -eq 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

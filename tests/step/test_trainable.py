@@ -65,7 +65,7 @@ def test_what_cannot_be_chosen():
 
 
 def test_micro_batches_of_some_layers_beside_adapters():
-    """The gradients of hooked weights are added in place, also in a range of layers with saved boundaries on the host."""
+    """Gradients are added in place also in a range of layers whose saved boundaries are on the host."""
     sections = {
         "model": {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3},
         "adapter": {"kind": "lora", "rank": 2, "targets": ["*.mlp.*"]},
