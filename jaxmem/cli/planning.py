@@ -66,7 +66,7 @@ def plan(
         from jaxmem.planning.table import named_values_table
 
         values = named_values(cfg, target)
-        show({"names": [dataclasses.asdict(one) for one in values]} if as_json else named_values_table(values))
+        show({"names": [dataclasses.asdict(value) for value in values]} if as_json else named_values_table(values))
         return
     with only_json(as_json), _status() as progress:
         planned = planning.plan(cfg, target, reserve_gib=reserve, progress=progress)

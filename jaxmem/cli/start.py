@@ -85,7 +85,7 @@ def print_text(text: str) -> None:
     """Prints a part of a text at once, without a line break. On a terminal, control characters are escaped, because the
     tokens of a model's file can be commands for the terminal."""
     if is_first_process():
-        escaped = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if sys.stdout.isatty() else text
+        escaped = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text) if sys.stdout.isatty() else text
         print(escaped, end="", flush=True)
 
 

@@ -134,12 +134,12 @@ def _write(
     """Writes the tokens of all records, and returns the numbers of records and tokens."""
     count = {"records": 0, "tokens": 0}
     with (place / "tokens.bin").open("wb") as tokens, (place / "ends.bin").open("wb") as ends:
-        for done, found in records.token_batches(BATCH_CHARACTERS):
-            lengths = np.cumsum([len(ids) for ids in found], dtype=np.int64)
-            tokens.write(np.concatenate(found).astype(dtype).tobytes())
+        for done, batch in records.token_batches(BATCH_CHARACTERS):
+            lengths = np.cumsum([len(ids) for ids in batch], dtype=np.int64)
+            tokens.write(np.concatenate(batch).astype(dtype).tobytes())
             ends.write((lengths + count["tokens"]).tobytes())
             count["tokens"] += int(lengths[-1])
-            count["records"] += len(found)
+            count["records"] += len(batch)
             if progress:
                 progress(done, len(records))
     if not count["records"]:

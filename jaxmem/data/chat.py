@@ -42,13 +42,15 @@ class ChatRecords(JsonRecords):
 
     def documents(self, index: int) -> Sequence[Document]:
         nothing = [EMPTY] * self.documents_per_record
-        found = self.read_valid(index, lambda index: self.parse(self.record(index)))
-        if found is None:
+        documents = self.read_valid(index, lambda index: self.parse(self.record(index)))
+        if documents is None:
             return nothing
         length = self.data.sequence_length
-        cut = [_beginning(document, length) for document in found]
-        excess = sum(max(0, len(document.tokens) - length) for document in found)
-        if excess and (self.data.on_overlong == "drop" or not all(np.any(one.is_target) for one in cut)):
+        cut = [_beginning(document, length) for document in documents]
+        excess = sum(max(0, len(document.tokens) - length) for document in documents)
+        if excess and (
+            self.data.on_overlong == "drop" or not all(np.any(document_cut.is_target) for document_cut in cut)
+        ):
             self.counts.dropped += 1
             return nothing
         self.counts.cut += excess > 0
@@ -143,9 +145,9 @@ class ChatEncoder:
     def _check(self, chat: Chat) -> None:
         """No text may contain a special token, and the template should read every field."""
         for text in chat.strings():
-            if found := self._special.search(text):
+            if match := self._special.search(text):
                 raise InvalidRecordError(
-                    f"a message contains the special token {found[0]}, which could forge a turn; "
+                    f"a message contains the special token {match[0]}, which could forge a turn; "
                     "remove the token from the message"
                 )
         source = self._template.source
@@ -219,13 +221,13 @@ def _common_prefix(left: str, right: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def parse_pair(found: dict[str, Any], tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
+def parse_pair(record: dict[str, Any], tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
     """The two answers of a record, each after the prompt."""
-    if missing := [answer for answer in PAIR if answer not in found]:
+    if missing := [answer for answer in PAIR if answer not in record]:
         raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
-    if isinstance(prompt := found.get("prompt"), str) and isinstance(found["chosen"], str):
-        return [_document(tokenizer, prompt, string_value(found[answer], answer)) for answer in PAIR]
-    return [encoder().document(chat) for chat in pair_of(found)]
+    if isinstance(prompt := record.get("prompt"), str) and isinstance(record["chosen"], str):
+        return [_document(tokenizer, prompt, string_value(record[answer], answer)) for answer in PAIR]
+    return [encoder().document(chat) for chat in pair_of(record)]
 
 
 def _document(tokenizer: Tokenizer, prompt: str, answer: str) -> Document:

@@ -69,7 +69,7 @@ def pair_of(record: dict[str, Any]) -> tuple[Chat, Chat]:
         raise InvalidRecordError("chosen and rejected are equal; remove the pair")
     if before[:1] == chosen[:1] == rejected[:1]:  # the answers contain the prompt
         before = []
-    same = (n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    same = (n for n, (message, other) in enumerate(zip(chosen, rejected, strict=False)) if message != other)
     start = len(before) or next(same, min(len(chosen), len(rejected)))
     return _chat([*before, *chosen], record, start), _chat([*before, *rejected], record, start)
 
@@ -125,14 +125,14 @@ def messages_of(value: Any, key: str) -> list[Message]:
     """The messages of a list."""
     if not isinstance(value, list) or not value:
         raise InvalidRecordError(f"{key} must be a list of messages")
-    return [_message(one, key) for one in value]
+    return [_message(message, key) for message in value]
 
 
-def _message(found: Any, key: str) -> Message:
+def _message(record: Any, key: str) -> Message:
     """A message under OpenAI's names, without fields that are null."""
-    if not isinstance(found, dict):
-        raise InvalidRecordError(f"{key} must contain messages, not {as_yaml(found)[:60]}")
-    message: dict[str, Any] = {KEYS.get(name) or name: value for name, value in found.items() if value is not None}
+    if not isinstance(record, dict):
+        raise InvalidRecordError(f"{key} must contain messages, not {as_yaml(record)[:60]}")
+    message: dict[str, Any] = {KEYS.get(name) or name: value for name, value in record.items() if value is not None}
     if not isinstance(role := message.get("role"), str):
         raise InvalidRecordError("a message must have the key role (or from) with a string")
     content = message.get("content")
@@ -166,14 +166,14 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, as templates expect them; OpenAI writes these as text."""
     if not isinstance(calls, list):
         raise InvalidRecordError("tool_calls must be a list")
-    found = []
+    parsed_calls = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRecordError("a tool call must have function.name")
-        own = call if "function" in call else {"type": "function"}
-        found.append({**own, "function": {**function, "arguments": _parsed(function.get("arguments") or {})}})
-    return found
+        fields = call if "function" in call else {"type": "function"}
+        parsed_calls.append({**fields, "function": {**function, "arguments": _parsed(function.get("arguments") or {})}})
+    return parsed_calls
 
 
 def _parsed(value: Any) -> Any:

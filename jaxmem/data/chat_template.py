@@ -52,9 +52,9 @@ class ChatTemplate:
     ) -> Rendered:
         """The text of a conversation. `answer`: whether the generation prompt follows. `options`: other arguments of
         the template, e.g. `enable_thinking`."""
-        own = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": answer}
+        arguments = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": answer}
         try:
-            reply = self._request({"arguments": {**options, **self._tokens, **own}})
+            reply = self._request({"arguments": {**options, **self._tokens, **arguments}})
         except RecursionError as error:
             raise TemplateError("the conversation is nested too deeply") from error
         if "refused" in reply:
@@ -130,7 +130,9 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
         return ChatTemplate(_read(path), str(file or path), tokens)
     source = settings.get("chat_template")
     if isinstance(source, list):  # several templates with names
-        source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
+        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}.get(
+            "default"
+        )
     if not isinstance(source, str):
         where = (
             f"{place} has no {FILE} and no chat_template in tokenizer_config.json"

@@ -61,8 +61,8 @@ class ColumnRows:
             values = {name: table.column(name)[0].as_py() for name in table.schema.names}
         except UnicodeDecodeError as error:
             raise InvalidRecordError(f"a string is not UTF-8: {error}") from error
-        found: dict[str, Any] = json.loads(json.dumps(values, default=str))
-        return found
+        record: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return record
 
     def where(self, index: int) -> str:
         group, row = self._find(index)

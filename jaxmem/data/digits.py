@@ -39,8 +39,8 @@ class Digits(ImageSource):
 
     @staticmethod
     def default_files() -> list[Path]:
-        found = importlib.util.find_spec("sklearn")
-        for folder in (found.submodule_search_locations or []) if found else []:
+        spec = importlib.util.find_spec("sklearn")
+        for folder in (spec.submodule_search_locations or []) if spec else []:
             file = Path(folder, "datasets", "data", "digits.csv.gz")
             if file.is_file():
                 return [file]

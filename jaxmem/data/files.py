@@ -33,17 +33,17 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
         return [place]
     if place.is_dir():
         named = (file for file in _below(place) if not suffixes or file.suffix.lower() in suffixes)
-        found = [file for file in named if file.is_file()]
+        files_found = [file for file in named if file.is_file()]
         problem = f"no file in this directory ends with {one_of(suffixes)}" if suffixes else "the directory is empty"
     elif glob.has_magic(path):
         names = glob.glob(str(place), recursive=True)  # noqa: PTH207 (Path.glob does not support absolute patterns)
-        found = [file for file in map(Path, names) if file.is_file()]
+        files_found = [file for file in map(Path, names) if file.is_file()]
         problem = "no file matches this pattern"
     else:
         raise UserError(f"data.path={path}: no such file or directory{_similar_name(place)}")
-    if not found:
+    if not files_found:
         raise UserError(f"data.path={path}: {problem}")
-    return sorted(found, key=os.fsencode)
+    return sorted(files_found, key=os.fsencode)
 
 
 def _below(root: Path) -> Iterator[Path]:

@@ -77,10 +77,14 @@ class ImageTexts:
                 f"{path} has {len(pairs)} pairs; rows={rows} must be at most as many, and divisible by the "
                 f"{processes} processes"
             )
-        form, reader, each = ImageForm(image_size, channels, np.float32), tokenizer_for(tokenizer), rows // processes
+        form, reader, rows_per_process = (
+            ImageForm(image_size, channels, np.float32),
+            tokenizer_for(tokenizer),
+            rows // processes,
+        )
 
         def batch(pairs: Sequence[tuple[Path, str]]) -> Batch:
-            files, texts = zip(*pairs[process * each : (process + 1) * each], strict=True)
+            files, texts = zip(*pairs[process * rows_per_process : (process + 1) * rows_per_process], strict=True)
             tokens, lengths = _tokens(reader, texts, text_length)
             return {"image": np.stack([read_image(file, form) for file in files]), "text": tokens, "length": lengths}
 

@@ -83,13 +83,13 @@ def check_classes(cfg: Config, source: RecordSource) -> None:
     """Refuses a directory whose number of classes is not the number of outputs of the model."""
     if not isinstance(source, ImageFolder):
         return
-    found, wanted = len(source.classes), getattr(cfg.model, "outputs", None)
+    count, wanted = len(source.classes), getattr(cfg.model, "outputs", None)
     if cfg.objective.name == "binary":
         wanted = 2
-    if wanted is not None and found != wanted:
-        use = "two directories" if cfg.objective.name == "binary" else f"model.outputs={found}"
+    if wanted is not None and count != wanted:
+        use = "two directories" if cfg.objective.name == "binary" else f"model.outputs={count}"
         raise UserError(
-            f"data.path={cfg.data.path}: {found} classes ({abridge(source.classes)}), but {cfg.objective.name} with "
+            f"data.path={cfg.data.path}: {count} classes ({abridge(source.classes)}), but {cfg.objective.name} with "
             f"model.outputs={getattr(cfg.model, 'outputs', 1)} requires {wanted}; use {use}"
         )
 

@@ -93,11 +93,11 @@ class JsonTexts(JsonRecords, TokenizedText):
         super().__init__(paths, source, data, tokenizer)
 
     def piece(self, index: int) -> DocumentPiece:
-        key, found = self.source.field, self.record(index)
-        if key not in found:
-            keys = ", ".join(list(found)[:8])
+        key, record = self.source.field, self.record(index)
+        if key not in record:
+            keys = ", ".join(list(record)[:8])
             raise InvalidRecordError(f"data.field={key} is not a key of the record; expected one of {keys}")
-        return DocumentPiece(string_value(found[key], key), True, True)
+        return DocumentPiece(string_value(record[key], key), True, True)
 
 
 def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -121,25 +121,25 @@ def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[st
 def parse_object(line: bytes) -> dict[str, Any]:
     """The object that a line contains."""
     try:
-        found = parse_json(line.removeprefix(BYTE_ORDER_MARK).decode())
+        record = parse_json(line.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
         raise InvalidRecordError(f"invalid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidRecordError(f"must be a JSON object, not {as_yaml(found)[:60]}")
-    return found
+    if not isinstance(record, dict):
+        raise InvalidRecordError(f"must be a JSON object, not {as_yaml(record)[:60]}")
+    return record
 
 
 def parse_json(text: str) -> Any:
     """The value of a text in JSON; an error if a string is not valid Unicode."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
         if SURROGATE.search(text):  # JSON can write half of a surrogate pair, which no text contains
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise InvalidRecordError(f"a string is not valid Unicode: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRecordError(f"invalid JSON: {error}") from error
-    return found
+    return value
 
 
 def string_value(value: Any, key: str) -> str:

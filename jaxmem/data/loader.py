@@ -74,14 +74,15 @@ class Loader(AbstractContextManager["Loader"]):
         """The batches of this process, from the beginning."""
         cfg, data, corpus = self._cfg, self._cfg.data, self.corpus
         size, columns = cfg.batch.global_size, cfg.batch.global_size // cfg.batch.accumulate
-        own = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
+        rows_here = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
         count, width = self._shards or (1, columns)
         share = width // count  # row a * width + b belongs to shard b // share, and is row a * share + b % share of it
         if self._shards:
             for stream in corpus.sources:
                 stream.used.clear()
             records = {
-                shard: _streamed(cfg, corpus, (shard, count)) for shard in np.unique(own % width // share).tolist()
+                shard: _streamed(cfg, corpus, (shard, count))
+                for shard in np.unique(rows_here % width // share).tolist()
             }
         else:
             order = corpus.order(self._split)
@@ -98,16 +99,16 @@ class Loader(AbstractContextManager["Loader"]):
 
                 [images] = corpus.sources
                 assert isinstance(images, ImageSource)
-                return ImageRows(cfg, images, order, own, total)
+                return ImageRows(cfg, images, order, rows_here, total)
             records = {0: _ordered(cfg, corpus, order, total)}
         if data.buckets:
-            return BucketRows(records[0], own, size, data.lengths)
+            return BucketRows(records[0], rows_here, size, data.lengths)
         most = data.documents_per_row if data.packing else None
         streams = [
             RowStream(records[column // share], turn * share + column % share, size // count, most)
-            for turn, column in (divmod(row, width) for row in own.ravel().tolist())
+            for turn, column in (divmod(row, width) for row in rows_here.ravel().tolist())
         ]
-        return TextRows(streams, own, data.sequence_length)
+        return TextRows(streams, rows_here, data.sequence_length)
 
     @property
     def _batches(self) -> Any:
@@ -129,12 +130,14 @@ class Loader(AbstractContextManager["Loader"]):
     def state(self) -> State:
         """The position after the last batch that was returned, for JSON: the rows of this process as [row, record,
         token], or the position of all buckets."""
-        found = self._batches.get_state()
-        state = {"step": found["step"], "global_size": self._cfg.batch.global_size} | found
+        position = self._batches.get_state()
+        state = {"step": position["step"], "global_size": self._cfg.batch.global_size} | position
         if self._shards:
             state["shards"] = self._shards
             state["files"] = [
-                [i, *one] for i, stream in enumerate(self.corpus.sources) for one in list(stream.lengths.items())
+                [i, *known_length]
+                for i, stream in enumerate(self.corpus.sources)
+                for known_length in list(stream.lengths.items())
             ]
         return state
 

@@ -187,8 +187,8 @@ class TextRows(Rows):
     @property
     def position(self) -> Position:
         """For each row, the number of finished documents and of used tokens of the next document."""
-        found = zip(self._rows.ravel().tolist(), self._streams, strict=True)
-        return {"rows": [[row, stream.finished, stream.offset] for row, stream in found]}
+        rows_and_streams = zip(self._rows.ravel().tolist(), self._streams, strict=True)
+        return {"rows": [[row, stream.finished, stream.offset] for row, stream in rows_and_streams]}
 
     @position.setter
     def position(self, position: Position) -> None:

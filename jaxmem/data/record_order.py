@@ -97,8 +97,8 @@ class _BlockShuffle:
         self._within = lru_cache(16)(self._within_block)
 
     def _blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        found = permutation(len(self._lengths), mix_seed(self._seed, epoch))
-        return found, np.cumsum(self._lengths[found])
+        order = permutation(len(self._lengths), mix_seed(self._seed, epoch))
+        return order, np.cumsum(self._lengths[order])
 
     def _within_block(self, epoch: int, block: int) -> np.ndarray:
         return permutation(int(self._lengths[block]), mix_seed(self._seed, epoch, block))
@@ -131,8 +131,8 @@ class WeightedSelection:
         sources = sorted(range(len(weights)), key=lambda source: -weights[source])
         exact = [Fraction(weights[source]) for source in sources]
         for i, source in enumerate(sources):
-            rest = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
-            self._rests.append((source, rest.numerator, rest.denominator))
+            later_share = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
+            self._rests.append((source, later_share.numerator, later_share.denominator))
         # An epoch ends before any source would begin its second epoch.
         self._length = bisect_right(
             range(sum(lengths)), 0, key=lambda k: any(map(int.__gt__, self.counts(k + 1), lengths))
@@ -141,8 +141,8 @@ class WeightedSelection:
     def counts(self, total: int) -> list[int]:
         """How many of the first `total` records each source provides."""
         counts = [0] * len(self._rests)
-        for source, rest, total_weight in self._rests:
-            later = round_half_up(total * rest, total_weight)
+        for source, later_share, total_weight in self._rests:
+            later = round_half_up(total * later_share, total_weight)
             counts[source] = total - later
             total = later
         return counts
@@ -152,8 +152,8 @@ class WeightedSelection:
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         before, after = index, index + 1  # records of this source and the later sources
-        for source, rest, total_weight in self._rests:
-            later_before, later_after = (round_half_up(k * rest, total_weight) for k in (before, after))
+        for source, later_share, total_weight in self._rests:
+            later_before, later_after = (round_half_up(k * later_share, total_weight) for k in (before, after))
             if later_after == later_before:
                 return source, before - later_before
             before, after = later_before, later_after

@@ -57,10 +57,10 @@ class RecordCounts:
     tokens_cut: int = 0
 
     def __str__(self) -> str:
-        found = [f"{self.cut} cut, {self.tokens_cut:,} of their tokens lost"] if self.cut else []
-        found += [f"{self.dropped} dropped as too long"] if self.dropped else []
-        found += [f"{self.invalid} invalid ones skipped"] if self.invalid else []
-        return f"of {self.read} {self.kind} read: {'; '.join(found)}" if found else ""
+        phrases = [f"{self.cut} cut, {self.tokens_cut:,} of their tokens lost"] if self.cut else []
+        phrases += [f"{self.dropped} dropped as too long"] if self.dropped else []
+        phrases += [f"{self.invalid} invalid ones skipped"] if self.invalid else []
+        return f"of {self.read} {self.kind} read: {'; '.join(phrases)}" if phrases else ""
 
 
 class RecordSource:

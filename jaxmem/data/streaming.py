@@ -194,15 +194,15 @@ class StreamOrder:
         self._selection = WeightedSelection([UNKNOWN_COUNT] * len(weights), weights) if len(weights) > 1 else None
 
     def find(self, place: int) -> tuple[int, FileRecord] | None:
-        source, own = (0, place) if self._selection is None else self._selection[place]
-        found = self._orders[source].find(own)
-        return None if found is None else (source, found)
+        source, place_in_source = (0, place) if self._selection is None else self._selection[place]
+        location = self._orders[source].find(place_in_source)
+        return None if location is None else (source, location)
 
     def release(self, place: int) -> None:
         """Closes the files of records before `place`."""
         read = [place] if self._selection is None else self._selection.counts(place)
-        for order, own in zip(self._orders, read, strict=True):
-            order.release(own)
+        for order, read_here in zip(self._orders, read, strict=True):
+            order.release(read_here)
 
 
 def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> Any:
@@ -214,5 +214,7 @@ def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> Any:
         if first is None:
             raise EmptyDataError(files.names)
         opened.append(first)
-    order = held_out_order([len(one) for one in opened], [one.source.weight for one in opened], held_out=held_out)
+    order = held_out_order(
+        [len(records) for records in opened], [records.source.weight for records in opened], held_out=held_out
+    )
     return order.map(lambda record: (record[0], (0, record[1])))

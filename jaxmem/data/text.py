@@ -24,17 +24,17 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 def stdlib_files() -> list[Path]:
     """The .py files of the standard library, without its tests: more than 10 MB on every supported Python."""
     root = sysconfig.get_paths()["stdlib"]
-    found = []
+    files_found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_SOURCE]
         files = (Path(folder, name) for name in names if name.endswith(".py"))
-        found += [file for file in files if os.access(file, os.R_OK)]
-    if not found:
+        files_found += [file for file in files if os.access(file, os.R_OK)]
+    if not files_found:
         raise UserError(
             f"data.source=stdlib: {root} has no source text of Python's standard library; "
             "use data.source=text with data.path"
         )
-    return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))
+    return sorted(files_found, key=lambda file: os.fsencode(file.relative_to(root)))
 
 
 class TextFiles(TokenizedText):

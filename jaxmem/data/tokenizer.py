@@ -151,12 +151,12 @@ class FileTokenizer:
 
     def _other_ends(self, directory: Path) -> list[int]:
         """The tokens that end an answer according to the settings of the model in the same directory."""
-        found: list[int] = []
+        ends: list[int] = []
         for file in (directory / "config.json", directory / "generation_config.json"):
             if file.is_file():
                 eos = read_json(file).get("eos_token_id")
-                found += [one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)]
-        return found
+                ends += [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
+        return ends
 
     def _begin_tokens(self) -> tuple[int, ...]:
         with self._errors_of_file():
@@ -178,13 +178,13 @@ class FileTokenizer:
         """Encodes in parallel, on as many threads as there are cores."""
         decoded = [text.decode() if isinstance(text, bytes) else _valid(text) for text in texts]
         with self._errors_of_file():
-            found = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in found]
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         with self._errors_of_file():
-            found = self._with_special.encode(_valid(text), add_special_tokens=False)
-        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+            encoding = self._with_special.encode(_valid(text), add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._errors_of_file():

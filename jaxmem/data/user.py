@@ -65,9 +65,9 @@ class UserLoader(AbstractContextManager["UserLoader"]):
             batch = with_defaults(batch)
         batch = {"mask": np.ones((count, len(self._rows)), np.float32), **batch}
         if batch.keys() != self._spec.keys():
-            found, expected = (", ".join(sorted(each.keys() - {"mask"})) for each in (batch, self._spec))
+            names, expected = (", ".join(sorted(arrays.keys() - {"mask"})) for arrays in (batch, self._spec))
             raise UserError(
-                f"{self._batches.argument}: batch {self._count} has the arrays {found}; expected {expected}"
+                f"{self._batches.argument}: batch {self._count} has the arrays {names}; expected {expected}"
             )
         for name, (shape, _, _) in self._spec.items():
             self._check_shape(name, (rows, *batch[name].shape[2:]), (rows, *shape[2:]))
@@ -88,9 +88,9 @@ class UserLoader(AbstractContextManager["UserLoader"]):
     def restore(self, state: State) -> None:
         self.rewind()
         places = state["iterators"]
-        own = places[jax.process_index()] if len(places) == jax.process_count() else None
-        if own is not None and hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(own)
+        place = places[jax.process_index()] if len(places) == jax.process_count() else None
+        if place is not None and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(place)
             self._count = state["own"]
             return
         for _ in islice(self, state["own"]):

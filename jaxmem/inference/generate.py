@@ -91,9 +91,11 @@ class Generator:
             raise UserError(f"model.family={cfg.model.family} does not support generation; use a decoder")
         self._program, self._params, self._sampling = program, params, sampling
         self._cache_format, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
-        own = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
+        prompt = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
         # The tokens of a soft prompt come before every text.
-        self.prompt_tokens = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
+        self.prompt_tokens = (
+            np.zeros(0, np.int32) if prompt is None else prompt.vocab + np.arange(prompt.length, dtype=np.int32)
+        )
 
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
         """Yields the next token of all texts, [rows], up to `count` times; ENDED for a text after a token of `ends`."""
@@ -132,12 +134,16 @@ class Generator:
             tokens = np.concatenate([state.tokens, tokens], axis=1)
             state.tokens = state.tokens[:, :0]
         state.is_long = is_long
-        *chunks, rest = (tokens[:, start : start + self._chunk] for start in range(0, tokens.shape[1], self._chunk))
-        padding = 0 if rest.shape[1] == 1 else min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
+        *chunks, last_chunk = (
+            tokens[:, start : start + self._chunk] for start in range(0, tokens.shape[1], self._chunk)
+        )
+        padding = (
+            0 if last_chunk.shape[1] == 1 else min(length_for(last_chunk.shape[1]), self._chunk) - last_chunk.shape[1]
+        )
         self._make_room(state, state.length + tokens.shape[1] + max(count, padding))
         for chunk in chunks:
             self._step(state, chunk, self._chunk, lengths)
-        return np.asarray(self._step(state, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1], lengths))
+        return np.asarray(self._step(state, np.pad(last_chunk, ((0, 0), (0, padding))), last_chunk.shape[1], lengths))
 
     def _is_long(self, lengths: np.ndarray) -> np.ndarray:
         """Whether texts of these lengths have the long factors of each longrope: [rows, ropes]."""

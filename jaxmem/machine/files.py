@@ -13,11 +13,11 @@ def read_file(file: Path, limit: int) -> bytes:
     waits for another process, so these are refused."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as opened:  # noqa: PTH123, a descriptor is not a path
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{file}: is not a regular file; put the file itself in its place")
-        content = b"" if found.st_size > limit else opened.read(limit + 1)
-    if max(len(content), found.st_size) > limit:
+        content = b"" if status.st_size > limit else opened.read(limit + 1)
+    if max(len(content), status.st_size) > limit:
         raise UserError(f"{file}: larger than the limit of {limit >> 20} MiB for such files; replace this file")
     return content
 

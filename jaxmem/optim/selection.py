@@ -42,20 +42,20 @@ class Selection:
         """The parameters that match. `tree` has weights, shapes or axes. With axes, a range selects all layers."""
         named = [(path, *split_stack(name), x) for path, name, x in _named(tree)]
         total = count_layers(name for _, name, _ in _named(tree))
-        found: dict[Path, tuple[int, ...] | None] = {}
+        layers_of: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
             plain, layers = split_layers(pattern)
-            own = [(path, name, stack, x) for path, name, stack, x in named if fnmatchcase(name, plain)]
-            if not own:
+            matches = [(path, name, stack, x) for path, name, stack, x in named if fnmatchcase(name, plain)]
+            if not matches:
                 names = [name for _, name, *_ in named]
                 raise UserError(f"optimizer.trainable: {plain} matches no parameter{nearest(plain, names)}")
-            for path, name, stack, x in own:
+            for path, name, stack, x in matches:
                 some = None if layers is None else _layers_in(x, name, pattern, layers, stack, total)
-                known = found.get(path, ())
+                known = layers_of.get(path, ())
                 if some != ():
-                    found[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
-        sizes = {path: x.shape[0] for path, *_, x in named if found.get(path) is not None}
-        return cls({path: None if some and len(some) == sizes[path] else some for path, some in found.items()})
+                    layers_of[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
+        sizes = {path: x.shape[0] for path, *_, x in named if layers_of.get(path) is not None}
+        return cls({path: None if some and len(some) == sizes[path] else some for path, some in layers_of.items()})
 
     def without(self, paths: Collection[tuple[str, ...]]) -> Selection:
         """The selection without the parameters at these paths."""
@@ -102,8 +102,8 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         selection = Selection.of(grads, patterns)
-        own = None if params is None else selection.select(params)
-        updates, state = inner.update(selection.select(grads), state, own, **extra)
+        selected = None if params is None else selection.select(params)
+        updates, state = inner.update(selection.select(grads), state, selected, **extra)
         return selection.merge(jax.tree.map(jnp.zeros_like, grads), updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -49,15 +49,15 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
 
 def _read(run: Path, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((run / name).read_bytes())
+        content = json.loads((run / name).read_bytes())
     except (ValueError, RecursionError) as error:
         raise _damaged(run, name, error) from error
     except OSError as error:
         what = "no such run directory" if not run.is_dir() else f"{name} is missing, which `jaxmem train` writes"
         raise UserError(f"{run}: {what}; for a config use jaxmem plan CONFIG --html FILE") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise _damaged(run, name, "it is not a JSON object")
-    return found
+    return content
 
 
 def _damaged(run: Path, names: str, reason: object) -> UserError:

@@ -21,11 +21,11 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     axes = ("accumulate", "batch")
     mask: Array = (rows, np.float32, axes)
     if cfg.objective.name == "own" and cfg.user.data is not None:
-        own = {
+        user_arrays: dict[str, Array] = {
             name: ((*rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype), (*axes, *[None] * (x.ndim - 1)))
             for name, x in cfg.user.data.first.items()
         }
-        return {"mask": mask, **own}
+        return {"mask": mask, **user_arrays}
     if cfg.reads_text:
         tokens: Array = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
         arrays = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens)
@@ -50,24 +50,26 @@ def image_dtype(cfg: Config) -> Any:
 
 def rows(spec: Spec) -> range:
     """The rows of the global batch on the devices of this process."""
-    one = next(iter(spec.values()))
-    indices = one.sharding.addressable_devices_indices_map(one.shape).values()
-    starts, stops, _ = zip(*(index[1].indices(one.shape[1]) for index in indices), strict=True)
+    first_array = next(iter(spec.values()))
+    indices = first_array.sharding.addressable_devices_indices_map(first_array.shape).values()
+    starts, stops, _ = zip(*(index[1].indices(first_array.shape[1]) for index in indices), strict=True)
     return range(min(starts), max(stops))
 
 
-def place(order: np.ndarray | None, own: range, spec: Spec, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def place(
+    order: np.ndarray | None, rows_here: range, spec: Spec, batch: Mapping[str, np.ndarray]
+) -> dict[str, jax.Array]:
     """The arrays of a batch on their devices. `own`: the rows of this process, which `batch` contains. `order`: the
     position at each index of the sequence; losses are sums over tokens, so their order does not matter."""
     if order is not None:  # reference log-probabilities have a value per row and no sequence dimension
         batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
 
     def shard(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        micro_batches, wanted, *rest = index
-        start, stop, _ = wanted.indices(own.start + x.shape[1])
-        return x[micro_batches, start - own.start : stop - own.start, *rest]
+        micro_batches, wanted, *other_dims = index
+        start, stop, _ = wanted.indices(rows_here.start + x.shape[1])
+        return x[micro_batches, start - rows_here.start : stop - rows_here.start, *other_dims]
 
     return {
-        name: jax.make_array_from_callback(one.shape, one.sharding, partial(shard, batch[name]))
-        for name, one in spec.items()
+        name: jax.make_array_from_callback(spec_of_array.shape, spec_of_array.sharding, partial(shard, batch[name]))
+        for name, spec_of_array in spec.items()
     }

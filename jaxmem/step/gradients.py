@@ -87,8 +87,8 @@ def accumulate(
     grads, sums, state = jax.lax.scan(add, (*zeros, state or None), looped)[0]
     if local is None:
         return grads, sums | ({STATE: state} if state else {})
-    grads, own = local.add_last(loss, params, grads, *last)
-    return grads, jax.tree.map(jnp.add, sums, own)
+    grads, sums_of_last = local.add_last(loss, params, grads, *last)
+    return grads, jax.tree.map(jnp.add, sums, sums_of_last)
 
 
 def _with_hooks(loss: Loss, axes: Any, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
@@ -145,22 +145,22 @@ class _LocalGradients:
         return Reduce(self._layout, axes, self._over, self._dtype)
 
     def _differentiate(
-        self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *own: Params
+        self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *arrays: Params
     ) -> tuple[Params, Sums]:
         """Gradients with respect to `at` of the sum of the losses of all groups. If `at_axis` is None, all groups share
         `at`. If `at_axis` is 0, `at` is [groups, ...], like the trees in `own`."""
 
-        def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
-            in_axes = (at_axis, *[0] * len(own), 0, 0)
+        def every(at: Params, *arrays_of_groups: Any) -> tuple[jax.Array, Sums]:
+            in_axes = (at_axis, *[0] * len(arrays), 0, 0)
             mapped = jax.vmap(loss, in_axes=in_axes, axis_name=GROUPS, spmd_axis_name=self._over)
-            losses, sums = mapped(at, *each)
+            losses, sums = mapped(at, *arrays_of_groups)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         # Rows are sharded group by group, so no data is moved.
         split = lambda x: x.reshape(self.groups, -1, *x.shape[1:])  # noqa: E731
         batch, keys = jax.tree.map(split, (batch, keys))
         with self._layout.inside_vmap(self._over):
-            return jax.grad(every, has_aux=True)(at, *own, batch, keys)
+            return jax.grad(every, has_aux=True)(at, *arrays, batch, keys)
 
     def _views_of_groups(self, params: Params) -> Params:
         """[groups, ...]: a view of the weights for each group."""
@@ -183,26 +183,26 @@ class Reduce:
 
     def __call__(self, g: jax.Array, before: jax.Array) -> jax.Array:
         @custom_vmap
-        def reduced(own: jax.Array) -> jax.Array:
-            return own
+        def reduced(x: jax.Array) -> jax.Array:
+            return x
 
         @reduced.def_vmap
-        def _(_groups: int, _batched: list[bool], own: jax.Array) -> tuple[jax.Array, bool]:
-            return self.reduce_groups(own), False
+        def _(_groups: int, _batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+            return self.reduce_groups(x), False
 
         return reduced(before + g.astype(before.dtype)).astype(self.dtype)
 
-    def reduce_groups(self, own: jax.Array) -> jax.Array:
+    def reduce_groups(self, x: jax.Array) -> jax.Array:
         """[groups, ...] -> the sum over groups. The last mesh axis, which has the fastest links, is reduced first."""
-        own = own.astype(self.dtype)
-        axes = self.axes[len(self.axes) - own.ndim + 1 :]
+        x = x.astype(self.dtype)
+        axes = self.axes[len(self.axes) - x.ndim + 1 :]
         pin = lambda x: constrain(x, *axes, role="optimizer")  # noqa: E731
         for number in reversed(range(len(self.over))):
             outer, neighbours = self.over[:number], self.layout.size(self.over[number : number + 1])
-            parts = own.reshape(-1, neighbours, *own.shape[1:])
+            parts = x.reshape(-1, neighbours, *x.shape[1:])
             # `jnp.sum` would communicate float32.
-            own = jax.lax.reduce(parts, jnp.zeros((), own.dtype), jax.lax.add, (1,))
+            x = jax.lax.reduce(parts, jnp.zeros((), x.dtype), jax.lax.add, (1,))
             if outer:
                 with self.layout.without(*outer):
-                    own = jax.vmap(pin, spmd_axis_name=outer)(own)
-        return pin(own[0])
+                    x = jax.vmap(pin, spmd_axis_name=outer)(x)
+        return pin(x[0])

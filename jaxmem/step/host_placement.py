@@ -68,13 +68,13 @@ def annotate(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
     use sends them to the host, and results whose last operation sends them there."""
     module: Any = lowered.compiler_ir()
     with module.context:
-        main = next(one for one in module.body.operations if one.attributes["sym_name"].value == "main")
+        main = next(node for node in module.body.operations if node.attributes["sym_name"].value == "main")
         block = main.regions[0].blocks[0]
-        arguments = [any(_is_sent(use.owner) for use in one.uses) for one in block.arguments]
-        results = [_is_sent(one.owner) for one in block.operations[len(block.operations) - 1].operands]
+        arguments = [any(_is_sent(use.owner) for use in node.uses) for node in block.arguments]
+        results = [_is_sent(node.owner) for node in block.operations[len(block.operations) - 1].operands]
         for kind, on_host in (("arg_attrs", arguments), ("res_attrs", results)):
             main.attributes[kind] = ir.ArrayAttr.get(
-                [_with_kind(one) if host else one for one, host in zip(main.attributes[kind], on_host, strict=True)]
+                [_with_kind(node) if host else node for node, host in zip(main.attributes[kind], on_host, strict=True)]
             )
     return lowered
 
@@ -88,5 +88,5 @@ def _is_sent(operation: Any) -> bool:
 
 def _with_kind(attributes: Any) -> Any:
     existing: Any = ir.DictAttr(attributes)
-    known = {one.name: one.attr for one in existing}
+    known = {attribute.name: attribute.attr for attribute in existing}
     return ir.DictAttr.get({**known, "mhlo.memory_kind": ir.StringAttr.get(HOST_MEMORY)})

@@ -44,9 +44,9 @@ def kernel_choices(
 def resolve_kernels(cfg: Config, platform: str, capability: int | None) -> Config:
     """The config with `auto` replaced, in these settings and in `mesh.context_method`, by the choice for the given
     device. The setting of an operation that the config does not have stays `auto`."""
-    found = kernel_choices(cfg, platform, capability)
-    names = {setting: one.implementation for setting, one in found.items()}
-    attention = found.get(ATTENTION)
+    choices = kernel_choices(cfg, platform, capability)
+    names = {setting: choice.implementation for setting, choice in choices.items()}
+    attention = choices.get(ATTENTION)
     return cfg.replace(
         memory={"attention": names.get(ATTENTION, "auto"), "experts": names.get(EXPERTS, "auto")},
         mesh={"context_method": attention.context_method if attention else "auto"},
@@ -145,22 +145,22 @@ def attention_choice(
 
     if cfg.mesh.context == 1:
         return AttentionChoice(**vars(kernel(call)))
-    found, refused = {}, []
+    by_method, refused = {}, []
     for method in _methods(cfg):
         try:
-            one = kernel(call.over_context(method, cfg.mesh.context))
+            choice = kernel(call.over_context(method, cfg.mesh.context))
         except UserError as error:
             refused.append(error)
         else:
-            found[method] = _seconds(cfg, call, method, one.implementation), one
-    if not found:
+            by_method[method] = _seconds(cfg, call, method, choice.implementation), choice
+    if not by_method:
         raise refused[0]
-    least = min(seconds for seconds, _ in found.values())
-    best = next(method for method, (seconds, _) in found.items() if seconds <= _CLOSE * least)
-    time, one = found.pop(best)
-    others = ", ".join(f"{method} {other / time - 1:+.0%}" for method, (other, _) in found.items())
-    why = f"{best} over context{f', estimated time of others: {others}' if others else ''}; {one.why}"
-    return AttentionChoice(**(vars(one) | {"why": why, "context_method": best}))
+    least = min(seconds for seconds, _ in by_method.values())
+    best = next(method for method, (seconds, _) in by_method.items() if seconds <= _CLOSE * least)
+    time, choice = by_method.pop(best)
+    others = ", ".join(f"{method} {other / time - 1:+.0%}" for method, (other, _) in by_method.items())
+    why = f"{best} over context{f', estimated time of others: {others}' if others else ''}; {choice.why}"
+    return AttentionChoice(**(vars(choice) | {"why": why, "context_method": best}))
 
 
 def attention_request(cfg: Config, platform: str) -> Request | None:
@@ -229,8 +229,8 @@ def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> fl
     model, devices = cfg.model, cfg.mesh.context
     assert isinstance(model, Decoder)
     numbers = call.batch * call.heads * call.dim
-    each = [pairs(call.queries, call.keys, causal=True, window=window) for window in model.windows]
-    visible = sum(each) / len(each)
+    pairs_of_layers = [pairs(call.queries, call.keys, causal=True, window=window) for window in model.windows]
+    visible = sum(pairs_of_layers) / len(pairs_of_layers)
     compute = 14 * numbers * visible / devices / _FLOPS.get(implementation, _PLAIN)
     link = _NVLINK if devices * cfg.mesh.tensor <= _HOST else _NETWORK
     width = 4 if call.dtype == "float32" else 2

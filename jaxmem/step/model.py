@@ -136,8 +136,8 @@ class ModelSpec:
         experts = getattr(self.cfg.model, "experts", None)
         if experts is None:
             return _count(shapes)
-        each = jax.tree.map(lambda axes, x: _count(x) if "expert" in axes else 0, self.axes, shapes, is_leaf=is_axes)
-        in_experts = sum(jax.tree.leaves(each))
+        counts = jax.tree.map(lambda axes, x: _count(x) if "expert" in axes else 0, self.axes, shapes, is_leaf=is_axes)
+        in_experts = sum(jax.tree.leaves(counts))
         return _count(shapes) - in_experts + in_experts * experts.top_k // experts.count
 
     @cached_property

@@ -73,17 +73,20 @@ def first(squares: jax.Array) -> jax.Array:
 def _backward_order(axes: Any, lengths: dict[Any, int], partial: PartialStacks) -> list[tuple[Any, int, int | None]]:
     """(path, index among the gradients of this weight, layer or None) in the order in which the backward pass computes
     the gradients."""
-    found: list[tuple[Any, Any, int, int | None]] = []
+    entries: list[tuple[Any, Any, int, int | None]] = []
     stacks: dict[Any, int] = {}
     for number, (path, names) in enumerate(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)):
         if names[:1] != ("layer",):
-            found.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
+            entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
             continue
         depth = next(n for n, step in enumerate(path) if step.key.startswith("blocks"))
-        stack, own = stacks.setdefault(path[:depth], len(stacks)), split_stack(path_name(path))[1]
+        stack, layers_of_stack = stacks.setdefault(path[:depth], len(stacks)), split_stack(path_name(path))[1]
         layers = partial.get(path, range(lengths[path]))
-        found += [((1, -stack, -_number(own, layer), number), path, index, layer) for index, layer in enumerate(layers)]
-    return [entry for _, *entry in sorted(found, key=lambda each: each[0])]  # type: ignore[misc]
+        entries += [
+            ((1, -stack, -_number(layers_of_stack, layer), number), path, index, layer)
+            for index, layer in enumerate(layers)
+        ]
+    return [entry for _, *entry in sorted(entries, key=lambda entry_with_order: entry_with_order[0])]  # type: ignore[misc]
 
 
 def _number(stack: range | None, position: int) -> int:

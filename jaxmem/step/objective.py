@@ -82,9 +82,10 @@ def _user_loss(user: UserObjects, network: Any, batch: Batch, keys: jax.Array | 
         result = loss_function(network, batch, *([keys] if user.loss_with_keys else []))
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not hasattr(loss, "dtype") or jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
-        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__
+        returned = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__
         raise UserError(
-            f"loss returned {found}; it must return a scalar (the mean loss of the rows) or a tuple (scalar, metrics)"
+            f"loss returned {returned}; it must return a scalar (the mean loss of the rows) or a tuple (scalar,"
+            " metrics)"
         )
     if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
         raise UserError(f"loss: the metric {wrong[0]} must be a scalar, and must not have the name loss or count")
@@ -119,15 +120,16 @@ def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Ar
     return _likelihoods(network, _tokens(network, batch, None)[0], batch, memory)
 
 
-def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, found: Any, batch: Batch) -> Sums:
-    more, (x, router) = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}, found
-    sums = _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
+def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, features: Any, batch: Batch) -> Sums:
+    x, router = features
+    options = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
+    sums = _sums(_cross_entropy(network, x, batch["targets"], memory, **options), batch["mask"])
     return _with_router(sums, router, batch["segment_ids"])
 
 
-def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, found: Any, batch: Batch) -> Sums:
+def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, features: Any, batch: Batch) -> Sums:
     """DPO: rows 2 i and 2 i + 1 are a pair of answers, the preferred one first; padding pairs have no weight."""
-    x, router = found
+    x, router = features
     gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
     real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
     margins = cfg.beta * (gained[:, 0] - gained[:, 1])
@@ -151,10 +153,10 @@ def _likelihoods(network: Network, x: jax.Array, batch: Batch, memory: config.Me
 
 
 def _cross_entropy(
-    network: Network, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
+    network: Network, x: jax.Array, labels: jax.Array, memory: config.Memory, **options: float
 ) -> jax.Array:
     most = max_update_entries(memory.update, x.shape[-1])
-    return vocab_cross_entropy(network, x, labels, memory.loss_chunk, max_entries=most, **more)
+    return vocab_cross_entropy(network, x, labels, memory.loss_chunk, max_entries=most, **options)
 
 
 def _classify(cfg: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
@@ -190,8 +192,8 @@ def _image_text_loss(_network: Any, features: tuple[jax.Array, ...], batch: Batc
     images, texts, scale = features
     scores = losses.similarities(texts, images, batch["mask"], 1 / scale)
     rows = jnp.arange(len(images))
-    found = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
-    recall = {name: jnp.sum(jnp.where(is_found, batch["mask"], 0.0)) for name, is_found in found.items()}
+    correct = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
+    recall = {name: jnp.sum(jnp.where(is_found, batch["mask"], 0.0)) for name, is_found in correct.items()}
     return _sums(losses.contrastive(scores), batch["mask"]) | recall
 
 

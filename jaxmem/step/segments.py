@@ -47,8 +47,10 @@ class Segments:
 
         def run(part: Any) -> Any:
             if isinstance(part, StackCall):
-                own = _at(trainable, _path_of(params, part.weights))
-                learns = jax.tree.map(lambda w: w is not None, own, is_leaf=lambda w: w is None or is_quantized(w))
+                trainable_weights = _at(trainable, _path_of(params, part.weights))
+                learns = jax.tree.map(
+                    lambda w: w is not None, trainable_weights, is_leaf=lambda w: w is None or is_quantized(w)
+                )
                 return self._add(forward(part, learns, spec.gradient_dtype, micro_batches), part.weights), None
             return None if part.x is None and self._cuts else self._add(part.forward(), part.weight)
 
@@ -112,15 +114,15 @@ class Segments:
             g = stack_backward(number, g) if isinstance(cut, ForwardPass) else cut.input_gradient(g)
             path = self._paths[number]
             if not isinstance(cut, ForwardPass) and path not in self.matrices and _at(grads, path) is not None:
-                own = _at(grads, path)
-                more = cut.weight_gradient(output_gradients[number], _at(self._params, path)).astype(own.dtype)
-                grads = unflatten_dict(flatten_dict(grads) | {path: own + more})
+                of_segment = _at(grads, path)
+                of_cut = cut.weight_gradient(output_gradients[number], _at(self._params, path)).astype(of_segment.dtype)
+                grads = unflatten_dict(flatten_dict(grads) | {path: of_segment + of_cut})
             if g is None:
                 break
             before = self._cuts[number - 1].y if number else None
             _, derivative = jax.vjp(partial(self._segment, number), self._at, before)
-            own, g = derivative(g)
-            grads = jax.tree.map(jnp.add, grads, own)
+            of_segment, g = derivative(g)
+            grads = jax.tree.map(jnp.add, grads, of_segment)
 
         def slice_gradient(numbers: list[int]) -> SliceGradient:
             uses = [(cut, output_gradients[n]) for n in numbers if not isinstance(cut := self._cuts[n], ForwardPass)]
@@ -187,11 +189,15 @@ def _names(path: Any) -> Path:
 def _path_of(params: Params, weights: Tree) -> Path:
     """The path of a matrix or of the weights of a stack in the parameter tree, found by array identity."""
     path, leaf = jax.tree_util.tree_leaves_with_path(weights)[0]
-    complete = next(own for own, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)
+    complete = next(path_of_leaf for path_of_leaf, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)
     return _names(complete[: len(complete) - len(path)])
 
 
 def _without(params: Params, paths: Collection[Path]) -> Params:
     """The parameters that are not at or below these paths."""
-    rest = {own: x for own, x in flatten_dict(params).items() if not any(own[: len(path)] == path for path in paths)}
-    return unflatten_dict(rest)
+    kept = {
+        path_of_leaf: x
+        for path_of_leaf, x in flatten_dict(params).items()
+        if not any(path_of_leaf[: len(path)] == path for path in paths)
+    }
+    return unflatten_dict(kept)

@@ -66,34 +66,42 @@ class LayerUpdate:
 
     def fetch(self, carry: Any, layer: jax.Array) -> list[Tree]:
         """The state of one layer, copied from host memory."""
-        each = zip(self.groups, carry[1], self.before, strict=True)
-        return [take_stacked_layer(state, group.state_axes, layer, old) for group, state, old in each]
+        states = zip(self.groups, carry[1], self.before, strict=True)
+        return [take_stacked_layer(state, group.state_axes, layer, old) for group, state, old in states]
 
     def __call__(self, carry: Any, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Any:
         """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
         (weights, states, squares), new_states = carry, list[Tree]()
         for i, (group, state, old) in enumerate(zip(self.groups, states, self.before, strict=True)):
-            own = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
-            own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
+            gradients = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
+            gradients, weights, state, new_states = jax.lax.optimization_barrier(
+                (gradients, weights, state, new_states)
+            )
             stacked = select(weights, group.axes, is_leaf=is_axes)
             of_layer = fetched[i] if fetched else take_stacked_layer(state, group.state_axes, layer, old)
             # Read once: a second read could come after the layer is written, and XLA would copy the stack.
             weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
             extra = {"layer": self.first + layer, "layers": self.layers, "norm": self.norm}
-            new, new_state = group.update(own, of_layer, weight, self.write, **extra)
+            new, new_state = group.update(gradients, of_layer, weight, self.write, **extra)
             stacked_axes = stored_axes(group.axes, stacked)
             weights = merge(weights, put_stacked_layer(stacked, stacked_axes, "weights", layer, new))
             new_state = put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state)
             new_states = [*new_states, new_state]
-            sums = jax.tree.map(lambda each, g: each.at[layer].set(sum_of_squares(g)), select(squares, own), own)
+            sums = jax.tree.map(
+                lambda sums_of_layers, g: sums_of_layers.at[layer].set(sum_of_squares(g)),
+                select(squares, gradients),
+                gradients,
+            )
             squares = merge(squares, sums)
         return weights, new_states, squares
 
 
 def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tree) -> jax.Array:
     """`squares` plus the sum of squares of the gradients of one layer."""
-    each = (constrain_tree(select(grads, own.axes, is_leaf=is_axes), own.axes, "gradients") for own in groups)
-    return sum(map(sum_of_squares, each), squares)
+    gradients = (
+        constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients") for group in groups
+    )
+    return sum(map(sum_of_squares, gradients), squares)
 
 
 @dataclass(frozen=True)
@@ -122,11 +130,11 @@ class VocabUpdate:
         def update(j: jax.Array, total: SumOverSlices, weights: Tree = self.weights, state: Tree = self.state) -> Any:
             """Returns the gradient of slice j, its new weights and its new state."""
             dw = self._gradient(gradient, weights, slices, j)
-            own = _read_slice(slices, j, weights, self._axes, self.weights)
+            weight_slice = _read_slice(slices, j, weights, self._axes, self.weights)
             own_state = _read_slice(slices, j, state, self.group.state_axes, self.state)
             vocab_dim, entries = self._names.index("vocab"), slices.entries(j).reshape(-1)
             rows = VocabSlice(self._weight(self.weights).shape, vocab_dim, entries, total)
-            return dw, *self.group.update(dw, own_state, own, write, norm=norm, vocab_slice=rows)
+            return dw, *self.group.update(dw, own_state, weight_slice, write, norm=norm, vocab_slice=rows)
 
         sums = sliced_sums(update, slices.count)
         if sums is None:
@@ -134,8 +142,8 @@ class VocabUpdate:
 
         def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
             weights, state, squares = carried
-            dw, own, own_state = update(j, SlicedSums(sums), weights, state)
-            weights = _write_slice(slices, j, weights, self._axes, "weights", own)
+            dw, weight_slice, own_state = update(j, SlicedSums(sums), weights, state)
+            weights = _write_slice(slices, j, weights, self._axes, "weights", weight_slice)
             state = _write_slice(slices, j, state, self.group.state_axes, "optimizer", own_state)
             return weights, state, squares + sum_of_squares(dw)
 
@@ -270,8 +278,8 @@ def _layer_by_layer(
             weights, state, fetched = carry
             ahead = fetch(state, jnp.minimum(layer + 1, last))
             extra = {"layer": first[0] + layer, "layers": layers, "norm": norm}
-            own = take_layer(grads, layer), fetched, take_layer(weights, layer)
-            new, new_state = group.update(*own, write, **extra)
+            of_layer = take_layer(grads, layer), fetched, take_layer(weights, layer)
+            new, new_state = group.update(*of_layer, write, **extra)
             # The next layer's state is read before the state is overwritten; otherwise XLA would copy all of the state.
             ahead, state = jax.lax.optimization_barrier((ahead, state))
             weights = put_stacked_layer(weights, stored, "weights", layer, new)

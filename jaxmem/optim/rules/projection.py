@@ -65,8 +65,8 @@ class Side:
 
     def find_basis(self, g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
         """The basis of the leading directions of a gradient, starting from an old basis."""
-        found = range_finder(g if self.projected_dim == 0 else g.T, start, key)
-        return self._as_state(found, self.basis_spec)
+        basis = range_finder(g if self.projected_dim == 0 else g.T, start, key)
+        return self._as_state(basis, self.basis_spec)
 
     def _as_state(self, x: jax.Array, spec: ParameterSpec) -> jax.Array:
         if not any(self.spec.axes):

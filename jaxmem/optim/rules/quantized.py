@@ -189,14 +189,14 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
     >>> blocks(ParameterSpec((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
     """
-    found = [even_block_size(size, most, MAX_SHARDS) or 0 for size in spec.shape]
+    sizes = [even_block_size(size, most, MAX_SHARDS) or 0 for size in spec.shape]
     dim = max(
-        range(len(found)),
-        key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d),
+        range(len(sizes)),
+        key=lambda d: (sizes[d] >= most // 2, sizes[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d),
     )
-    if not found[dim]:  # no dimension has a suitable divisor: the last block is shorter
+    if not sizes[dim]:  # no dimension has a suitable divisor: the last block is shorter
         return -1, min(most, spec.shape[-1])
-    return dim - len(found), found[dim]
+    return dim - len(sizes), sizes[dim]
 
 
 def zeros(shape: tuple[int, ...], form: str, block: int, axis: int) -> QTensor:
