@@ -153,9 +153,9 @@ def test_schedules_warm_up_and_come_down(schedule, middle, last):
     rate = optim.schedule(Optimizer(learning_rate=2.0, schedule=schedule, warmup=10, min_lr_ratio=0.1), 110)
     assert float(rate(0)) == pytest.approx(0.2)
     assert float(rate(4)) == pytest.approx(1.0)
-    assert float(rate(10)) == pytest.approx(2.0)
-    assert float(rate(60)) == pytest.approx(2.0 * middle)
-    assert float(rate(110)) == pytest.approx(2.0 * last)
+    assert float(rate(9)) == pytest.approx(2.0)
+    assert float(rate(59)) == pytest.approx(2.0 * middle)
+    assert float(rate(109)) == pytest.approx(2.0 * last)
 
 
 def test_adam_does_not_decay():
