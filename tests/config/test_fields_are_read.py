@@ -203,7 +203,7 @@ def test_every_field_is_read():
     assert not missing, f"nothing reads {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("name", {name for name in READ_HERE.values() if name[0].isupper()})
+@pytest.mark.parametrize("name", sorted({name for name in READ_HERE.values() if name[0].isupper()}))
 def test_what_is_read_in_place_of_a_field_exists(name):
     section, _, attribute = name.partition(".")
     assert all(hasattr(kind, attribute) or attribute in kind.model_fields for kind in BY_NAME[section])
