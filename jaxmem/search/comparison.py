@@ -177,20 +177,24 @@ class Comparison(Printed):
         yield Text(head, style="bold")
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method", no_wrap=True)
-        for column in ("GiB", "step", "tok/s", "fits"):
+        numbers = ("GiB", "step", "tok/s") if is_wide else ("GiB", "step")
+        for column in (*numbers, "fits"):
             table.add_column(column, justify="right", no_wrap=True)
         if is_wide:
             table.add_column("settings, or reason")
-        for one in self.results:
-            cells: tuple[str, ...] = ("", "", "")
-            if one.candidate:
-                about = "" if one.candidate.cost else "~"
-                numbers = f"{one.candidate.total / GIB:.1f}", format_seconds(one.candidate.seconds)
-                speed = self.tokens_per_second(one.candidate)
-                cells = (*(about + number for number in numbers), about + f"{speed:,.0f}" if speed else "")
-            why = one.candidate.description if one.fits and one.candidate else one.reason
-            row = (one.name, *cells, "yes" if one.fits else "no", *([Text(why)] if is_wide else []))
-            table.add_row(*row, style="green" if one.fits else "")
+        for result in self.results:
+            cells = dict.fromkeys(numbers, "")
+            if result.candidate:
+                about = "" if result.candidate.cost else "~"
+                speed = self.tokens_per_second(result.candidate)
+                cells["GiB"] = f"{about}{result.candidate.total / GIB:.1f}"
+                cells["step"] = about + format_seconds(result.candidate.seconds)
+                if is_wide and speed:
+                    cells["tok/s"] = f"{about}{speed:,.0f}"
+            why = result.candidate.description if result.fits and result.candidate else result.reason
+            reasons = [Text(why)] if is_wide else []
+            row = (result.name, *cells.values(), "yes" if result.fits else "no", *reasons)
+            table.add_row(*row, style="green" if result.fits else "")
         yield table
         for one in self.results:
             if one.fits:
