@@ -124,7 +124,7 @@ def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, 
     x, router = features
     options = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
     sums = _sums(_cross_entropy(network, x, batch["targets"], memory, **options), batch["mask"])
-    return _with_router(sums, router, batch["segment_ids"])
+    return _with_router(sums, router, batch["mask"])
 
 
 def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, features: Any, batch: Batch) -> Sums:
@@ -134,16 +134,15 @@ def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, f
     real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
     margins = cfg.beta * (gained[:, 0] - gained[:, 1])
     sums = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
-    return _with_router(sums | {"margin": jnp.sum(margins * real)}, router, batch["segment_ids"])
+    return _with_router(sums | {"margin": jnp.sum(margins * real)}, router, batch["mask"])
 
 
-def _with_router(sums: Sums, router: jax.Array | None, segment_ids: jax.Array) -> Sums:
-    """Adds the statistics of routers: their means over the tokens of documents (padding has the segment 0), times the
-    count."""
+def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
+    """Adds the statistics of routers: their means over the tokens with a target, times the count. With one target per
+    token this is a plain sum, so it does not depend on how rows are divided over devices and micro-batches."""
     if router is None:
         return sums
-    is_token = (segment_ids > 0).astype(jnp.float32)
-    weight = is_token * (sums["count"] / jnp.maximum(jnp.sum(is_token), 1.0))
+    weight = mask * (sums["count"] / jnp.maximum(jnp.sum(mask), 1.0))
     totals = jnp.einsum("btn,bt->n", router, weight)
     return sums | dict(zip(STATISTICS, totals, strict=True))
 
