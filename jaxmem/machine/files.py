@@ -7,6 +7,8 @@ from pathlib import Path
 
 from jaxmem.errors import UserError
 
+BLOCK_BYTES = 1 << 16
+
 
 def read_file(file: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes. A FIFO or a device may have no end, and opening a FIFO
@@ -16,10 +18,13 @@ def read_file(file: Path, limit: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{file}: is not a regular file; put the file itself in its place")
-        content = b"" if status.st_size > limit else opened.read(limit + 1)
+        content = bytearray()
+        # In blocks, since `read(limit)` allocates all of the limit first.
+        while max(len(content), status.st_size) <= limit and (block := opened.read(BLOCK_BYTES)):
+            content += block
     if max(len(content), status.st_size) > limit:
         raise UserError(f"{file}: larger than the limit of {limit >> 20} MiB for such files; replace this file")
-    return content
+    return bytes(content)
 
 
 def write_file(path: Path, text: str) -> None:

@@ -185,7 +185,7 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates.Space, "neighbors", lambda *_: [])
     monkeypatch.setitem(fit.fit.__kwdefaults__, "allow", ("remat", "batch"))
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["remat"]))
-    monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "qlora")})
+    monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
     monkeypatch.setattr(planning, "plan", PLAN)
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
