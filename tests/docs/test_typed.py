@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -42,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = {"vocab": 512, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
 EXPERTS = MODEL | {"mlp": 64, "experts": {"count": 4, "top_k": 2}}
 MODELS = ("HF_DIR", "Qwen/Qwen3-8B", "my-hf-dir", "llama-3.2-1b", "llama-3-8b", "llama-3-70b")
+GGUF = ("MODEL.gguf", "model.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf")
 CHATS = ("chats.jsonl", "conversations.jsonl", "data/chats.jsonl")
 TOKENS = ("tokens", "data/llama3-tokens")
 CONFIGS = {
@@ -55,7 +57,8 @@ CONFIGS = {
 }
 OWN = ("mine.yaml", "tune.yaml")  # what a page calls the config that it shows
 QUESTION = {"prompt": "The sky is", "choices": [" blue", " green"], "answer": 0}
-HERE = ("plan", "fit", "bench", "report")  # run in this process, which has started jax already
+# Run in this process, which has started jax already, and has interpreters of GPU kernels.
+HERE = ("plan", "fit", "report", "scripts/bench/kernels.py")
 # What is typed stays as it is; these only do less of it.
 LESS = {
     "fit": ["--compiles", "2"],
@@ -104,7 +107,11 @@ def here(place: Path, words: tuple[str, ...], _: int) -> tuple[int, str]:
     said = io.StringIO()
     with contextlib.chdir(place), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            main([*words[1:]])
+            if words[0] == "jaxmem":
+                main([*words[1:]])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", [*words[1:]])
+                runpy.run_path(words[1], run_name="__main__")
         except SystemExit as exit_:
             return int(exit_.code or 0), said.getvalue()
     raise AssertionError("a command ends its process")
@@ -147,9 +154,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     types(place, "jaxmem", "tokenize", "base.yaml", "--output", TOKENS[0])
     types(place, "jaxmem", "train", "base.yaml")
     types(place, "jaxmem", "export", "runs/base", MODELS[0])
+    types(place, "jaxmem", "export", "runs/base", GGUF[0])
     for first, *others in (TOKENS, MODELS):
         for name in others:
             shutil.copytree(place / first, place / name)
+    for name in GGUF[1:]:
+        shutil.copy(place / GGUF[0], place / name)
     types(place, "jaxmem", "train", "before.yaml")
     (place / "runs/before").rename(place / "before")
     shutil.rmtree(place / "runs")

@@ -138,7 +138,7 @@ def test_what_does_not_fit(place, tmp_path, peft):
         ({"target_parameters": ["mlp.experts.down_proj"]}, "use an adapter of linear layers only"),
         ({"init_lora_weights": "corda"}, r'init_lora_weights="corda" is not supported; expected true or'),
         ({"trainable_token_indices": {"lm_head": [1]}}, r"trainable_token_indices: lm_head is not supported"),
-        ({"trainable_token_indices": [-1]}, r"trainable_token_indices=.* must be a list"),
+        ({"trainable_token_indices": [-1]}, r"trainable_token_indices=.* must be at least 0"),
         (
             {"trainable_token_indices": {"embed_tokens": [1]}},
             r"token_indices does not support adapter.targets that match embedding",

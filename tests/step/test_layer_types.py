@@ -15,7 +15,6 @@ MODEL = {
     "window": 5,
     "query_pre_attn_scalar": 12,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "attention_soft_cap": 2.0,
     "logit_soft_cap": 3.0,
 }
 BATCH = {"batch": {"global_size": 8, "accumulate": 2}}
