@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from jaxmem.config.base import must_be
+from jaxmem.config.base import Count, must_be
 from jaxmem.errors import UserError
 from jaxmem.machine.files import read_file
 
 MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
-Size = Annotated[int, Field(ge=1, le=1 << 31)]  # a limit above all dimensions of models, since it is not trusted
+Size = Count
 Quantity = Annotated[int, Field(ge=1, le=10_000)]  # a limit on the number of layers or experts
 Number = Annotated[float, Field(gt=0, lt=1e300)]
 

@@ -48,7 +48,7 @@ READ_HERE = {
     **dict.fromkeys(
         (
             *("beta1", "beta2", "epsilon", "momentum", "rank", "refresh_every", "scale", "similarity", "residual"),
-            "project_embeddings",
+            *("project_embeddings", "weight_decay"),
         ),
         "Optimizer.hyperparameters",
     ),

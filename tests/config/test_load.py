@@ -240,7 +240,7 @@ def test_importing_sections_loads_nothing_that_reads_or_checks_them():
         "names",
         "networks",
         "optimizers",
-        "own",
+        "user",
         "recompute",
         "sections",
         "sources",

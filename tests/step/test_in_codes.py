@@ -77,11 +77,13 @@ def test_a_gradient_is_that_of_the_values(alone):
     ("zero", "mesh", "kernel"),
     [(3, {"stage": 2, "fsdp": 2, "tensor": 2}, "none"), (1, {"stage": 2, "fsdp": 2}, "triton")],
 )
-def test_every_mesh_trains_quantized_weights_as_one_device(alone, zero, mesh, kernel):
+def test_every_mesh_trains_quantized_weights_as_one_device(zero, mesh, kernel):
     """Which cuts blocks, layers into stages and the vocabulary into slices, and groups rows whose gradients are summed
     apart. With a kernel, too."""
+    slow = {**INT8["optimizer"], "learning_rate": 5e-3, "schedule": "constant"}  # few values near a rounding boundary
+    alone = Trained(config(**(INT8 | {"optimizer": slow})))
     sections = {
-        "optimizer": {**INT8["optimizer"], "kernel": kernel},
+        "optimizer": {**slow, "kernel": kernel},
         "zero": zero,
         "mesh": mesh,
         "batch": {"global_size": 8, "accumulate": 2},
