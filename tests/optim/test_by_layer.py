@@ -101,7 +101,8 @@ def test_layers_are_updated_on_their_pipeline_stage():
     assert "all-gather" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("name", cases(OPTIMIZERS, "adamw", "galore_adamw8bit"))
+# Without momentum, sgd squares nothing and keeps the dtype of its gradient.
+@pytest.mark.parametrize("name", cases([name for name in OPTIMIZERS if name != "sgd"], "adamw", "galore_adamw8bit"))
 def test_float16_gradients_are_squared_in_float32(name):
     """Squares of 1e-4 are below the smallest float16, and those of 1e3 above the largest."""
     params = {"w": normal(64, 72)}
