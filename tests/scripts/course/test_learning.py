@@ -10,7 +10,7 @@ from scripts.course import STOPS, adapters, experts, galore, networks, parallel,
 
 @pytest.mark.parametrize("topic", ["networks", "precision", "adapters", "stack", "finetune"])
 def test_what_trains_here_takes_no_target(topic: str) -> None:
-    with pytest.raises(UserError, match=f"tour {topic} does not support --target h100-80gb: it runs on this machine"):
+    with pytest.raises(UserError, match=f"{topic} does not support --target h100-80gb: it runs on this machine"):
         STOPS[topic].visit("h100-80gb")
 
 
