@@ -81,7 +81,7 @@ def test_a_command_end_to_end(
         results.append(json.loads(capsys.readouterr().out))
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
     assert results[0]["considered"] == 4  # none, full, dots, sqrt
-    assert results[0]["compiled"] == 2
+    assert 1 <= results[0]["compiled"] <= 2  # none after the fastest, if no estimate can win
     cfg = for_devices(load_config(best), 2)
     assert cfg.memory.remat == results[0]["best"]["config"].get("memory.remat", "none")
     with CompilerPool(TWO) as compilers:
