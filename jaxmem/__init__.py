@@ -54,7 +54,9 @@ _NAMES = {
 # If jax's CUDA plugin is installed to compile for GPUs (the extra `plan`) and there is no driver, jax would print a
 # traceback when it starts.
 _plugins = importlib.util.find_spec("jax_plugins")
-_has_cuda = _plugins and any("cuda" in one.name for one in pkgutil.iter_modules(_plugins.submodule_search_locations))
+_has_cuda = _plugins and any(
+    "cuda" in module.name for module in pkgutil.iter_modules(_plugins.submodule_search_locations)
+)
 if _has_cuda and not any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"))):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -77,7 +77,7 @@ def config_page() -> str:
         elif at := _section(key):
             parts += [f"## {name}", *_keys(at, sections)]
         if name == "optimizer":
-            rows = [(f"`{one}`", entry.summary, _settings(entry.fields)) for one, entry in OPTIMIZERS.items()]
+            rows = [(f"`{name}`", entry.summary, _settings(entry.fields)) for name, entry in OPTIMIZERS.items()]
             parts.append(
                 _table(("optimizer.name", "method, bytes per parameter", "hyperparameters and defaults"), rows)
             )
@@ -99,14 +99,16 @@ def _keys(name: str, sections: dict[str, Any]) -> Iterator[str]:
 def _section(key: dict[str, Any]) -> str:
     """The name of a key's section, if it is one."""
     refs = [key, *key.get("anyOf", ())]
-    return next((one["$ref"].rpartition("/")[2] for one in refs if "$ref" in one and "Save" not in one["$ref"]), "")
+    return next((ref["$ref"].rpartition("/")[2] for ref in refs if "$ref" in ref and "Save" not in ref["$ref"]), "")
 
 
 def _type(value: dict[str, Any]) -> str:
     if "enum" in value or "const" in value:
-        return ", ".join(f"`{_value(one)}`" for one in value.get("enum", [value.get("const")]) if one is not None)
+        return ", ".join(
+            f"`{_value(choice)}`" for choice in value.get("enum", [value.get("const")]) if choice is not None
+        )
     if "anyOf" in value:
-        return ", ".join(_type(one) for one in value["anyOf"] if one.get("type") != "null")
+        return ", ".join(_type(kind) for kind in value["anyOf"] if kind.get("type") != "null")
     if "$ref" in value:
         return "`{save: [...]}`" if value["$ref"].endswith("Save") else "sections of the kind of `data`"
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -159,17 +161,19 @@ def configs_page() -> str:
 
 def pages() -> dict[str, str]:
     """The text of each file in docs/, by its name."""
-    index, found = HEAD, {}
+    index, texts = HEAD, {}
     for name, names in MODULES.items():
         module = importlib.import_module(name)
-        entries = {one: getattr(module, one) for one in names or module.__all__ if callable(getattr(module, one))}
+        entries = {
+            entry: getattr(module, entry) for entry in names or module.__all__ if callable(getattr(module, entry))
+        }
         file = f"{name.removeprefix('jaxmem.')}.md"
-        index += f"| [{name}]({file}) | {', '.join(f'`{one}`' for one in entries)} |\n"
+        index += f"| [{name}]({file}) | {', '.join(f'`{entry}`' for entry in entries)} |\n"
         parts = [f"# {name}", _markdown(module.__doc__)]
-        for one, value in entries.items():
-            parts += _entry(one, value)
-        found[f"api/{file}"] = "\n\n".join(part for part in parts if part) + "\n"
-    return {"api/README.md": index, **found, "config.md": config_page(), "../configs/README.md": configs_page()}
+        for public_name, value in entries.items():
+            parts += _entry(public_name, value)
+        texts[f"api/{file}"] = "\n\n".join(part for part in parts if part) + "\n"
+    return {"api/README.md": index, **texts, "config.md": config_page(), "../configs/README.md": configs_page()}
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
@@ -177,9 +181,9 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     yield f"```python\n{_signature(name, value)}\n```"
     yield _markdown(_docstring(value))
     if inspect.isclass(value):
-        members = [(key, one) for key, one in vars(value).items() if not key.startswith("_")]
-        methods = [(key, one) for key, one in members if inspect.isfunction(one) and inspect.getdoc(one)]
-        yield "\n".join(f"- `{_signature(key, one)}`: {_summary(one)}" for key, one in methods)
+        members = [(key, member) for key, member in vars(value).items() if not key.startswith("_")]
+        methods = [(key, member) for key, member in members if inspect.isfunction(member) and inspect.getdoc(member)]
+        yield "\n".join(f"- `{_signature(key, member)}`: {_summary(member)}" for key, member in methods)
 
 
 def _signature(name: str, value: Any) -> str:
@@ -189,14 +193,14 @@ def _signature(name: str, value: Any) -> str:
         return name
     # A function as a default has an address, which differs from run to run.
     parameters = [
-        one.replace(default=...) if inspect.isfunction(one.default) else one
-        for one in signature.parameters.values()
-        if one.name != "self"
+        parameter.replace(default=...) if inspect.isfunction(parameter.default) else parameter
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
     ]
     text = _clean(f"{name}{signature.replace(parameters=parameters)}").replace(" -> None", "")
     if len(text) <= 100:
         return text
-    lines = textwrap.indent(",\n".join(_clean(str(one)) for one in parameters), "    ")
+    lines = textwrap.indent(",\n".join(_clean(str(parameter)) for parameter in parameters), "    ")
     return f"{name}(\n{lines},\n){text.rpartition(')')[2]}"
 
 
@@ -209,8 +213,8 @@ def _clean(text: str) -> str:
 
 
 def _without_packages(text: str) -> str:
-    def short(found: re.Match[str]) -> str:
-        package, _, _ = found[0].partition(".")
+    def short(match: re.Match[str]) -> str:
+        package, _, _ = match[0].partition(".")
         return {"jax": "jax.", "numpy": "np.", "optax": "optax.", "flax": "nnx."}.get(package, "")
 
     text = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])", short, text.replace("'", "").replace("Ellipsis", "..."))
@@ -219,8 +223,8 @@ def _without_packages(text: str) -> str:
 
 def _docstring(value: Any) -> str | None:
     """Its own docstring; None if it is inherited or written by dataclasses."""
-    own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
-    return None if own and own.startswith(f"{getattr(value, '__name__', '')}(") else own
+    text = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    return None if text and text.startswith(f"{getattr(value, '__name__', '')}(") else text
 
 
 def _markdown(docstring: str | None) -> str:

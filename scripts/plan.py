@@ -30,8 +30,8 @@ def main(config: str, targets: Sequence[str], overrides: Sequence[str] = (), *, 
     for target in targets:
         print("  ".join(f"{cell:>14}" for cell in row(cfg, target)), flush=True)
     if fit:
-        found = jaxmem.fit(cfg, targets[-1], progress=print)
-        print(found.best.description if found.best else "no config fits")
+        result = jaxmem.fit(cfg, targets[-1], progress=print)
+        print(result.best.description if result.best else "no config fits")
 
 
 if __name__ == "__main__":

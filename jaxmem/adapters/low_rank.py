@@ -247,10 +247,10 @@ def _param(value: jax.Array, axes: Axes) -> nnx.Param:
 def _column_norms(base: Linear | Embedding) -> Float[Array, "*layers outputs"]:
     """The column norms of a weight, computed one layer after the other."""
 
-    def one(w: jax.Array | QTensor) -> jax.Array:
+    def norms(w: jax.Array | QTensor) -> jax.Array:
         w = fetch_from_host(w)
         w = w.dequantize(jnp.float32) if isinstance(w, QTensor) else w.astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(w), axis=-2))
 
     w = base.weight.get_value()
-    return jax.lax.map(one, w) if w.ndim > 2 else one(w)
+    return jax.lax.map(norms, w) if w.ndim > 2 else norms(w)

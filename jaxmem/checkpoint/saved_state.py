@@ -102,14 +102,14 @@ class SavedState:
         if (orders := self._orders(config)) is None:
             return shapes
 
-        def one(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def as_saved(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if not self._is_ordered(path, axes):
                 return x
             shape = (len(orders[0]), *x.shape[1:])
             sharding = self._program.layout.with_unsplit_layers(role, axes, shape)
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-        return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=is_axes)
+        return jax.tree_util.tree_map_with_path(as_saved, axes, shapes, is_leaf=is_axes)
 
     def _is_ordered(self, path: Any, axes: Axes) -> bool:
         """Whether an array is a stack of layers that pipeline stages share."""
@@ -126,10 +126,10 @@ class SavedState:
             is_layer = (sources >= 0).reshape(-1, *[1] * (x.ndim - 1))
             return jnp.where(is_layer, x[np.maximum(sources, 0)], jnp.zeros((), x.dtype))
 
-        def one(path: Any, axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        def reorder(path: Any, axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
             return jax.jit(pick, out_shardings=shape.sharding)(x) if self._is_ordered(path, axes) else x
 
-        return jax.tree_util.tree_map_with_path(one, axes, arrays, shapes, is_leaf=is_axes)
+        return jax.tree_util.tree_map_with_path(reorder, axes, arrays, shapes, is_leaf=is_axes)
 
 
 def order(config: Mapping[str, Any], layers: int) -> np.ndarray:

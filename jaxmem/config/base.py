@@ -32,7 +32,9 @@ class Section(BaseModel):
         """A copy with these values, which are not validated. A dict replaces fields of a nested section:
         `cfg.replace(memory={"remat": "full"})`."""
         nested = {name: getattr(self, name) for name, value in values.items() if isinstance(value, dict)}
-        return self.model_copy(update=values | {name: one.replace(**values[name]) for name, one in nested.items()})
+        return self.model_copy(
+            update=values | {name: section.replace(**values[name]) for name, section in nested.items()}
+        )
 
 
 def setting(default: Any, description: str) -> Any:

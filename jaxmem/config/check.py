@@ -127,7 +127,7 @@ def _objective(cfg: Config) -> Iterator[str]:
             yield f"model.outputs={model.outputs} does not match {name}; use model.outputs={outputs}"
 
 
-def _own(cfg: Config) -> Iterator[str]:
+def _user(cfg: Config) -> Iterator[str]:
     """Errors for a model of Flax's layers: settings that change how its layers are computed."""
     if cfg.user.model is None:
         return
@@ -167,9 +167,9 @@ def _mesh(cfg: Config) -> Iterator[str]:
             yield f"mesh.{axis}={size} must be at least 1; use mesh.{axis}=1, or -1 for all remaining devices"
     if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder):
         yield from _context(cfg, cfg.model)
-    rest = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
-    if len(rest) > 1:
-        yield f"{' and '.join(rest)} are both set; use -1 for one axis only"
+    unset = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
+    if len(unset) > 1:
+        yield f"{' and '.join(unset)} are both set; use -1 for one axis only"
 
 
 def _context(cfg: Config, model: Decoder) -> Iterator[str]:
@@ -212,7 +212,7 @@ RULES = (
     check_decoder,
     _image_model,
     _objective,
-    _own,
+    _user,
     check_data,
     _sizes,
     check_memory,
@@ -225,7 +225,7 @@ RULES = (
 
 def weight_kinds(model: Family) -> tuple[WeightKind, ...]:
     """The kinds of weights of a model, for `rules.replicated`. All matrices of a mixture are the kind `experts`."""
-    found, has_experts = model.dims(), getattr(model, "experts", None) is not None
-    mlp: tuple[WeightKind, ...] = ("experts",) if has_experts else ("gate_up", "down") if "mlp" in found else ()
-    attention: tuple[WeightKind, ...] = ("attention",) if "heads" in found else ()
-    return (*attention, *mlp, *(("head",) if "vocab" in found else ()))
+    dims, has_experts = model.dims(), getattr(model, "experts", None) is not None
+    mlp: tuple[WeightKind, ...] = ("experts",) if has_experts else ("gate_up", "down") if "mlp" in dims else ()
+    attention: tuple[WeightKind, ...] = ("attention",) if "heads" in dims else ()
+    return (*attention, *mlp, *(("head",) if "vocab" in dims else ()))

@@ -89,7 +89,7 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         use = "data.source=image_texts" if kind != "image_texts" else "model.family=image_text"
         yield unsupported(given, family, use)
     elif (source.kind.contents == "images") == is_text:
-        names = [name for name, one in SOURCES.items() if (one.contents == "images") != is_text]
+        names = [name for name, source in SOURCES.items() if (source.contents == "images") != is_text]
         names = [name for name in names if name != "image_texts"]
         yield unsupported(given, f"model.family={cfg.model.family}", f"{key}.source={one_of(names)}")
 

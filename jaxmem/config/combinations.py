@@ -27,14 +27,14 @@ EXCLUSIVE_KEYS = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf")
 
 def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
     """For each key that has an effect only with some values of another key: (the other key, these values)."""
-    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    required: dict[str, tuple[str, tuple[str, ...]]] = {}
     for condition, keys in _TABLES["requires"].items():
         other, _, values = condition.partition("=")
-        found |= dict.fromkeys(keys, (other, tuple(values.split("|"))))
+        required |= dict.fromkeys(keys, (other, tuple(values.split("|"))))
     for field in dict.fromkeys(field for entry in OPTIMIZERS.values() for field in entry.fields if field != "kernel"):
         having = tuple(name for name, entry in OPTIMIZERS.items() if field in entry.fields)
-        found[f"optimizer.{field}"] = ("optimizer.name", having)
-    return found
+        required[f"optimizer.{field}"] = ("optimizer.name", having)
+    return required
 
 
 def check_combinations(cfg: Config) -> Iterator[str]:
@@ -58,15 +58,15 @@ def check_combinations(cfg: Config) -> Iterator[str]:
 
 def _matching(cfg: Config, term: str) -> str:
     """The setting of a config as `key=value` if a term of the tables describes it, otherwise an empty text."""
-    found = []
+    matching = []
     for part in term.split(" with "):
         key, operator, expected = re.split("(!?=)", part)
         value = value_of(cfg, key)
         items = map(as_yaml, (value, *value) if isinstance(value, tuple) else (value,))
         if any(item in expected.split("|") for item in items) == (operator == "!="):
             return ""
-        found.append(key if expected == "[]" or isinstance(value, Section) else f"{key}={as_yaml(value)}")
-    return " with ".join(found)
+        matching.append(key if expected == "[]" or isinstance(value, Section) else f"{key}={as_yaml(value)}")
+    return " with ".join(matching)
 
 
 def value_of(cfg: Config, key: str) -> Any:

@@ -63,9 +63,12 @@ def _elastic(cfg: Config, n: int) -> Config:
         fixed = math.prod(size for size in (axes | changed).values() if size)
         mesh = {axis: size or n // fixed for axis, size in (axes | changed).items()}
         for count in divisors(batch.global_size) if n % fixed == 0 else ():
-            found = cfg.replace(mesh=mesh, batch={"accumulate": count})
-            if batch.global_size <= most * count * found.mesh.row_shards and next(_indivisible(found), None) is None:
-                return found
+            candidate = cfg.replace(mesh=mesh, batch={"accumulate": count})
+            if (
+                batch.global_size <= most * count * candidate.mesh.row_shards
+                and next(_indivisible(candidate), None) is None
+            ):
+                return candidate
     return cfg
 
 
@@ -74,13 +77,13 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     mesh, batch = cfg.mesh, cfg.batch
     yield from _stages(cfg)
     rows = batch.global_size // batch.accumulate
-    each = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
-    if rows % (each * mesh.row_shards):
+    pair = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
+    if rows % (pair * mesh.row_shards):
         over = " x ".join(
             [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES if axis != "expert" or mesh.expert > 1]
-            + ["2 rows per pair"] * (each - 1)
+            + ["2 rows per pair"] * (pair - 1)
         )
-        step = batch.accumulate * each * mesh.row_shards
+        step = batch.accumulate * pair * mesh.row_shards
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
         yield f"{given} has {rows} rows per micro-batch, not a multiple of {over}; use batch.global_size={near}"
@@ -89,11 +92,11 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         along = [
             name for name in ("expert", "context", *cfg.rules.optimizer) if axis == "fsdp" and getattr(mesh, name) > 1
         ]
-        own, others = getattr(mesh, axis), math.prod(getattr(mesh, name) for name in along)
-        wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (own * others)]
+        size, others = getattr(mesh, axis), math.prod(getattr(mesh, name) for name in along)
+        wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (size * others)]
         if wrong:
             shown = " x ".join(f"mesh.{name}={getattr(mesh, name)}" for name in (axis, *along))
-            near = nearest_numbers(own, (d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0))
+            near = nearest_numbers(size, (d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0))
             other = ", or zero=0" if axis == "fsdp" else ""
             other += ", or rules.optimizer=[]" if "replica" in along else ""
             verb = "is" if len(wrong) == 1 else "are"
@@ -101,25 +104,25 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     yield from _experts(cfg)
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
-    parts, more = time_parts(mesh), cfg.prompt_length
+    parts, prompt_length = time_parts(mesh), cfg.prompt_length
     for length in cfg.data.lengths if isinstance(cfg.model, Decoder) else ():
-        if (length + more) % parts:
+        if (length + prompt_length) % parts:
             over = " and ".join(
                 f"mesh.{axis}={getattr(mesh, axis)}" for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1
             )
-            near = nearest_numbers(length, range(parts - more % parts, length + parts + 1, parts))
+            near = nearest_numbers(length, range(parts - prompt_length % parts, length + parts + 1, parts))
             key = "data.sequence_length" if length == cfg.data.sequence_length else "data.buckets"
-            prompt = f" plus adapter.virtual_tokens={more}" if more else ""
+            prompt = f" plus adapter.virtual_tokens={prompt_length}" if prompt_length else ""
             yield f"{key}={length}{prompt} is not divisible by {parts}, as {over} requires; use {key}={near}"
 
 
 def _experts(cfg: Config) -> Iterator[str]:
-    own, experts = cfg.mesh.expert, cfg.model.experts if isinstance(cfg.model, Decoder) else None
-    if own > 1 and experts is None:
-        yield f"mesh.expert={own} requires a mixture of experts (model.experts); use mesh.expert=1"
-    elif experts is not None and experts.count % own:
-        near = nearest_numbers(own, divisors(experts.count))
-        yield f"model.experts.count={experts.count} is not divisible by mesh.expert={own}; use mesh.expert={near}"
+    size, experts = cfg.mesh.expert, cfg.model.experts if isinstance(cfg.model, Decoder) else None
+    if size > 1 and experts is None:
+        yield f"mesh.expert={size} requires a mixture of experts (model.experts); use mesh.expert=1"
+    elif experts is not None and experts.count % size:
+        near = nearest_numbers(size, divisors(experts.count))
+        yield f"model.experts.count={experts.count} is not divisible by mesh.expert={size}; use mesh.expert={near}"
     groups = cfg.memory.expert_groups
     if groups > 1 and (devices := math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)) > 1:
         yield f"memory.expert_groups={groups} does not support {devices} devices; use memory.expert_groups=1"
@@ -160,15 +163,15 @@ def _own_rules(cfg: Config) -> Iterator[str]:
     """A line for each dimension that the config's changes of `rules` would shard unevenly."""
     if cfg.zero == 0:
         return
-    model, found, exempt = cfg.model, cfg.model.dims(), replicated_dims(cfg.model, cfg.rules, cfg.mesh)
+    model, dims, exempt = cfg.model, cfg.model.dims(), replicated_dims(cfg.model, cfg.rules, cfg.mesh)
     width = (
         model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
     )
     for dim, over in cfg.rules.table.items():
-        if dim not in found or over == getattr(Rules(), dim):
+        if dim not in dims or over == getattr(Rules(), dim):
             continue
         over = tuple(axis for axis in over if axis != "tensor" or dim not in exempt)
-        for key, count in found[dim].items():
+        for key, count in dims[dim].items():
             size = count * (width if dim in ("heads", "kv_heads") else 1)
             fewer = over
             while size % math.prod(getattr(cfg.mesh, axis) for axis in fewer):
@@ -195,12 +198,12 @@ def _stages(cfg: Config) -> Iterator[str]:
         return
     rounds = cfg.pipeline.rounds
     if stage * rounds > (layers := pipelined_layers(model)):
-        each = f" x pipeline.rounds={rounds}" if rounds > 1 else ""
+        factor = f" x pipeline.rounds={rounds}" if rounds > 1 else ""
         most = f"mesh.stage={layers // rounds}" if rounds <= layers else "fewer pipeline.rounds"
         of = f"model.layers={layers}"
         if layers < model.layers:
             of = f"the {layers} layers, or groups of layers of several kinds, that stages can share"
-        yield f"mesh.stage={stage}{each} exceeds {of}; use {most}"
+        yield f"mesh.stage={stage}{factor} exceeds {of}; use {most}"
     size, rows = cfg.batch.global_size, cfg.mesh.row_shards
     counts = [count for count in divisors(size) if size // count % rows == 0]
     if rounds > 1 and micro % stage:
@@ -233,15 +236,15 @@ def meshes(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         yield {**dict.fromkeys(MESH_AXES, 1), axes[0]: n}
     else:
         for size in divisors(n):
-            for rest in meshes(n // size, axes[1:]):
-                yield {**rest, axes[0]: size}
+            for sizes in meshes(n // size, axes[1:]):
+                yield {**sizes, axes[0]: size}
 
 
 def _divisible_dims(model: Family, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
     """For each mesh axis that shards weights by the default rules, the dimensions that must be divisible by it."""
-    found = model.dims()
-    wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(rules, name)]
+    dims = model.dims()
+    wide = [name for name in ("heads", "mlp") if name in dims and "tensor" in getattr(rules, name)]
     return {
-        "fsdp": found.get("embed", {}) if zero > 0 and rules.embed == Rules().embed else {},
-        "tensor": {key: size for name in wide for key, size in found[name].items()},
+        "fsdp": dims.get("embed", {}) if zero > 0 and rules.embed == Rules().embed else {},
+        "tensor": {key: size for name in wide for key, size in dims[name].items()},
     }

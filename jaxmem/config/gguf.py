@@ -130,9 +130,10 @@ def read_gguf(file: Path) -> GgufFile:
     try:
         with np.errstate(over="raise"):
             reader = Reader(file)
-            metadata = {name: one.contents() for name, one in reader.fields.items() if not name.startswith("GGUF.")}
+            metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {
-            one.name: GgufTensor(one.tensor_type, tuple(map(int, one.shape[::-1])), one.data) for one in reader.tensors
+            tensor.name: GgufTensor(tensor.tensor_type, tuple(map(int, tensor.shape[::-1])), tensor.data)
+            for tensor in reader.tensors
         }
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
@@ -294,7 +295,7 @@ def plain(value: Any) -> Any:
 
 def stored_dtype(opened: GgufFile) -> str:
     """The dtype in which a model of this file is opened: for quantized matrices bfloat16."""
-    kinds = {one.kind.name for one in opened.tensors.values() if len(one.shape) > 1}
+    kinds = {tensor.kind.name for tensor in opened.tensors.values() if len(tensor.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"

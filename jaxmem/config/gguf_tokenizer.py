@@ -189,8 +189,8 @@ def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = sorted({number for number in numbers if isinstance(number, int)})
     begin = metadata.get("tokenizer.ggml.bos_token_id")
-    found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
-    return found | ({"bos_token_id": begin} if isinstance(begin, int) else {})
+    ids: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    return ids | ({"bos_token_id": begin} if isinstance(begin, int) else {})
 
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(number, int) and 0 <= number < len(tokens)
     }
     template = metadata.get("tokenizer.chat_template")
-    found = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **texts}
-    return found | ({"chat_template": template} if isinstance(template, str) else {})
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **texts}
+    return settings | ({"chat_template": template} if isinstance(template, str) else {})
 
 
 def _list_of(metadata: Mapping[str, Any], name: str, kind: type, default: list[Any] | None = None) -> list[Any]:

@@ -100,16 +100,16 @@ class HfFamily:
         first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0)], 0)
         if first >= layers:
             raise UnsupportedError(f"first_k_dense_replace={first} leaves no layer with experts; set it below {layers}")
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "shared": width * read(settings, "n_shared_experts", Size),
             "shared_gate": False,
             "scale": read(settings, "routed_scaling_factor", Number, 1.0),
         }
         if first:
-            found |= {"dense_layers": list(range(first)), "dense_mlp": read(settings, "intermediate_size", Size)}
+            fields |= {"dense_layers": list(range(first)), "dense_mlp": read(settings, "intermediate_size", Size)}
         if settings.get("topk_method") == "group_limited_greedy":
-            found |= {"groups": read(settings, "n_group", Size), "top_groups": read(settings, "topk_group", Size)}
-        return found
+            fields |= {"groups": read(settings, "n_group", Size), "top_groups": read(settings, "topk_group", Size)}
+        return fields
 
     def latent_fields(self, settings: Mapping[str, Any], heads: int) -> dict[str, Any]:
         """The fields of multi-head latent attention."""
@@ -125,31 +125,31 @@ class HfFamily:
         """The inverse: the keys of config.json for latent attention."""
         if not self.is_latent or (latent := model.latent) is None:
             return {}
-        found = {key: getattr(latent, name) for name, key in LATENT.items()}
-        return found | {"qk_nope_head_dim": model.head_dim - latent.rope_dim, "head_dim": latent.rope_dim}
+        settings = {key: getattr(latent, name) for name, key in LATENT.items()}
+        return settings | {"qk_nope_head_dim": model.head_dim - latent.rope_dim, "head_dim": latent.rope_dim}
 
     def expert_settings(self, model: Decoder) -> dict[str, Any]:
         """The inverse: the keys of config.json for a mixture of experts."""
         if self.experts is None or model.experts is None:
             return {}
         count, width = self.experts
-        own = model.experts
-        found: dict[str, Any] = {count: own.count, width: model.mlp, "num_experts_per_tok": own.top_k}
-        found |= {} if self.shared is None else {self.shared: own.shared}
-        if self.has_dense_layers and own.dense_mlp is not None:
-            found |= {"decoder_sparse_step": own.every, "mlp_only_layers": list(own.dense_layers)}
-            found["intermediate_size"] = own.dense_mlp
+        experts = model.experts
+        settings: dict[str, Any] = {count: experts.count, width: model.mlp, "num_experts_per_tok": experts.top_k}
+        settings |= {} if self.shared is None else {self.shared: experts.shared}
+        if self.has_dense_layers and experts.dense_mlp is not None:
+            settings |= {"decoder_sparse_step": experts.every, "mlp_only_layers": list(experts.dense_layers)}
+            settings["intermediate_size"] = experts.dense_mlp
         if self.is_latent:
-            found |= {
-                "n_shared_experts": (own.shared or 0) // model.mlp,
+            settings |= {
+                "n_shared_experts": (experts.shared or 0) // model.mlp,
                 "first_k_dense_replace": model.has_experts.index(True),
-                "intermediate_size": own.dense_mlp or model.mlp,
-                "routed_scaling_factor": own.scale,
-                "n_group": own.groups,
-                "topk_group": own.top_groups,
-                "topk_method": "greedy" if own.groups == 1 else "group_limited_greedy",
+                "intermediate_size": experts.dense_mlp or model.mlp,
+                "routed_scaling_factor": experts.scale,
+                "n_group": experts.groups,
+                "topk_group": experts.top_groups,
+                "topk_method": "greedy" if experts.groups == 1 else "group_limited_greedy",
             }
-        return found if self.renormalize else found | {"norm_topk_prob": own.renormalize}
+        return settings if self.renormalize else settings | {"norm_topk_prob": experts.renormalize}
 
     @property
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -170,8 +170,12 @@ _TEXT_PREFIXES = {
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text model, if the model also reads images; otherwise the same one."""
     names = read(settings, "architectures", list[str], [])
-    own = next((TEXT_MODELS[name] for name in names if name in TEXT_MODELS), None)
-    return settings if own is None else {**read(settings, "text_config", dict[str, Any]), "architectures": [own]}
+    architecture = next((TEXT_MODELS[name] for name in names if name in TEXT_MODELS), None)
+    return (
+        settings
+        if architecture is None
+        else {**read(settings, "text_config", dict[str, Any]), "architectures": [architecture]}
+    )
 
 
 def text_name(name: str) -> str | None:

@@ -125,8 +125,8 @@ def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
     """The names of the modules of a family in layers with or without experts, with {} for the layer and, in modules of
     experts, for the expert."""
     if model.experts is None or not has_experts:
-        own = MODULES if model.norms == "pre" else WITH_POST_NORMS
-        return own if model.latent is None else own | LATENT
+        modules = MODULES if model.norms == "pre" else WITH_POST_NORMS
+        return modules if model.latent is None else modules | LATENT
     if model.attention_sinks:
         return GPT_OSS
     if model.latent is not None:
@@ -147,16 +147,18 @@ def modules_of(model: Decoder) -> list[HfModule]:
     if model.attention_sinks:  # the experts of gpt-oss are not linear layers in any version of transformers
         absent |= {"gate", "up", "down"}
     has_shared = model.experts is not None and model.experts.shared is not None
-    each = [(names_of(model, has_experts=own), has_shared and own) for own in model.has_experts]
-    found = []
+    kinds = [
+        (names_of(model, has_experts=has_experts), has_shared and has_experts) for has_experts in model.has_experts
+    ]
+    modules = []
     for path, name in ALL_MODULES.items():
         parent, _, last = path.rpartition(".")
         if "{}" not in name and last not in absent:
-            found.append(HfModule(path, name, None, last in biased))
-        for layer, (names, is_shared) in enumerate(each if "{}" in name else ()):
+            modules.append(HfModule(path, name, None, last in biased))
+        for layer, (names, is_shared) in enumerate(kinds if "{}" in name else ()):
             if path in names and last not in absent and (is_shared or parent != "blocks.mlp.shared"):
-                found.append(HfModule(path, names[path].format(layer, 0), layer, last in biased))
-    return found
+                modules.append(HfModule(path, names[path].format(layer, 0), layer, last in biased))
+    return modules
 
 
 def _absent_projections(model: Decoder) -> set[str]:

@@ -37,10 +37,12 @@ class HfScheme:
 
 def scheme_of(settings: Mapping[str, Any]) -> HfScheme | None:
     """The scheme of the model that a config.json describes; None: its weights are not quantized."""
-    own = next((one for one in (settings, text_settings(settings)) if one.get("quantization_config")), None)
-    if own is None:
+    section = next(
+        (candidate for candidate in (settings, text_settings(settings)) if candidate.get("quantization_config")), None
+    )
+    if section is None:
         return None
-    config = read(own, "quantization_config", dict[str, Any])
+    config = read(section, "quantization_config", dict[str, Any])
     try:
         method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
         if method not in _SCHEMES:
@@ -69,8 +71,8 @@ def quantization_fields(scheme: HfScheme, settings: Mapping[str, Any], model: Ma
 def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     """The layers, by their names in jaxmem, that are quantized in at least one layer of the stack."""
     if scheme.method == "mxfp4":  # only experts
-        return [f"blocks.mlp.{one}" for one in ("gate", "up", "down")]
-    dense = {path: one for path, one in MODULES.items() if "shared" not in path}
+        return [f"blocks.mlp.{name}" for name in ("gate", "up", "down")]
+    dense = {path: module for path, module in MODULES.items() if "shared" not in path}
     experts = EXPERTS
     if (latent := model.get("latent")) is not None:
         absent = {"k", "v", *(("q_a", "q_b") if latent["q_rank"] is None else ("q",))}
@@ -81,22 +83,22 @@ def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     kinds = [(dense, layer) for layer in range(model["layers"])]
     if "experts" in model:
         in_layers = Experts.model_validate(model["experts"]).in_layers(model["layers"])
-        kinds = [(experts if own else dense, layer) for layer, own in enumerate(in_layers)]
+        kinds = [(experts if has_experts else dense, layer) for layer, has_experts in enumerate(in_layers)]
     every: dict[str, list[str]] = {}
     for names, layer in kinds:
         for path, name in names.items():
             if not any(part in path for part in ("embedding", "norm", "router")):
                 every.setdefault(path, []).append(name.format(layer, 0))
-    flat = sorted({name for own in every.values() for name in own})
-    patterns = [one.removeprefix("re:") for one in scheme.skipped if one.startswith("re:")]
+    flat = sorted({name for names in every.values() for name in names})
+    patterns = [pattern.removeprefix("re:") for pattern in scheme.skipped if pattern.startswith("re:")]
     skipped = set().union(*match_names(patterns, flat, "quantization_config.ignore")) if patterns else set()
-    plain = [one for one in scheme.skipped if not one.startswith("re:")]
+    plain = [module for module in scheme.skipped if not module.startswith("re:")]
     if len(plain) * len(flat) > MAX_COMPARISONS:
         raise UnsupportedError(f"quantization_config: a list of {len(plain)} modules is too long")
-    skipped |= {name for name in flat if any(fnmatchcase(f".{name}.", f"*.{one}.*") for one in plain)}
+    skipped |= {name for name in flat if any(fnmatchcase(f".{name}.", f"*.{module}.*") for module in plain)}
     if "lm_head" in scheme.skipped or model["tie_embeddings"]:
         every.pop("head")
-    return [path for path, own in every.items() if not skipped.issuperset(own)]
+    return [path for path, names in every.items() if not skipped.issuperset(names)]
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> HfScheme:
@@ -145,19 +147,19 @@ def _awq(config: Mapping[str, Any]) -> HfScheme:
 def _compressed_tensors(config: Mapping[str, Any]) -> HfScheme:
     groups = read(config, "config_groups", dict[str, dict[str, Any]])
     weights = [read(group, "weights", dict[str, Any]) for group in groups.values()]
-    if not weights or any(one != weights[0] for one in weights):
+    if not weights or any(group != weights[0] for group in weights):
         raise UnsupportedError("config_groups: groups with different weights are not supported; expected one group")
     form = next((group["format"] for group in groups.values() if group.get("format")), config.get("format"))
     form = read({"format": form}, "format", Literal["pack-quantized", "int-quantized"])
-    own = weights[0]
-    read(own, "type", Literal["int"], "int")
-    strategy = read(own, "strategy", Literal["group", "channel", "tensor"], "group")
-    order = read(own, "actorder", bool | str, False)
+    scheme = weights[0]
+    read(scheme, "type", Literal["int"], "int")
+    strategy = read(scheme, "strategy", Literal["group", "channel", "tensor"], "group")
+    order = read(scheme, "actorder", bool | str, False)
     return HfScheme(
         form,
-        read(own, "num_bits", Literal[4, 8] if form == "pack-quantized" else Literal[8]),
-        block_size=_group_size(own, "group_size") if strategy == "group" else None,
-        is_symmetric=read(own, "symmetric", bool, True),
+        read(scheme, "num_bits", Literal[4, 8] if form == "pack-quantized" else Literal[8]),
+        block_size=_group_size(scheme, "group_size") if strategy == "group" else None,
+        is_symmetric=read(scheme, "symmetric", bool, True),
         is_reordered=order is True or str(order).lower() in ("group", "dynamic"),
         skipped=tuple(read(config, "ignore", list[str], [])),
     )

@@ -47,12 +47,13 @@ def rope_fields(settings: Mapping[str, Any], family: HfFamily, windows: Mapping[
     """The fields `rope` and `sliding_rope`. `rope_parameters` has an object for each kind of layer if they differ."""
     if family.sliding_theta is None:
         return {"rope": _rope_fields(settings, family)}
-    each = read(settings, "rope_parameters", dict[WINDOWS, dict[str, Any] | None], {})
-    full = {**(each.get("full_attention") or {}), **read(settings, "rope_scaling", dict[str, Any], {})}
+    by_kind = read(settings, "rope_parameters", dict[WINDOWS, dict[str, Any] | None], {})
+    full = {**(by_kind.get("full_attention") or {}), **read(settings, "rope_scaling", dict[str, Any], {})}
     theta = read(settings, "rope_local_base_freq", Number, family.sliding_theta)
-    sliding = {"rope_theta": theta, "rope_scaling": each.get("sliding_attention"), "rope_parameters": None}
+    sliding = {"rope_theta": theta, "rope_scaling": by_kind.get("sliding_attention"), "rope_parameters": None}
     ropes = [
-        _rope_fields({**settings, **own}, family) for own in ({"rope_scaling": full, "rope_parameters": None}, sliding)
+        _rope_fields({**settings, **rope}, family)
+        for rope in ({"rope_scaling": full, "rope_parameters": None}, sliding)
     ]
     if "layer_types" in windows:
         return dict(zip(("rope", "sliding_rope"), ropes, strict=True))
@@ -78,12 +79,14 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
     rope["scaling"] = kind
     rope |= {name: read(scaling, key, _KINDS.get(name, Number), default) for name, (key, default) in ROPE[kind].items()}
     if kind != "linear":
-        found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
-        if len(found) == 2 and found[0] != found[1]:
+        lengths = [
+            section[ORIGINAL_LENGTH] for section in (scaling, settings) if section.get(ORIGINAL_LENGTH) is not None
+        ]
+        if len(lengths) == 2 and lengths[0] != lengths[1]:
             raise UnsupportedError(
-                f"{ORIGINAL_LENGTH} is {found[1]} in config.json, but {found[0]} in rope_scaling; remove one of them"
+                f"{ORIGINAL_LENGTH} is {lengths[1]} in config.json, but {lengths[0]} in rope_scaling; remove either"
             )
-        default = found[0] if found else settings.get("max_position_embeddings")
+        default = lengths[0] if lengths else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
     longer = None
     if kind == "longrope":
@@ -95,9 +98,9 @@ def scaling_json(rope: Rope) -> dict[str, Any] | None:
     """The inverse: `rope_scaling` of a config.json."""
     if rope.scaling == "none":
         return None
-    found: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    found |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
-    found = {key: list(x) if isinstance(x, tuple) else x for key, x in found.items() if x is not None}
+    settings: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    settings |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
+    settings = {key: list(x) if isinstance(x, tuple) else x for key, x in settings.items() if x is not None}
     if rope.scaling != "linear":
-        found[ORIGINAL_LENGTH] = rope.original_length
-    return found
+        settings[ORIGINAL_LENGTH] = rope.original_length
+    return settings

@@ -31,12 +31,12 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     try:
-        found = json.loads(text)
+        settings = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: invalid JSON: {error}; copy the file again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: must contain a JSON object, not {json.dumps(found)[:40]}; copy the file again")
-    return found
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: must contain a JSON object, not {json.dumps(settings)[:40]}; copy the file again")
+    return settings
 
 
 def check_keys(
@@ -66,14 +66,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
     """The value of a key, which pydantic checks to be of a type; the default if the key is absent or null."""
-    found = settings.get(key)
-    found = default if found is None else found
+    value = settings.get(key)
+    value = default if value is None else value
     checked = _adapter(kind)
     try:
-        return checked.validate_python(found)
+        return checked.validate_python(value)
     except ValidationError as error:
         expected = must_be(error.errors())
         if key not in settings:
             raise UnsupportedError(f"{key} is missing; expected {expected}") from None
-        shown = json.dumps(found)
+        shown = json.dumps(value)
         raise UnsupportedError(f"{key}={shown[:60]}{' ...' * (len(shown) > 60)} must be {expected}") from None

@@ -49,9 +49,9 @@ def local_directory(name: str, key: str) -> str:
         return gguf_directory(name, key)
     if not is_id(name):
         return name
-    found = HUB_ID.fullmatch(name)
-    assert found is not None
-    return _fetch(found[1], found[2], SETTINGS_FILES, f"{key}={name}")
+    hub_id = HUB_ID.fullmatch(name)
+    assert hub_id is not None
+    return _fetch(hub_id[1], hub_id[2], SETTINGS_FILES, f"{key}={name}")
 
 
 def fetch_weights(directory: Path) -> None:
@@ -121,15 +121,15 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
 
 def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, str, list[str]]:
     """The id, the revision, the part and the patterns of files of a dataset."""
-    found = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
-    if found is None:
+    dataset_id = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
+    if dataset_id is None:
         raise UserError(
             f"data.path={path} is not a dataset of the hub; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl"
         )
-    inside = (found[3] or "").rstrip("/")
+    inside = (dataset_id[3] or "").rstrip("/")
     is_pattern = has_magic(inside) or bool(Path(inside).suffix)
     patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
-    return found[1], found[2], inside, patterns
+    return dataset_id[1], dataset_id[2], inside, patterns
 
 
 def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequence[str]) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
     architectures, model_type = read(settings, "architectures", list[str], []), settings.get("model_type")
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if not architectures:
-        family = next((one for one in FAMILIES.values() if one.model_type == model_type), None)
+        family = next((candidate for candidate in FAMILIES.values() if candidate.model_type == model_type), None)
     if family is None:
         given = ", ".join(architectures) or model_type
         raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(FAMILIES)}")
@@ -144,7 +144,7 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
         if family.sliding_theta is not None:
             period = read(settings, "sliding_window_pattern", Size, period)
         is_full = [i < first if period == "after" else (i + 1) % period == 0 for i in range(layers)]
-        types = [("sliding_attention", "full_attention")[one] for one in is_full]
+        types = [("sliding_attention", "full_attention")[is_full_attention] for is_full_attention in is_full]
     if "sliding_attention" not in types and types:
         return {"window": None}
     period = next(n for n in range(1, layers + 1) if types[n:] == types[:-n])
@@ -168,8 +168,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     if model.rope.scaling in ("llama3", "yarn", "longrope"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
-    own = (base or {}).get("architectures") or []  # the architecture of the base first
-    for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0] not in own):
+    architectures = (base or {}).get("architectures") or []  # the architecture of the base first
+    for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0] not in architectures):
         written = {"architectures": [architecture], **_settings(model, family, length)}
         if _read_back(written) == expected:
             return {**written, **token_ids}
@@ -200,7 +200,7 @@ def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
     scales_by_default = "rope_parameters" in family.defaults
-    found = {
+    settings = {
         "model_type": family.model_type,
         **{key: getattr(model, name) for name, key in SHAPE.items()},
         "num_key_value_heads": model.kv_heads,
@@ -221,18 +221,18 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
     }
     if family.sliding_theta is not None:
         sliding = model.sliding_rope or model.rope
-        found["rope_local_base_freq"] = sliding.theta
-        found["sliding_window"] = model.window or length  # `length` if no layer has a window
+        settings["rope_local_base_freq"] = sliding.theta
+        settings["sliding_window"] = model.window or length  # `length` if no layer has a window
         if any(model.windows) and sliding.scaling != "none":
-            found["rope_scaling"] = None
-            found["rope_parameters"] = {
+            settings["rope_scaling"] = None
+            settings["rope_parameters"] = {
                 kind: {"rope_theta": rope.theta, **(scaling_json(rope) or {"rope_type": "default"})}
                 for kind, rope in zip(get_args(WINDOWS), (sliding, model.rope), strict=True)
             }
     if family.asks_for_windows:
-        found["use_sliding_window"] = any(model.windows)
+        settings["use_sliding_window"] = any(model.windows)
     if family.windows == "after":
-        found["max_window_layers"] = model.windows.count(None)
+        settings["max_window_layers"] = model.windows.count(None)
     if model.windows_differ or isinstance(family.windows, int):
-        found["layer_types"] = [get_args(WINDOWS)[window is None] for window in model.windows]
-    return found
+        settings["layer_types"] = [get_args(WINDOWS)[window is None] for window in model.windows]
+    return settings

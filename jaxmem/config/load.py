@@ -218,11 +218,11 @@ def _expand(raw: dict[str, Any]) -> None:
             refuse_preset(str(preset), f"model.preset={as_yaml(preset)} is unknown")
         raw["model"] = _merge(PRESETS[known], {**model, "preset": known})
     for section in ("model", "adapter"):
-        own = raw.get(section)
-        if isinstance(own, dict) and isinstance(own.get("hf"), str):
+        fields = raw.get(section)
+        if isinstance(fields, dict) and isinstance(fields.get("hf"), str):
             from jaxmem.config.hub import local_directory
 
-            raw[section] = {**own, "hf": local_directory(own["hf"], f"{section}.hf")}
+            raw[section] = {**fields, "hf": local_directory(fields["hf"], f"{section}.hf")}
     model = raw["model"]
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
         _expand_hf(raw, model["hf"])

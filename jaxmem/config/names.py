@@ -43,10 +43,10 @@ def split_layers(pattern: str) -> tuple[str, slice | None]:
     >>> split_layers("blocks[-2:].mlp.*"), split_layers("head.*")
     (('blocks.mlp.*', slice(-2, None, None)), ('head.*', None))
     """
-    found = LAYER_RANGE.search(pattern)
-    if found is None:
+    match = LAYER_RANGE.search(pattern)
+    if match is None:
         return pattern, None
-    start, stop = (int(part) if part not in ("", "-") else None for part in found.groups())
+    start, stop = (int(part) if part not in ("", "-") else None for part in match.groups())
     return LAYER_RANGE.sub("", pattern, count=1), slice(start, stop)
 
 
@@ -61,8 +61,8 @@ def layer_stacks(kinds: Sequence[object]) -> tuple[tuple[range, ...], ...]:
     edges = [n for n in range(count) if n == 0 or kinds[n] != kinds[n - 1]]
 
     def period_from(begin: int) -> int:
-        rest = kinds[begin:]
-        return next(n for n in range(1, count + 1) if len(rest) % n == 0 and rest[n:] == rest[:-n])
+        repeated = kinds[begin:]
+        return next(n for n in range(1, count + 1) if len(repeated) % n == 0 and repeated[n:] == repeated[:-n])
 
     # Of the divisions into the fewest modules, the one with the most runs, since a group is recomputed as one layer.
     runs = min(range(len(edges)), key=lambda runs: (runs + period_from(edges[runs]), -runs))
@@ -101,8 +101,8 @@ def split_stack(name: str) -> tuple[str, range | None]:
     >>> split_stack("blocks[1:9].[2:9:2].mlp.up"), split_stack("blocks.mlp.up")
     (('blocks.mlp.up', range(2, 9, 2)), ('blocks.mlp.up', None))
     """
-    found = _STACK.findall(name)
-    layers = range(*(int(part or 1) for part in found[-1])) if found else None
+    ranges = _STACK.findall(name)
+    layers = range(*(int(part or 1) for part in ranges[-1])) if ranges else None
     return _STACK.sub("", name), layers
 
 

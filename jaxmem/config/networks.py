@@ -189,11 +189,11 @@ class Decoder(Family):
     dropout: Fraction = setting(0.0, _DROPOUT)
 
     def dims(self) -> dict[str, dict[str, int]]:
-        found = super().dims()
+        dims = super().dims()
         for name in ("shared", "dense_mlp"):
             if (width := getattr(self.experts, name, None)) is not None:
-                found["mlp"][f"experts.{name}"] = width
-        return found
+                dims["mlp"][f"experts.{name}"] = width
+        return dims
 
     @property
     def has_experts(self) -> tuple[bool, ...]:

@@ -166,8 +166,11 @@ class Optimizer(Section):
         if not isinstance(fields, dict):
             return fields
         entry = OPTIMIZERS.get(str(fields.get("name", cls.model_fields["name"].default)))
-        own = {} if entry is None else {key: value for key, value in entry.fields.items() if key != "kernel"}
-        return {**own, **{field: value for field, value in fields.items() if value is not None or field not in own}}
+        defaults = {} if entry is None else {key: value for key, value in entry.fields.items() if key != "kernel"}
+        return {
+            **defaults,
+            **{field: value for field, value in fields.items() if value is not None or field not in defaults},
+        }
 
     @property
     def hyperparameters(self) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def _low_rank_fields(
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     modules = modules_of(model)
     saved = _saved_modules(settings, modules, model)
-    targets = [one for one in _targets(settings, modules) if one not in saved]
-    others = [one for one in targets if not one.is_expert]
+    targets = [target for target in _targets(settings, modules) if target not in saved]
+    others = [target for target in targets if not target.is_expert]
     if 0 < len(others) < len(targets) and not _has_experts(directory):
         targets = others
     if not targets:
@@ -110,11 +110,11 @@ def _low_rank_fields(
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
     # alpha grows with the rank, so that the scale of the adapters stays the same.
     alpha_factor = math.sqrt(factor) if read(settings, "use_rslora", bool, False) else factor
-    own_alphas = {one: alpha_factor * alphas[one.name] for one in targets if one.name in alphas}
+    own_alphas = {target: alpha_factor * alphas[target.name] for target in targets if target.name in alphas}
     bias = settings.get("bias", "none")
     biased = {"none": [], "all": modules, "lora_only": targets}[bias]
     trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
-    trained |= {f"{one.path}.bias": None for one in biased if one.has_bias}
+    trained |= {f"{module.path}.bias": None for module in biased if module.has_bias}
     fields = {
         "kind": "dora" if read(settings, "use_dora", bool, False) else "lora",
         "rank": factor * rank,
@@ -124,7 +124,7 @@ def _low_rank_fields(
         "lora_bias": read(settings, "lora_bias", bool, False),
         "token_indices": _token_indices(settings),
         "dropout": read(settings, "lora_dropout", Fraction, 0.0),
-        "targets": _by_pattern({one: factor * ranks.get(one.name, rank) for one in targets}, modules),
+        "targets": _by_pattern({target: factor * ranks.get(target.name, rank) for target in targets}, modules),
     }
     return fields, list(trained)
 
@@ -144,39 +144,39 @@ def _has_experts(directory: str | Path) -> bool:
 def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> dict[str, Any]:
     """{pattern of layers: value}, with one pattern for all layers of a stack or for each run of layers of equal
     value."""
-    found = {}
-    for path, group in groupby(modules, key=lambda one: one.path):
+    by_pattern = {}
+    for path, group in groupby(modules, key=lambda module: module.path):
         runs = [(value, list(run)) for value, run in groupby(group, key=values.get)]
         for value, run in runs:
             if value is not None:
-                first_part, *rest = path.split(".")
+                first_part, *path_end = path.split(".")
                 some = "" if len(runs) == 1 else f"[{run[0].layer}:{(run[-1].layer or 0) + 1}]"
-                found[".".join([first_part + some, *rest])] = value
-    return found
+                by_pattern[".".join([first_part + some, *path_end])] = value
+    return by_pattern
 
 
 def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[HfModule]:
     """The modules with adapters, selected as in PEFT."""
-    possible = [one for one in modules if one.is_matrix]
-    all_names = [one.name for one in possible]
+    possible = [module for module in modules if module.is_matrix]
+    all_names = [module.name for module in possible]
     selection = read(settings, "target_modules", Names, [])
     linear = [name.removesuffix(".weight") for name in _target_parameters(settings)]
     excluded = read(settings, "exclude_modules", Names, [])
     if isinstance(selection, str) and selection.lower() == "all-linear":
-        found = {one.name for one in possible if one.path not in ("embedding", "head")}
+        names = {module.name for module in possible if module.path not in ("embedding", "head")}
     else:
-        found = select_names(selection, all_names, "target_modules")
+        names = select_names(selection, all_names, "target_modules")
     if isinstance(selection, list):
         suffixes = {name.rpartition(".")[2] for name in all_names}
         for name in selection:
             if not select_names([name], all_names, "target_modules"):
                 raise UnsupportedError(f"target_modules: {name} is not supported{nearest(name, suffixes)}")
         if layers := read(settings, "layers_to_transform", int | list[int], []):
-            own = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
-            found = {name for name in found if name in selection or name in own}
-    found |= select_names(linear, all_names, "target_parameters")
-    found -= select_names(excluded, all_names, "exclude_modules")
-    return [one for one in possible if one.name in found]
+            in_layers = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
+            names = {name for name in names if name in selection or name in in_layers}
+    names |= select_names(linear, all_names, "target_parameters")
+    names -= select_names(excluded, all_names, "exclude_modules")
+    return [module for module in possible if module.name in names]
 
 
 def _target_parameters(settings: Mapping[str, Any]) -> list[str]:
@@ -187,39 +187,39 @@ def _in_layers(settings: Mapping[str, Any], layers: Sequence[int], modules: Sequ
     """The names of the modules in these layers, of the stacks that `layers_pattern` names."""
     patterns = read(settings, "layers_pattern", Names, [])
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    own = {one.name for one in modules if one.layer in layers}
-    found = match_names(patterns, sorted(own), "layers_pattern", r"(.*\.)?({})\.\d+\..*")
-    return set.union(*found) if patterns else own
+    names = {module.name for module in modules if module.layer in layers}
+    matches = match_names(patterns, sorted(names), "layers_pattern", r"(.*\.)?({})\.\d+\..*")
+    return set.union(*matches) if patterns else names
 
 
 def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
     """The modules that `modules_to_save` trains completely: modules whose name, or the name of a module that contains
     them, ends with one of the given names."""
     ends = tuple(read(settings, "modules_to_save", list[str], []))
-    found = []
-    for one in modules:
-        parts = one.name.split(".")
+    matching = []
+    for module in modules:
+        parts = module.name.split(".")
         if any(".".join(parts[:n]).endswith(ends) for n in range(1, len(parts) + 1) if ends):
-            found.append(one)
+            matching.append(module)
     for name in ends:
-        if not any(name in one.name for one in found):
+        if not any(name in module.name for module in matching):
             raise UnsupportedError(f"modules_to_save: {name} is not supported{nearest(name, SUFFIXES)}")
-    if model.tie_embeddings and any(one.path == "embedding" for one in found):
+    if model.tie_embeddings and any(module.path == "embedding" for module in matching):
         raise UnsupportedError(
             "modules_to_save: an embedding is not supported if tie_word_embeddings is true; remove it"
         )
-    return found
+    return matching
 
 
 def _token_indices(settings: Mapping[str, Any]) -> list[int]:
     """The ids of `trainable_token_indices`: a list, or an object of lists with the key embed_tokens only."""
     key = "trainable_token_indices"
     ids = list[Annotated[int, Field(ge=0)]]
-    found = read(settings, key, ids | dict[str, ids], [])
-    for name in found if isinstance(found, dict) else ():
+    indices = read(settings, key, ids | dict[str, ids], [])
+    for name in indices if isinstance(indices, dict) else ():
         if name != "embed_tokens":
             raise UnsupportedError(f"{key}: {name} is not supported; expected embed_tokens")
-    return found.get("embed_tokens", []) if isinstance(found, dict) else found
+    return indices.get("embed_tokens", []) if isinstance(indices, dict) else indices
 
 
 def _by_module(settings: Mapping[str, Any], key: str, kind: Any, modules: Sequence[HfModule]) -> dict[str, Any]:
@@ -227,13 +227,13 @@ def _by_module(settings: Mapping[str, Any], key: str, kind: Any, modules: Sequen
     its name."""
     patterns = read(settings, key, dict[str, kind], {})
     patterns = {pattern.removesuffix(".weight"): value for pattern, value in patterns.items()}  # `target_parameters`
-    found: dict[str, Any] = {}
-    matches = match_names(list(patterns), [one.name for one in modules], key, r"(.*\.)?({})")
+    values: dict[str, Any] = {}
+    matches = match_names(list(patterns), [module.name for module in modules], key, r"(.*\.)?({})")
     for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
         if not matching:
             raise UnsupportedError(f"{key}: {pattern} matches no target module; use the names in target_modules")
-        found = {**dict.fromkeys(sorted(matching), value), **found}
-    return found
+        values = {**dict.fromkeys(sorted(matching), value), **values}
+    return values
 
 
 def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:

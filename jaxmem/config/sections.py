@@ -270,17 +270,17 @@ class Config(Section):
     @property
     def base_quantization(self) -> Quantization | None:
         """How the files of the model store quantized matrices, if the frozen base model is stored in the same way."""
-        found, adapter = getattr(self.model, "quantization", None), self.adapter
-        if found is None or found.format is None or adapter.base_run is not None or adapter.experts is not None:
+        scheme, adapter = getattr(self.model, "quantization", None), self.adapter
+        if scheme is None or scheme.format is None or adapter.base_run is not None or adapter.experts is not None:
             return None
-        is_asked = adapter.kind == "qlora" if adapter.base is None else adapter.base == found.format
-        return found if is_asked and self.precision.block_size in (None, found.block_size) else None
+        is_asked = adapter.kind == "qlora" if adapter.base is None else adapter.base == scheme.format
+        return scheme if is_asked and self.precision.block_size in (None, scheme.block_size) else None
 
     @property
     def base_precision(self) -> Precision:
         """`precision` with the stored format of the frozen base model."""
-        if (own := self.base_quantization) is not None:
-            return self.precision.replace(parameters=own.format, block_size=own.block_size)
+        if (scheme := self.base_quantization) is not None:
+            return self.precision.replace(parameters=scheme.format, block_size=scheme.block_size)
         base = self.adapter.base or ("nf4" if self.adapter.kind == "qlora" else None)
         return self.precision if base is None else self.precision.replace(parameters=base)
 

@@ -108,9 +108,9 @@ class UserBatches:
             raise UserError(f"{self.argument}: a batch must be a dict of arrays, not {given}")
         import numpy as np  # importing the config is fast
 
-        found = {name: np.asarray(value) for name, value in batch.items()}
-        for name, array in found.items():
+        arrays = {name: np.asarray(value) for name, value in batch.items()}
+        for name, array in arrays.items():
             if array.dtype == object or not array.ndim:
                 given = "a scalar" if array.dtype != object else "an array of objects"
                 raise UserError(f"{self.argument}: batch[{name!r}] must be an array of shape [rows, ...], not {given}")
-        return found
+        return arrays

@@ -28,7 +28,8 @@ class BucketRows(Rows):
         """`lengths`: the lengths of the buckets, in ascending order."""
         self._records, self._rows, self._lengths = records, rows, np.asarray(lengths)
         self._batch_records = stride // records.per_record
-        self._own = set((rows.ravel() // records.per_record).tolist())  # records of a batch in this process's rows
+        records_of_rows = rows.ravel() // records.per_record
+        self._of_process = set(records_of_rows.tolist())  # records of a batch in this process's rows
         self._next = 0
         self._waiting: list[list[int]] = [[] for _ in lengths]
         self._documents: dict[int, Sequence[Document]] = {}  # waiting records in this process's rows
@@ -73,7 +74,7 @@ class BucketRows(Rows):
             length = max(len(document.tokens) for document in documents)
         # A record longer than the longest bucket is cut, as without buckets.
         bucket = min(int(np.searchsorted(self._lengths, length)), len(self._lengths) - 1)
-        if documents is not None and len(self._waiting[bucket]) in self._own:
+        if documents is not None and len(self._waiting[bucket]) in self._of_process:
             self._documents[place] = documents
         return bucket
 

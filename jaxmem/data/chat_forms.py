@@ -42,10 +42,10 @@ class Chat:
             match left.pop():
                 case str() as text:
                     yield text
-                case dict() as found:
-                    left += [*found, *found.values()]
-                case list() as found:
-                    left += found
+                case dict() as value:
+                    left += [*value, *value.values()]
+                case list() as value:
+                    left += value
 
 
 def chat_of(record: dict[str, Any]) -> Chat:

@@ -89,8 +89,8 @@ async def _run(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -
     for number in FORWARDED:
         asyncio.get_running_loop().add_signal_handler(number, forward, number)
     try:
-        for index, own in enumerate(variables):
-            child = await _start(command, os.environ | own)
+        for index, environment in enumerate(variables):
+            child = await _start(command, os.environ | environment)
             children.append(child)
             for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
                 copies.append(asyncio.create_task(_copy(source, target, f"[{index}] ")))

@@ -80,8 +80,8 @@ class GgufTensors:
         return self._slices[name]
 
     def get_tensor(self, name: str) -> np.ndarray:
-        found = self._slices[name]
-        return found[(slice(None),) * len(found.shape)]
+        values = self._slices[name]
+        return values[(slice(None),) * len(values.shape)]
 
     def metadata(self) -> dict[str, str]:
         return {}

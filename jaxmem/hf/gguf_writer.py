@@ -172,35 +172,35 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
             "export to a directory instead"
         )
     is_sentencepiece = bool(model.get("byte_fallback"))
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for text, number in model["vocab"].items():
         is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x")
         tokens[number], types[number] = text, BYTE if is_byte else NORMAL
-    for one in content.get("added_tokens", ()):
-        tokens[one["id"]], types[one["id"]] = one["content"], CONTROL if one["special"] else USER
+    for added in content.get("added_tokens", ()):
+        tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER
     if (unknown := model.get("unk_token")) in tokens:
         types[tokens.index(unknown)] = UNKNOWN
-    found: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     if is_sentencepiece:  # a merge has the score of the token that it results in
         ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges, 1)))}
         scores = [ranks.get(token, 0.0) for token in tokens]
         begins_with_space = any(mark in json.dumps(content) for mark in ('"Prepend"', '"first"', '"always"'))
-        found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
-        found["tokenizer.ggml.add_space_prefix"] = begins_with_space
+        metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
+        metadata["tokenizer.ggml.add_space_prefix"] = begins_with_space
     else:
         pre = pre_tokenizer_name(content.get("pre_tokenizer"))
         if pre is None:
             raise UserError(
                 f"data.tokenizer={name}: GGUF export does not support its pre-tokenizer; export to a directory instead"
             )
-        found |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-    found |= {"tokenizer.ggml.eos_token_id": tokenizer.end, "tokenizer.ggml.add_bos_token": bool(tokenizer.begin)}
+        metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
+    metadata |= {"tokenizer.ggml.eos_token_id": tokenizer.end, "tokenizer.ggml.add_bos_token": bool(tokenizer.begin)}
     if tokenizer.begin:
-        found["tokenizer.ggml.bos_token_id"] = tokenizer.begin[0]
+        metadata["tokenizer.ggml.bos_token_id"] = tokenizer.begin[0]
     with contextlib.suppress(UserError):  # not every model has a chat template
-        found["tokenizer.chat_template"] = template_for(tokenizer).source
-    return found
+        metadata["tokenizer.chat_template"] = template_for(tokenizer).source
+    return metadata
 
 
 class GgufOutput(NamedTuple):

@@ -55,7 +55,7 @@ class FileWeight:
         if depth and indices is not None:
             positions[0] = indices
         layers = split_stack(".".join(path))[1]
-        ranges = [range(len(each)) for each in positions]
+        ranges = [range(len(places)) for places in positions]
         numbers = product(*(ranges if layers is None else [layers, *ranges[1:]]))
         places = zip(numbers, product(*positions), strict=True)
         tensors = tuple(FileTensor(name.format(*number), shape, position) for number, position in places)
@@ -69,18 +69,20 @@ class FileWeight:
 
 def stacks_of(params: Any) -> dict[str, Any]:
     """The parameters of each stack of layers, by its name."""
-    found: dict[str, Any] = {}
-    for name, own in params.items():
+    stacks: dict[str, Any] = {}
+    for name, part in params.items():
         if name.startswith("blocks"):
-            found |= {f"{name}.{one}": stack for one, stack in own.items() if one.startswith("[")} or {name: own}
-    return found
+            stacks |= {
+                f"{name}.{name_in_part}": stack for name_in_part, stack in part.items() if name_in_part.startswith("[")
+            } or {name: part}
+    return stacks
 
 
 def module_names(params: Any) -> dict[str, str]:
     """The names of the modules of a decoder with these parameters, as `config.hf_modules.names_of`."""
     stacks = stacks_of(params)
     has_shared = any("shared" in blocks["mlp"] for blocks in stacks.values())
-    found: dict[str, str] = {}
+    by_path: dict[str, str] = {}
     for stack, blocks in stacks.items():
         if "sinks" in blocks["attention"]:
             names = GPT_OSS
@@ -92,8 +94,8 @@ def module_names(params: Any) -> dict[str, str]:
         absent = () if "shared" in blocks["mlp"] else ("shared", "shared_gate")
         for path, name in names.items():
             if not path.startswith("blocks.mlp.") or path.split(".")[2] not in absent:
-                found[path.replace("blocks", stack)] = name
-    return found
+                by_path[path.replace("blocks", stack)] = name
+    return by_path
 
 
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
@@ -101,12 +103,12 @@ def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterat
     names, flat = module_names(params), flatten_dict(params)
     for path, array in flat.items():
         *module, kind = path
-        own = stack_indices(".".join(path), flat, indices)
+        layers = stack_indices(".".join(path), flat, indices)
         if (name := names.get(".".join(path))) is not None:
-            yield FileWeight.of(path, array, name, is_transposed=False, indices=own)
+            yield FileWeight.of(path, array, name, is_transposed=False, indices=layers)
             continue
         is_transposed = kind == "weight" and module != ["embedding"]
-        yield FileWeight.of(path, array, f"{names['.'.join(module)]}.{LEAVES[kind]}", is_transposed, own)
+        yield FileWeight.of(path, array, f"{names['.'.join(module)]}.{LEAVES[kind]}", is_transposed, layers)
 
 
 def stack_indices(name: str, paths: Iterable[WeightPath], indices: Sequence[int] | None) -> Sequence[int] | None:
@@ -116,7 +118,7 @@ def stack_indices(name: str, paths: Iterable[WeightPath], indices: Sequence[int]
 
 def tensor_shapes(weights: Iterable[FileWeight]) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors of these weights, by name."""
-    return {one.name: one.shape for weight in weights for one in weight.tensors}
+    return {tensor.name: tensor.shape for weight in weights for tensor in weight.tensors}
 
 
 def is_ignored(cfg: Decoder, name: str) -> bool:

@@ -61,30 +61,30 @@ LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the lay
 
 def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
     """The low-rank adapters among the parameters of a decoder."""
-    found, flat = {}, flatten_dict(params)
+    stacks_by_name, flat = {}, flatten_dict(params)
     total = count_layers(map(".".join, flat))
     for path, array in flat.items():
         if path[-2:] == ("lora", "a"):
             name = ".".join(path[:-2])
-            own = stack_indices(name, flat, indices)
-            layers = array.shape[0] if own is None else len(own)
+            stack_layers = stack_indices(name, flat, indices)
+            layers = array.shape[0] if stack_layers is None else len(stack_layers)
             is_stacked = "{}" in ALL_MODULES[split_stack(name)[0]]
-            found[name] = low_rank_layers(adapter, name, layers if is_stacked else None, total)
+            stacks_by_name[name] = low_rank_layers(adapter, name, layers if is_stacked else None, total)
     stacks = stacks_of(params)
-    if experts := [stack for stack, own in stacks.items() if "router" in own["mlp"]]:
-        _check_experts(found, params, experts, list(stacks))
-    return found
+    if experts := [stack for stack, blocks in stacks.items() if "router" in blocks["mlp"]]:
+        _check_experts(stacks_by_name, params, experts, list(stacks))
+    return stacks_by_name
 
 
-def _check_experts(found: LowRankStacks, params: Any, experts: Sequence[str], stacks: Sequence[str]) -> None:
+def _check_experts(adapters: LowRankStacks, params: Any, experts: Sequence[str], stacks: Sequence[str]) -> None:
     """Refuses adapters of experts that PEFT cannot load. `experts`: the stacks of layers with experts."""
-    own: dict[str, set[LowRank | None]] = {}  # the adapters of gate, up and down in the MLPs of all layers
+    by_matrix: dict[str, set[LowRank | None]] = {}  # the adapters of gate, up and down in the MLPs of all layers
     for name in ("gate", "up", "down"):
-        if any(f"{stack}.mlp.{name}" in found for stack in experts):
-            own[name] = {one for stack in stacks for one in found.get(f"{stack}.mlp.{name}", (None,))}
-    if own and "sinks" in stacks_of(params)[experts[0]]["attention"]:
+        if any(f"{stack}.mlp.{name}" in adapters for stack in experts):
+            by_matrix[name] = {adapter for stack in stacks for adapter in adapters.get(f"{stack}.mlp.{name}", (None,))}
+    if by_matrix and "sinks" in stacks_of(params)[experts[0]]["attention"]:
         raise UserError("PEFT has no format for separate adapters of gate and up of gpt-oss's experts; use --merge")
-    if own.get("gate") != own.get("up") or len(set().union(*own.values())) > 1:
+    if by_matrix.get("gate") != by_matrix.get("up") or len(set().union(*by_matrix.values())) > 1:
         raise UserError(
             "PEFT can store adapters of experts only if gate and up have adapters and all layers have the same rank and"
             " alpha; train with adapter.targets=[blocks.attention.*, blocks.mlp.*], or export with --merge"
@@ -93,7 +93,7 @@ def _check_experts(found: LowRankStacks, params: Any, experts: Sequence[str], st
 
 def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[LowRank | None]:
     """For each tensor of a weight in the file, the adapter of its layer. A layer with n experts has n tensors."""
-    return [own for own in stack for _ in range(len(weight.tensors) // len(stack))]
+    return [adapter for adapter in stack for _ in range(len(weight.tensors) // len(stack))]
 
 
 def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indices: Sequence[int] | None) -> FileWeight:
@@ -101,12 +101,12 @@ def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indic
     is_matrix = path[-1] in ("a", "b")
     if experts is None:
         return FileWeight.of(path, array, name, is_matrix, indices)
-    each = [
+    weights = [
         FileWeight.of(path, array, name.replace("experts.{}", f"experts.{n}"), is_matrix, indices)
         for n in range(experts)
     ]
-    layers = zip(*(one.tensors for one in each), strict=True)
-    return replace(each[0], tensors=tuple(tensor for layer in layers for tensor in layer))
+    layers = zip(*(weight.tensors for weight in weights), strict=True)
+    return replace(weights[0], tensors=tuple(tensor for layer in layers for tensor in layer))
 
 
 def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
@@ -126,9 +126,9 @@ def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] 
             weight = _stacked(path, array, file_name, experts, stack_indices(name, flat, indices))
             dim = RANK_DIMS.get(kind)
             tensors = [
-                one._replace(shape=tuple(own.rank if n == dim else size for n, size in enumerate(one.shape)))
-                for one, own in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True)
-                if own is not None
+                tensor._replace(shape=tuple(adapter.rank if n == dim else size for n, size in enumerate(tensor.shape)))
+                for tensor, adapter in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True)
+                if adapter is not None
             ]
             yield replace(weight, tensors=tuple(tensors))
 
@@ -140,11 +140,11 @@ def _base_weights(
     for weight in decoder_weights(base_of(params), indices):
         adapted = _per_tensor(weight, stacks.get(".".join(weight.path[:-1]), (None,)))
         tensors = []
-        for one, own in zip(weight.tensors, adapted, strict=True):
-            if one.name in names:
-                module, _, kind = one.name.rpartition(".")
-                name = f"{ADAPTER_PREFIX}{module}{'.base_layer' if own else ''}.{kind}"
-                tensors.append(one._replace(name=name))
+        for tensor, is_adapted in zip(weight.tensors, adapted, strict=True):
+            if tensor.name in names:
+                module, _, kind = tensor.name.rpartition(".")
+                name = f"{ADAPTER_PREFIX}{module}{'.base_layer' if is_adapted else ''}.{kind}"
+                tensors.append(tensor._replace(name=name))
         if tensors:
             yield replace(weight, tensors=tuple(tensors))
 
@@ -156,14 +156,14 @@ def saved_names(program: Program) -> set[str]:
     in_file = set()
     if directory is not None:
         in_file = set(map(base_tensor_name, Tensors(directory, ADAPTER).entries))
-    found = set()
+    saved = set()
     for weight in decoder_weights(base_of(model.shapes), model.layer_indices):
-        names = [one.name for one in weight.tensors]
-        found |= in_file.intersection(names)
+        names = [tensor.name for tensor in weight.tensors]
+        saved |= in_file.intersection(names)
         path = tuple(jax.tree_util.DictKey(name) for name in weight.path)
         if path in model.selection.layers:
-            found |= {names[layer] for layer in model.selection.layers[path] or range(len(names))}
-    return found
+            saved |= {names[layer] for layer in model.selection.layers[path] or range(len(names))}
+    return saved
 
 
 def save_adapter(
@@ -199,7 +199,7 @@ def save_adapter(
         if chat_template:
             copy_chat_template(chat_template, place)
         write_tensors(place, output_tensors([*weights, *others], dtype), single=ADAPTER, metadata=metadata)
-    return {one.rank for stack in stacks.values() for one in stack if one is not None}
+    return {adapter.rank for stack in stacks.values() for adapter in stack if adapter is not None}
 
 
 def read_adapter(program: Program) -> dict[WeightPath, Any]:

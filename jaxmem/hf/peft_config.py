@@ -25,8 +25,8 @@ def adapter_json(
     these are in `target_parameters`."""
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     if adapter.kind == "prompt":
-        own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
-        return {"peft_type": "PROMPT_TUNING", **common, **own}
+        settings = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
+        return {"peft_type": "PROMPT_TUNING", **common, **settings}
     named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
     of_experts = {name.rpartition(".")[2] for name in names.values() if name.count("{}") > 1}
     alike = {path for path, name in names.items() if name.count("{}") < 2 and name.rpartition(".")[2] in of_experts}
@@ -35,17 +35,17 @@ def adapter_json(
     for end in dict.fromkeys(ends[path] for path in layers):
         paths, before = [path for path, other in ends.items() if other == end], len(named)
         stacks = {path: layers.get(path, (None,)) for path in paths}
-        different = {one for stack in stacks.values() for one in stack}
+        different = {lora for stack in stacks.values() for lora in stack}
         if len(different) == 1 and (only := next(iter(different))) is not None:
             named[end] = only
         else:
             for path, stack in stacks.items():
                 numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)
-                named |= {names[path].format(layer): one for layer, one in numbered if one is not None}
+                named |= {names[path].format(layer): lora for layer, lora in numbered if lora is not None}
         if paths[0] in alike:
             parameters += list(named)[before:]
     keys = {name: f"{name}.weight" if name in parameters else name for name in named}
-    ranks = [one.rank for one in named.values()]
+    ranks = [lora.rank for lora in named.values()]
     usual = adapter.rank if adapter.rank in ranks else max(ranks)
     usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)
     return {
@@ -56,8 +56,10 @@ def adapter_json(
         "lora_dropout": adapter.dropout,
         "target_modules": [name for name in named if name not in parameters],
         **({"target_parameters": [keys[name] for name in parameters]} if parameters else {}),
-        "rank_pattern": {keys[name]: one.rank for name, one in named.items() if one.rank != usual},
-        "alpha_pattern": {keys[name]: _number(one.alpha) for name, one in named.items() if one.alpha != adapter.alpha},
+        "rank_pattern": {keys[name]: lora.rank for name, lora in named.items() if lora.rank != usual},
+        "alpha_pattern": {
+            keys[name]: _number(lora.alpha) for name, lora in named.items() if lora.alpha != adapter.alpha
+        },
         "modules_to_save": list(saved) or None,
         "trainable_token_indices": list(adapter.token_indices) or None,
         "use_rslora": adapter.rslora,

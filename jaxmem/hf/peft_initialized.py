@@ -34,10 +34,12 @@ class InitializedTensors(Tensors):
         for path, stack in stacks.items():
             module, layers = split_stack(path)
             numbered = zip(layers or range(len(stack)), stack, strict=True)
-            self._scales |= {ALL_MODULES[module].format(layer): own.scale for layer, own in numbered if own}
+            self._scales |= {
+                ALL_MODULES[module].format(layer): low_rank.scale for layer, low_rank in numbered if low_rank
+            }
         self._initial: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self._own = dict(self.entries)
-        for name, entry in self._own.items():
+        self._by_name = dict(self.entries)
+        for name, entry in self._by_name.items():
             dim = RANK_DIMS.get(name.split(".")[-2])
             self.entries[name] = replace(entry, shape=tuple(n * (1 + (i == dim)) for i, n in enumerate(entry.shape)))
 
@@ -46,8 +48,8 @@ class InitializedTensors(Tensors):
         if kind not in RANK_DIMS:
             return super().read(name, shape, index)
         dim = RANK_DIMS[kind]
-        rank = self._own[name].shape[dim]
-        first = self._open[self._own[name].file].get_slice(name)[:]
+        rank = self._by_name[name].shape[dim]
+        first = self._open[self._by_name[name].file].get_slice(name)[:]
         if module not in self._initial:
             weight = f"{module}.weight"
             full = self._base.entries[weight].shape

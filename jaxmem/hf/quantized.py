@@ -49,8 +49,8 @@ class Encoded:
 
     def weight(self) -> QTensor | Float[Array, "in out"]:
         """The weight [in, out], decoded only if its blocks are not along `in`."""
-        found: QTensor | jax.Array = self.layout.weight(self.parts)
-        return found
+        weight: QTensor | jax.Array = self.layout.weight(self.parts)
+        return weight
 
 
 def take_quantized(
@@ -58,9 +58,9 @@ def take_quantized(
 ) -> dict[str, Callable[[], Encoded]]:
     """Removes the tensors of quantized matrices from `tensors`. Returns, by the name of the weight, functions that read
     them into host memory. `shapes`: the shape of each weight's tensor, by name."""
-    found: dict[str, Callable[[], Encoded]] = {}
+    readers: dict[str, Callable[[], Encoded]] = {}
     if scheme.method not in LAYOUTS:
-        return found
+        return readers
     for name, shape in shapes.items():
         module, weight = name.removesuffix("weight"), tensors.entries.get(name)
         is_plain = weight is not None and weight.dtype in DTYPES
@@ -77,9 +77,9 @@ def take_quantized(
             if part is not None:
                 parts[end] = part
                 _check_part(part, *expected)
-        more = {end: part for end in REDUNDANT if (part := tensors.entries.pop(module + end, None)) is not None}
-        found[name] = _reader(tensors, layout, parts, more)
-    return found
+        redundant = {end: part for end in REDUNDANT if (part := tensors.entries.pop(module + end, None)) is not None}
+        readers[name] = _reader(tensors, layout, parts, redundant)
+    return readers
 
 
 def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
@@ -89,12 +89,12 @@ def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ..
 
 
 def _reader(
-    tensors: Tensors, layout: Any, parts: Mapping[str, TensorEntry], more: Mapping[str, TensorEntry]
+    tensors: Tensors, layout: Any, parts: Mapping[str, TensorEntry], redundant: Mapping[str, TensorEntry]
 ) -> Callable[[], Encoded]:
     def read() -> Encoded:
         arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}
         try:
-            layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in more.items()})
+            layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in redundant.items()})
         except ValueError as error:
             entry = parts[layout.first]
             raise UserError(f"{entry.file}: {entry.name}: {error}; {REMEDY}") from None

@@ -49,19 +49,19 @@ class Bitsandbytes4:
         """The tensors of a matrix."""
         size, group = self.rows * self.columns, self.scheme.scale_group
         blocks = -(-size // self.block)
-        found: Expected = {"weight": ((-(-size // 2), 1), ("U8",))}
+        expected: Expected = {"weight": ((-(-size // 2), 1), ("U8",))}
         if group is None:
-            return found | {"weight.absmax": ((blocks,), ("F32",))}
-        return found | {
+            return expected | {"weight.absmax": ((blocks,), ("F32",))}
+        return expected | {
             "weight.absmax": ((blocks,), ("U8",)),
             "weight.nested_absmax": ((-(-blocks // group),), ("F32",)),
         }
 
-    def prepare(self, parts: Parts, more: Parts) -> None:
+    def prepare(self, parts: Parts, redundant: Parts) -> None:
         """Checks the tables of values, and adds the mean of the scales, which a file has in JSON."""
         name, scheme = f"{QUANT_STATE}{self.scheme.listed}", self.scheme
         try:
-            state = json.loads(bytes(more[name]))
+            state = json.loads(bytes(redundant[name]))
             sizes, mean = (state["blocksize"], state.get("nested_blocksize")), state.get("nested_offset", 0.0)
             parts["mean"] = np.full((1, 1), mean, np.float32)
         except (KeyError, TypeError, ValueError, RecursionError):
@@ -74,8 +74,8 @@ class Bitsandbytes4:
             "nested_quant_map": dynamic_code(8, signed=True),
         }
         for end, values in tables.items():
-            found = more.get(f"weight.{end}", np.asarray(values))
-            if not (found.shape == (len(values),) and np.allclose(found, values, atol=1e-7)):
+            saved = redundant.get(f"weight.{end}", np.asarray(values))
+            if not (saved.shape == (len(values),) and np.allclose(saved, values, atol=1e-7)):
                 raise ValueError(f"{end} has other values than {scheme.format} of bitsandbytes")
 
     def weight(self, parts: Parts) -> Any:
@@ -88,14 +88,14 @@ class Bitsandbytes4:
                 scale = QTensor(scale, parts["weight.nested_absmax"], mean, "dynamic8", -1, group, size, "float32")
             flat = QTensor(codes, scale, None, form, -1, block, self.rows * self.columns, "float32")
             return flat.dequantize().reshape(self.rows, self.columns).T
-        own = self.columns // block  # blocks of a row
-        scale = scale.reshape(self.rows, own).T
+        row_blocks = self.columns // block  # blocks of a row
+        scale = scale.reshape(self.rows, row_blocks).T
         if group is not None:
             # Groups of a file may continue in the next row. They are divided into the largest equal parts that do not.
-            part = math.gcd(own, group)
-            first = np.arange(self.rows)[:, None] * own + np.arange(0, own, part)
+            part = math.gcd(row_blocks, group)
+            first = np.arange(self.rows)[:, None] * row_blocks + np.arange(0, row_blocks, part)
             of_groups = parts["weight.nested_absmax"][first // group].T
-            scale = QTensor(scale, of_groups, parts["mean"], "dynamic8", -2, part, own, "float32")
+            scale = QTensor(scale, of_groups, parts["mean"], "dynamic8", -2, part, row_blocks, "float32")
         return quantized_weight(codes.reshape(self.rows, -1).T, scale, None, form, block)
 
 
@@ -106,9 +106,9 @@ class Bitsandbytes8(Bitsandbytes4):
     def parts(self) -> Expected:
         return {"weight": ((self.rows, self.columns), ("I8",)), "SCB": ((self.rows,), ("F32",))}
 
-    def prepare(self, parts: Parts, more: Parts) -> None:
+    def prepare(self, parts: Parts, redundant: Parts) -> None:
         del parts
-        if more.get("weight_format", np.zeros(1)).any():
+        if redundant.get("weight_format", np.zeros(1)).any():
             raise ValueError("weight_format is not 0 (rows); save the model again with a recent bitsandbytes")
 
     def weight(self, parts: Parts) -> Any:
@@ -175,20 +175,20 @@ class EvenlySpaced:
         names, dtypes = self.tensors, ("I8",) if self.tensors.packed is None else ("I32",)
 
         def shape(inputs: int, packed: int | None) -> tuple[int, ...]:
-            found = [-(-size // self.words) if dim == packed else size for dim, size in enumerate((inputs, self.rows))]
-            return tuple(found[::-1] if names.is_transposed else found)
+            sizes = [-(-size // self.words) if dim == packed else size for dim, size in enumerate((inputs, self.rows))]
+            return tuple(sizes[::-1] if names.is_transposed else sizes)
 
-        found: Expected = {names.codes: (shape(self.columns, names.packed), dtypes)}
-        found[names.scales] = shape(self.groups, None), FLOATS
+        expected: Expected = {names.codes: (shape(self.columns, names.packed), dtypes)}
+        expected[names.scales] = shape(self.groups, None), FLOATS
         if names.order:
-            found[names.order] = (self.columns,), ("I32", "I64")
+            expected[names.order] = (self.columns,), ("I32", "I64")
         if not self.scheme.is_symmetric or self.scheme.method == "gptq":
-            found[names.zeros] = shape(self.groups, None if names.packed is None else 1), dtypes
-        return found
+            expected[names.zeros] = shape(self.groups, None if names.packed is None else 1), dtypes
+        return expected
 
-    def prepare(self, parts: Parts, more: Parts) -> None:
+    def prepare(self, parts: Parts, redundant: Parts) -> None:
         """Checks the order of the inputs and symmetric zero points, and removes them if they are the usual ones."""
-        del more
+        del redundant
         bits, order = self.scheme.bits, parts.pop(self.tensors.order, None)
         if self.scheme.is_symmetric and (packed := parts.pop(self.tensors.zeros, None)) is not None:
             zeros = np.unpackbits(packed.view(np.uint8), bitorder="little").reshape(-1, bits) @ (1 << np.arange(bits))

@@ -61,10 +61,10 @@ def load(
     graphdef: Any
     graphdef, state = nnx.split(network)
     axes = {path: v.get_metadata()["axes"] for path, v in nnx.to_flat_state(state)}
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def spec(path: WeightPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = layout.sharding("weights", axes[path], x.shape) if layout else one
+        sharding = layout.sharding("weights", axes[path], x.shape) if layout else first_device
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
     params = {path: spec(path, x) for path, x in flatten_dict(nnx.to_pure_dict(state)).items()}
@@ -87,7 +87,7 @@ def read_weights(
     contain some of these weights, which replace those of the model."""
     # The two largest weights, embedding and output projection, are not read one after the other: jax releases a host
     # array only when the next array is copied.
-    weights = sorted(decoder_weights(params, indices), key=lambda one: one.path[0] != "embedding")
+    weights = sorted(decoder_weights(params, indices), key=lambda weight: weight.path[0] != "embedding")
     tensors = Tensors(directory)
     settings = read_json(Path(directory).expanduser() / "config.json")
     if text_settings(settings) is not settings:
@@ -105,15 +105,15 @@ def read_weights(
 
 def _file_shapes(weights: Sequence[FileWeight], *, has_mxfp4: bool) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of these weights. In MXFP4, the matrices of experts are two tensors each."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in tensor_shapes(weights).items():
         if has_mxfp4 and len(shape) == 3:
             count, inputs, outputs = shape
             blocks = count, outputs, inputs // 32
-            found |= {f"{name}{end}": size for end, size in zip(MXFP4, ((*blocks, 16), blocks), strict=True)}
+            shapes |= {f"{name}{end}": size for end, size in zip(MXFP4, ((*blocks, 16), blocks), strict=True)}
         else:
-            found[name] = shape
-    return found
+            shapes[name] = shape
+    return shapes
 
 
 def read_arrays(
@@ -153,8 +153,8 @@ def _read(
             parts = {name + end: tensors.entries[name + end].shape for end in MXFP4}
             x = mxfp4_weight(
                 *(
-                    on_devices(partial(tensors.read, part, own), (axes[0], *[None] * (len(own) - 1)), own)
-                    for part, own in parts.items()
+                    on_devices(partial(tensors.read, part, ranges), (axes[0], *[None] * (len(ranges) - 1)), ranges)
+                    for part, ranges in parts.items()
                 )
             )
         if not _are_finite(x.scales if isinstance(x, QTensor) else x):
@@ -165,9 +165,9 @@ def _read(
         return jax.block_until_ready(_converted(weight.is_transposed, spec)(read(weight.tensors[0].name)))
     stack = _zeros(spec)()
     write = _write_layer(weight.is_transposed, spec)
-    for one in weight.tensors:
+    for tensor in weight.tensors:
         # Without waiting, the host would store all tensors that it reads ahead.
-        stack = jax.block_until_ready(write(stack, read(one.name), jnp.asarray(one.position, jnp.int32)))
+        stack = jax.block_until_ready(write(stack, read(tensor.name), jnp.asarray(tensor.position, jnp.int32)))
     return stack
 
 
@@ -194,7 +194,9 @@ def _are_finite(tree: Any) -> jax.Array:
 def _converted(is_transposed: bool, spec: Spec) -> Any:
     def convert(x: jax.Array | QTensor | Encoded) -> Any:
         new = _as_spec(x, is_transposed, spec)
-        return jax.tree.map(lambda x, own: to_host(x) if own.sharding.memory_kind == HOST_MEMORY else x, new, spec)
+        return jax.tree.map(
+            lambda x, target: to_host(x) if target.sharding.memory_kind == HOST_MEMORY else x, new, spec
+        )
 
     return jax.jit(convert, out_shardings=_shardings(spec))
 
@@ -204,10 +206,10 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     def write(stack: Any, x: jax.Array | QTensor | Encoded, index: jax.Array) -> Any:
         new = send_like(_as_spec(x, is_transposed, spec), stack)
 
-        def put(stack: jax.Array, one: jax.Array) -> jax.Array:
-            one = one.reshape(*[1] * (stack.ndim - one.ndim), *one.shape)
+        def put(stack: jax.Array, tensor: jax.Array) -> jax.Array:
+            tensor = tensor.reshape(*[1] * (stack.ndim - tensor.ndim), *tensor.shape)
             place = [index[dim] if dim < index.size else jnp.int32(0) for dim in range(stack.ndim)]
-            return jax.lax.dynamic_update_slice(stack, one, place)
+            return jax.lax.dynamic_update_slice(stack, tensor, place)
 
         return jax.tree.map(put, stack, new)
 
@@ -220,7 +222,7 @@ def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) 
         x, is_transposed = x.weight(), False
     if isinstance(x, QTensor) and isinstance(spec, QTensor):
         x = dataclasses.replace(x, dtype=spec.dtype)
-        structures: list[Any] = [jax.tree.structure(one) for one in (x, spec)]
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (x, spec)]
         if structures[0] == structures[1]:
             return x
     full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x

@@ -79,8 +79,8 @@ class Tensors:
         self, expected: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"
     ) -> None:
         """Refuses a directory in which a tensor is missing, unexpected, of another shape or of an unknown dtype."""
-        found = {name for name in self.entries if name in expected or not is_ignored(name)}
-        missing, extra = [name for name in expected if name not in found], sorted(found - expected.keys())
+        present = {name for name in self.entries if name in expected or not is_ignored(name)}
+        missing, extra = [name for name in expected if name not in present], sorted(present - expected.keys())
         if missing or extra:
             lists = ("missing", missing), ("unexpected", extra)
             problems = ", ".join(f"{what} tensors: {abridge(names)}" for what, names in lists if names)
@@ -120,23 +120,23 @@ class Tensors:
         """A slice of a tensor padded with zeros to `shape`, in the dtype of the file."""
         entry = self.entries[name]
         ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
-        own = [range(r.start, min(r.stop, size)) for r, size in zip(ranges, entry.shape, strict=True)]
-        if not all(own):
+        inside = [range(r.start, min(r.stop, size)) for r, size in zip(ranges, entry.shape, strict=True)]
+        if not all(inside):
             return np.zeros([len(r) for r in ranges], DTYPES.get(entry.dtype, np.uint8))
-        part = [slice(r.start, r.stop) for r in own]
-        if own:
-            r, step = own[entry.dim], entry.step
+        part = [slice(r.start, r.stop) for r in inside]
+        if inside:
+            r, step = inside[entry.dim], entry.step
             part[entry.dim] = slice(entry.start + r.start * step, entry.start + (r.stop - 1) * step + 1)
-        found = self._open[entry.file].get_slice(entry.name)[tuple(part)]
+        values = self._open[entry.file].get_slice(entry.name)[tuple(part)]
         if entry.step > 1:
-            found = found[(*[slice(None)] * entry.dim, slice(None, None, entry.step))]
-        missing = [(0, len(r) - size) for r, size in zip(ranges, found.shape, strict=True)]
-        return np.pad(found, missing) if any(map(any, missing)) else found
+            values = values[(*[slice(None)] * entry.dim, slice(None, None, entry.step))]
+        missing = [(0, len(r) - size) for r, size in zip(ranges, values.shape, strict=True)]
+        return np.pad(values, missing) if any(map(any, missing)) else values
 
     def read_entry(self, entry: TensorEntry) -> np.ndarray:
         """A complete tensor, in any dtype that numpy has."""
-        found: np.ndarray = self._open[entry.file].get_tensor(entry.name)
-        return found
+        values: np.ndarray = self._open[entry.file].get_tensor(entry.name)
+        return values
 
     def replace(self, other: Tensors, rename: Callable[[str], str]) -> None:
         """Replaces every tensor that `other` has too. `rename` maps its name in `other` to its name here."""
@@ -227,19 +227,19 @@ class OutputTensor:
 
 def fuse_tensors(tensors: Sequence[OutputTensor], fused: Mapping[str, Fused]) -> list[OutputTensor]:
     """The tensors, with the parts of each fused tensor joined to one: the inverse of `Tensors.split`."""
-    known = {one.name: one for one in tensors}
+    known = {tensor.name: tensor for tensor in tensors}
     for end, how in fused.items():
         for name in [name for name in known if name.endswith(f".{how.parts[0]}")]:
             begin = name.removesuffix(how.parts[0])
             parts = [known.pop(f"{begin}{part}") for part in how.parts]
-            shape = _with_size(parts[0].shape, how.dim, sum(one.shape[how.dim] for one in parts))
+            shape = _with_size(parts[0].shape, how.dim, sum(part.shape[how.dim] for part in parts))
             values = partial(_fused_values, parts, how, shape)
             known[f"{begin}{end}"] = replace(parts[0], name=f"{begin}{end}", shape=shape, values=values)
     return list(known.values())
 
 
 def _fused_values(parts: Sequence[OutputTensor], how: Fused, shape: tuple[int, ...]) -> np.ndarray:
-    arrays = [one.values() for one in parts]
+    arrays = [part.values() for part in parts]
     if how.is_interleaved:
         return np.stack(arrays, axis=how.dim + 1).reshape(shape)
     return np.concatenate(arrays, axis=how.dim)
@@ -259,27 +259,31 @@ def write_tensors(
     """Writes files of at most `shard` bytes, with an index if there are several. One tensor is in memory at a time.
     `metadata`: added to the `__metadata__` of each header."""
     parts: list[list[OutputTensor]] = [[]]
-    for one in tensors:
-        if parts[-1] and sum(other.nbytes for other in parts[-1]) + one.nbytes > shard:
+    for tensor in tensors:
+        if parts[-1] and sum(other.nbytes for other in parts[-1]) + tensor.nbytes > shard:
             parts.append([])
-        parts[-1].append(one)
+        parts[-1].append(tensor)
     names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
     names = [single] if len(parts) == 1 else names
     for name, part in zip(names, parts, strict=True):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
-        for one in part:
-            header[one.name] = {"dtype": NAMES[one.dtype], "shape": one.shape, "data_offsets": [end, end + one.nbytes]}
-            end += one.nbytes
+        for tensor in part:
+            header[tensor.name] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": [end, end + tensor.nbytes],
+            }
+            end += tensor.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with (directory / name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for one in part:
-                file.write(np.ascontiguousarray(one.values()).reshape(-1).view(np.uint8).data)
+            for tensor in part:
+                file.write(np.ascontiguousarray(tensor.values()).reshape(-1).view(np.uint8).data)
     if len(parts) > 1:
         index = {
-            "metadata": {"total_size": sum(one.nbytes for one in tensors)},
-            "weight_map": {one.name: name for name, part in zip(names, parts, strict=True) for one in part},
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "weight_map": {tensor.name: name for name, part in zip(names, parts, strict=True) for tensor in part},
         }
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -105,27 +105,27 @@ def model_tensors(
 ) -> list[OutputTensor]:
     """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack. `keeps_mxfp4`: whether
     experts are written as they are stored."""
-    params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
+    params, adapters = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
     if model.prompt is not None:
         raise UserError("the model has a soft prompt, which no weight can contain; use hf.save_adapter, or --adapter")
-    if own.keys() - flatten_dict(params).keys():
+    if adapters.keys() - flatten_dict(params).keys():
         raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
-    found = []
+    tensors = []
     for weight in decoder_weights(params, indices):
         kept = keeps_mxfp4 and _is_expert(weight)
-        found += _mxfp4_tensors(weight) if kept else output_tensors([weight], dtype, own)
-    return found
+        tensors += _mxfp4_tensors(weight) if kept else output_tensors([weight], dtype, adapters)
+    return tensors
 
 
 def _mxfp4_tensors(weight: FileWeight) -> list[OutputTensor]:
-    found = []
-    for one in weight.tensors:
-        count, inputs, outputs = one.shape
+    tensors = []
+    for tensor in weight.tensors:
+        count, inputs, outputs = tensor.shape
         for part, (end, dims) in enumerate(zip(MXFP4, ((16,), ()), strict=True)):
-            values = partial(_mxfp4_values, weight, one, part)
+            values = partial(_mxfp4_values, weight, tensor, part)
             shape = (count, outputs, inputs // 32, *dims)
-            found.append(OutputTensor(one.name + end, np.dtype(np.uint8), shape, values))
-    return found
+            tensors.append(OutputTensor(tensor.name + end, np.dtype(np.uint8), shape, values))
+    return tensors
 
 
 def _mxfp4_values(weight: FileWeight, tensor: FileTensor, part: int) -> np.ndarray:
@@ -140,10 +140,10 @@ def _stored_layer(q: QTensor, place: jax.Array, depth: int) -> tuple[jax.Array, 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
     """The adapters of a model, by the path of the weight that they change."""
     return {
-        (*map(str, path[:-1]), name): (own, module.scale)
+        (*map(str, path[:-1]), name): (weights, module.scale)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, Lora | TokenRows)
-        for name, own in weights_to_merge(module).items()
+        for name, weights in weights_to_merge(module).items()
     }
 
 
@@ -151,13 +151,16 @@ def output_tensors(
     weights: Iterable[FileWeight], dtype: str, adapters: Mapping[WeightPath, Adapter] = MappingProxyType({})
 ) -> list[OutputTensor]:
     """The tensors of weights, with `adapters` merged."""
-    numpy = next(one for one in NUMPY_DTYPES.values() if one.name == dtype)
-    found = []
+    numpy = next(candidate for candidate in NUMPY_DTYPES.values() if candidate.name == dtype)
+    tensors = []
     for weight in weights:
-        own, scale = adapters.get(weight.path, (None, 0.0))
-        convert = partial(_converter(weight.depth, weight.is_transposed, dtype, scale), weight.array, own)
-        found += [OutputTensor(one.name, numpy, one.shape, partial(_values, convert, one)) for one in weight.tensors]
-    return found
+        adapter, scale = adapters.get(weight.path, (None, 0.0))
+        convert = partial(_converter(weight.depth, weight.is_transposed, dtype, scale), weight.array, adapter)
+        tensors += [
+            OutputTensor(tensor.name, numpy, tensor.shape, partial(_values, convert, tensor))
+            for tensor in weight.tensors
+        ]
+    return tensors
 
 
 def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> np.ndarray:
@@ -167,13 +170,13 @@ def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> n
 
 @cache
 def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Any:
-    def convert(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
+    def convert(x: jax.Array | QTensor, adapter: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
         x = jax.tree.map(lambda x: _take(x, place, depth), x)
-        if own is not None and depth:  # an A that experts share has a dimension less
-            own = {name: _take(array, place, array.ndim - DIMS[name]) for name, array in own.items()}
+        if adapter is not None and depth:  # an A that experts share has a dimension less
+            adapter = {name: _take(array, place, array.ndim - DIMS[name]) for name, array in adapter.items()}
         x = fetch_from_host(x)
         full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
-        full = full if own is None else merged_weight(full, own, scale)
+        full = full if adapter is None else merged_weight(full, adapter, scale)
         return (full.T if is_transposed else full).astype(dtype)
 
     return jax.jit(convert)

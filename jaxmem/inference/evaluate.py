@@ -137,12 +137,12 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
     def likelihood(params: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
         network = nnx.merge(program.model.graphdef, params)
 
-        def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
             tokens, scored = (x[None] for x in row)
             logits = network.logits(network.features(tokens[:, :-1]))
             return -jnp.sum(cross_entropy(logits, tokens[:, 1:]) * scored)
 
-        return jax.lax.map(one, (tokens, scored))
+        return jax.lax.map(of_row, (tokens, scored))
 
     compiled = jax.jit(likelihood)
     results = []

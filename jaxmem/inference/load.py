@@ -184,7 +184,7 @@ def _store_as(built: Program, params: Any) -> Any:
     left = flatten_dict(params)
     params.clear()
 
-    def one(path: Any) -> Any:
+    def stored(path: Any) -> Any:
         stacked = axes[path][:1] == ("layer",)
         weight_axes = axes[path][1:] if stacked else axes[path]
 
@@ -198,7 +198,7 @@ def _store_as(built: Program, params: Any) -> Any:
         places = jax.tree.map(lambda x: x.sharding, target)
         return jax.jit(jax.vmap(convert) if stacked else convert, out_shardings=places)(left.pop(path))
 
-    return unflatten_dict({path: one(path) for path in list(left)})
+    return unflatten_dict({path: stored(path) for path in list(left)})
 
 
 def _format_of(w: Any) -> tuple[Any, ...]:

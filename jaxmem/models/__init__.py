@@ -24,8 +24,8 @@ __getattr__, __all__ = lazy_names(
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:
     """Returns the network of the config section `model`. Only the module of its family is imported."""
-    found = FAMILIES[cfg.family]
-    network = getattr(import_module(found[0]), found[1]) if isinstance(found, tuple) else found
+    entry = FAMILIES[cfg.family]
+    network = getattr(import_module(entry[0]), entry[1]) if isinstance(entry, tuple) else entry
     return network(cfg, rngs) if execution is None else network(cfg, rngs, execution)
 
 

@@ -119,17 +119,17 @@ class Attention(nnx.Module):
     ) -> Float[Array, "batch time embed"]:
         """Attention of norm(x), one group of heads at a time, with projections in chunks of `size` tokens."""
 
-        inner_keys, outer = (key_data(one) for one in fold_keys(keys, 2))
+        inner_keys, outer = (key_data(part_keys) for part_keys in fold_keys(keys, 2))
 
-        def project(own: dict[str, Any], x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
+        def project(modules: dict[str, Any], x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
             angles, data = others
-            normal = gather_time(own["norm"](x) if "norm" in own else x, "time")
-            return tuple(y.reshape(*y.shape[:2], -1) for y in self._project(own, normal, angles, as_keys(data)))
+            normal = gather_time(modules["norm"](x) if "norm" in modules else x, "time")
+            return tuple(y.reshape(*y.shape[:2], -1) for y in self._project(modules, normal, angles, as_keys(data)))
 
-        def attend(own: dict[str, Any], x: jax.Array) -> jax.Array:
-            flat = map_token_chunks(project, own, x, (tokens.angles, inner_keys), size=size)
+        def attend(modules: dict[str, Any], x: jax.Array) -> jax.Array:
+            flat = map_token_chunks(project, modules, x, (tokens.angles, inner_keys), size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.spec.head_dim) for y in flat)
-            return self._attend(q, k, v, tokens, _sinks(own))
+            return self._attend(q, k, v, tokens, _sinks(modules))
 
         inner = {**({} if norm is None else {"norm": norm}), **self._inner}
         heads = {"heads": self.spec.heads, "kv_heads": self.spec.kv_heads}
@@ -137,9 +137,9 @@ class Attention(nnx.Module):
         mixed = map_head_groups(attend, inner, x, groups, heads, parts)
         mixed = mixed.reshape(*mixed.shape[:-2], -1)
 
-        def out(own: dict[str, Any], mixed: jax.Array, data: jax.Array | None) -> jax.Array:
+        def out(modules: dict[str, Any], mixed: jax.Array, data: jax.Array | None) -> jax.Array:
             joined = constrain(join_head_groups(mixed, parts), "batch", "time", "heads")
-            return scatter_time(own["o"](joined, as_keys(data)))
+            return scatter_time(modules["o"](joined, as_keys(data)))
 
         return map_token_chunks(out, {"o": self.o}, mixed, outer, size=size)
 
@@ -163,17 +163,17 @@ class Attention(nnx.Module):
     @property
     def _inner(self) -> dict[str, Any]:
         """Attention without the output projection."""
-        own = {name: getattr(self, name, None) for name in self.inner}
-        return {name: module for name, module in own.items() if module is not None}
+        modules = {name: getattr(self, name, None) for name in self.inner}
+        return {name: module for name, module in modules.items() if module is not None}
 
     def _project(
-        self, own: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
+        self, modules: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values of all heads, or of the group of heads whose weights are in `own`."""
         of_q, of_k, of_v = fold_keys(keys, 3)
-        q = self._split_heads(own["q"](x, of_q), "heads", own.get("q_norm"), angles)
-        k = self._split_heads(own["k"](x, of_k), "kv_heads", own.get("k_norm"), angles)
-        return q, k, self._split_heads(own["v"](x, of_v), "kv_heads")
+        q = self._split_heads(modules["q"](x, of_q), "heads", modules.get("q_norm"), angles)
+        k = self._split_heads(modules["k"](x, of_k), "kv_heads", modules.get("k_norm"), angles)
+        return q, k, self._split_heads(modules["v"](x, of_v), "kv_heads")
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
         k, v = repeat_kv_heads(k), repeat_kv_heads(v)
@@ -227,13 +227,13 @@ def sharded_attention(
     if layout is None or (not over and execution.attention not in PER_DEVICE):
         return local(*arrays)
     heads, rows = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
-    each = heads, heads, heads, rows, layout.spec("activations", ()), layout.spec("activations", ("heads",))
-    specs = tuple(None if x is None else spec for x, spec in zip(arrays, each, strict=True))
+    array_specs = heads, heads, heads, rows, layout.spec("activations", ()), layout.spec("activations", ("heads",))
+    specs = tuple(None if x is None else spec for x, spec in zip(arrays, array_specs, strict=True))
     return map_devices(local, specs, heads)(*arrays)
 
 
-def _sinks(own: dict[str, Any]) -> Float[Array, " heads"] | None:
-    return fetch(own["sinks"], jnp.float32) if "sinks" in own else None
+def _sinks(modules: dict[str, Any]) -> Float[Array, " heads"] | None:
+    return fetch(modules["sinks"], jnp.float32) if "sinks" in modules else None
 
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:

@@ -48,11 +48,14 @@ class GatedMlp(nnx.Module):
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
 
     def __call__(self, x: Features, keys: Keys | None = None) -> Features:
-        own = fold_keys(keys, 3)
-        gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
+        matrix_keys = fold_keys(keys, 3)
+        gate, up = (
+            checkpoint_name(self.gate(x, matrix_keys[0]), "mlp_gate"),
+            checkpoint_name(self.up(x, matrix_keys[1]), "mlp_up"),
+        )
         hidden = recompute_from_inputs(GATES[self.activation], gate, up)
         hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
-        return self.down(hidden, own[2])
+        return self.down(hidden, matrix_keys[2])
 
 
 class DenseMlp(nnx.Module):
@@ -64,10 +67,10 @@ class DenseMlp(nnx.Module):
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=True)
 
     def __call__(self, x: Float[Array, "*batch embed"], keys: Keys | None = None) -> Float[Array, "*batch embed"]:
-        own = fold_keys(keys, 2)
-        up = checkpoint_name(self.up(x, own[0]), "mlp_up")
+        matrix_keys = fold_keys(keys, 2)
+        up = checkpoint_name(self.up(x, matrix_keys[0]), "mlp_up")
         hidden = checkpoint_name(recompute_from_inputs(jax.nn.gelu, up), "mlp_hidden")
-        return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"), own[1])
+        return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"), matrix_keys[1])
 
 
 class Block(nnx.Module):
@@ -121,7 +124,9 @@ class Block(nnx.Module):
         order = context_order(current(), length, attention.execution.context_method, attention.spec.window)
         order = np.arange(length, dtype=np.int32) if order is None else order
         of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        return tuple(jax.vmap(of_row, in_axes=(0, None))(own, jnp.asarray(order)) for own in split_keys(keys, 4))
+        return tuple(
+            jax.vmap(of_row, in_axes=(0, None))(part_keys, jnp.asarray(order)) for part_keys in split_keys(keys, 4)
+        )
 
 
 def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
@@ -131,9 +136,9 @@ def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
     return norm(x) if name is None else checkpoint_name(norm(x), name)
 
 
-def _normed_mlp(own: dict[str, Any], x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:
-    normal, (data, segment_ids) = _apply_norm(own.get("norm"), x, "mlp_norm"), others
+def _normed_mlp(modules: dict[str, Any], x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:
+    normal, (data, segment_ids) = _apply_norm(modules.get("norm"), x, "mlp_norm"), others
     segments = () if segment_ids is None else (segment_ids,)
-    y = own["mlp"](gather_time(normal, "mlp_time"), as_keys(data), *segments)
+    y = modules["mlp"](gather_time(normal, "mlp_time"), as_keys(data), *segments)
     y, router = y if isinstance(y, tuple) else (y, None)
     return scatter_time(y), router

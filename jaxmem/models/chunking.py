@@ -146,18 +146,18 @@ class _Chunks:
         return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
     def read(self, arrays: Tree, j: jax.Array) -> Tree:
-        def one(x: jax.Array) -> jax.Array:
+        def read_chunk(x: jax.Array) -> jax.Array:
             x = jax.lax.dynamic_slice_in_dim(x, j * self.size, self.size, axis=x.ndim - 2)
             return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
-        return jax.tree.map(one, arrays)
+        return jax.tree.map(read_chunk, arrays)
 
     def write(self, arrays: Tree, j: jax.Array, chunk: Tree) -> Tree:
-        def one(array: jax.Array, x: jax.Array) -> jax.Array:
+        def write_chunk(array: jax.Array, x: jax.Array) -> jax.Array:
             x = x.reshape(*x.shape[:-2], self.parts, self.size, x.shape[-1])
             return jax.lax.dynamic_update_slice_in_dim(array, x, j * self.size, axis=array.ndim - 2)
 
-        return jax.tree.map(one, arrays, chunk)
+        return jax.tree.map(write_chunk, arrays, chunk)
 
     def zeros(self, chunk: Tree) -> Tree:
         """Zeros for all chunks, from arrays with the shapes of one chunk."""
@@ -204,9 +204,9 @@ def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tre
 
     def step(sums: tuple[Tree, Tree], j: jax.Array) -> tuple[tuple[Tree, Tree], None]:
         of_weights, of_x = sums
-        more, own = of_devices(*chunks.read(inputs, j))
-        of_weights = jax.tree.map(lambda total, w: pinned(total + w.astype(jnp.float32)), of_weights, more)
-        return (of_weights, chunks.write(of_x, j, own)), None
+        weight_gradients, x_gradient = of_devices(*chunks.read(inputs, j))
+        of_weights = jax.tree.map(lambda total, w: pinned(total + w.astype(jnp.float32)), of_weights, weight_gradients)
+        return (of_weights, chunks.write(of_x, j, x_gradient)), None
 
     def reduced(total: jax.Array, w: jax.Array) -> jax.Array:
         """The sum over devices, communicated in the dtype of the weight: `jnp.sum` would communicate float32."""
@@ -243,24 +243,24 @@ def map_head_groups(
 
     def split(path: Any, w: jax.Array) -> jax.Array:
         """The heads of each device in groups: [groups, ...]."""
-        own = names[tuple(step.key for step in path)][-w.ndim :]
-        dim = next((i for i, axis in enumerate(own) if axis is not None and axis_name(axis) in heads), None)
+        axes_of_w = names[tuple(step.key for step in path)][-w.ndim :]
+        dim = next((i for i, axis in enumerate(axes_of_w) if axis is not None and axis_name(axis) in heads), None)
         if dim is None:
             return jnp.broadcast_to(w, (groups, *w.shape))
-        count = heads[axis_name(own[dim])]
+        count = heads[axis_name(axes_of_w[dim])]
         if (repeats := math.lcm(count, parts * groups) // count) > 1:
-            each = w.reshape(*w.shape[:dim], count, -1, *w.shape[dim + 1 :])
-            w = jnp.repeat(each, repeats, axis=dim).reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
+            with_heads = w.reshape(*w.shape[:dim], count, -1, *w.shape[dim + 1 :])
+            w = jnp.repeat(with_heads, repeats, axis=dim).reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
         w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])
         w = jnp.moveaxis(w, dim + 1, 0)
         return w.reshape(groups, *w.shape[1 : dim + 1], -1, *w.shape[dim + 3 :])
 
-    def group(own: Tree, x: jax.Array) -> jax.Array:
-        return attend(nnx.merge(graphdef, jax.tree.map(GatheredWeight, own)), x)
+    def group(group_weights: Tree, x: jax.Array) -> jax.Array:
+        return attend(nnx.merge(graphdef, jax.tree.map(GatheredWeight, group_weights)), x)
 
     group = jax.checkpoint(group, policy=jax.checkpoint_policies.save_only_these_names(SAVED), prevent_cse=False)
     split_weights = jax.tree_util.tree_map_with_path(split, weights)
-    return jax.lax.scan(lambda _, own: (None, group(own, x)), None, split_weights)[1]
+    return jax.lax.scan(lambda _, group_weights: (None, group(group_weights, x)), None, split_weights)[1]
 
 
 def join_head_groups(x: jax.Array, parts: int) -> jax.Array:

@@ -144,14 +144,14 @@ class SlicedLoss:
         loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
         if (y := intercepted(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
             return y
-        at, rest = (weight.proxy, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
-        return _sliced(loss, x, at, rest, labels)
+        at, stored = (weight.proxy, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
+        return _sliced(loss, x, at, stored, labels)
 
     def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
         """The loss, with one function for the gradient of the features and one for that of the weight. Features and
         one float32 per token are saved; the weight gradient of a slice recomputes the logits of this slice."""
-        rest = weight.stored if isinstance(weight, weights.StoredWeight) else weight
-        y, (*_, statistics) = _forward(self, x, rest, None, labels)
+        stored = weight.stored if isinstance(weight, weights.StoredWeight) else weight
+        y, (*_, statistics) = _forward(self, x, stored, None, labels)
 
         def weight_gradient(g: jax.Array, weight: Any, slices: Any = None, j: Any = None) -> jax.Array:
             if slices is None or j is None:
@@ -161,7 +161,7 @@ class SlicedLoss:
             columns, _ = loss.gradients(x, labels, loss.fetch(weight, x.dtype, j), j, statistics, g)
             return slices.as_weight(constrain(columns, "embed", "vocab", None, role="gradients"), self.axes)
 
-        return VocabOpResult(y, lambda g: _backward(self, (x, None, rest, labels, statistics), g)[0], weight_gradient)
+        return VocabOpResult(y, lambda g: _backward(self, (x, None, stored, labels, statistics), g)[0], weight_gradient)
 
     def fetch(self, weight: jax.Array | QTensor, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
         """Slice j of the weight, gathered, in the compute dtype."""
@@ -255,24 +255,24 @@ _Saved = tuple[jax.Array, Any, Any, jax.Array, Statistics]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> jax.Array:
-    return _forward(loss, x, at, rest, labels)[0]
+def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, stored: Any, labels: jax.Array) -> jax.Array:
+    return _forward(loss, x, at, stored, labels)[0]
 
 
-def _forward(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> tuple[jax.Array, _Saved]:
-    weight = at if rest is None else rest
+def _forward(loss: SlicedLoss, x: jax.Array, at: Any, stored: Any, labels: jax.Array) -> tuple[jax.Array, _Saved]:
+    weight = at if stored is None else stored
     labels = constrain(labels, "vocab_batch", "vocab_time")
     statistics = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))
     y = loss.terms.loss(statistics.log_partition, statistics.label_logit, lambda: statistics.mean)
-    return y, (x, at, rest, labels, statistics)
+    return y, (x, at, stored, labels, statistics)
 
 
 def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
-    x, at, rest, labels, statistics = saved
+    x, at, stored, labels, statistics = saved
     # Gathered before the loop over slices; inside of it, XLA would gather the features for each slice.
     x = constrain(x, "vocab_batch", "vocab_time", "embed")
-    labels, g = (constrain(one, "vocab_batch", "vocab_time") for one in (labels, g))
-    weight, trainable = at if rest is None else rest, at is not None
+    labels, g = (constrain(array, "vocab_batch", "vocab_time") for array in (labels, g))
+    weight, trainable = at if stored is None else stored, at is not None
     slices, axes = loss.slices, loss.axes
 
     def add(sums: tuple[Any, jax.Array], columns: Columns, j: jax.Array) -> tuple[Any, jax.Array]:

@@ -147,8 +147,10 @@ class Decoder(Network):
 
         mixtures = sum(self.cfg.has_experts)
 
-        def layer(block: Block, carry: tuple[Features, Any], one: Any, tokens: _SharedInputs) -> tuple[Features, Any]:
-            keys, has_window = one
+        def layer(
+            block: Block, carry: tuple[Features, Any], layer_inputs: Any, tokens: _SharedInputs
+        ) -> tuple[Features, Any]:
+            keys, has_window = layer_inputs
             x, _, router = block(carry[0], tokens.of_layer(has_window), keys)
             return x, carry[1] if router is None else carry[1] + router / mixtures
 
@@ -172,15 +174,17 @@ class Decoder(Network):
         for name, stacks in self._stacks.items():
 
             def group(blocks: Any, x: Any, inputs: Any, shared: Any, stacks: tuple[range, ...] = stacks) -> Any:
-                for layers, one in zip(stacks, inputs, strict=True):
-                    x = layer(blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers)), x, one, shared)
+                for layers, layer_inputs in zip(stacks, inputs, strict=True):
+                    x = layer(
+                        blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers)), x, layer_inputs, shared
+                    )
                 return x, None
 
-            each = tuple(map(take, stacks))
+            stack_inputs = tuple(map(take, stacks))
             # Pipeline stages share the layers of the last stack; the layers before it belong to the first stage.
             is_last = name == [*self._stacks][-1]
             stack_options = options if is_last else dataclasses.replace(options, order=None)
-            x, _ = apply_stack(getattr(self, name), group, x, each, shared, options=stack_options)
+            x, _ = apply_stack(getattr(self, name), group, x, stack_inputs, shared, options=stack_options)
         return x
 
     def _after_prompt(
@@ -189,8 +193,8 @@ class Decoder(Network):
         """Prepends the tokens of the prompt to each sequence. They belong to its first document."""
         rows, length = tokens.shape[0], self.prompt.length
 
-        def prepend(own: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.concatenate([jnp.broadcast_to(own, (rows, length)), x], axis=1)
+        def prepend(prompt: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.broadcast_to(prompt, (rows, length)), x], axis=1)
 
         if positions is not None:
             positions = prepend(jnp.arange(length, dtype=jnp.int32), positions + length)
@@ -241,8 +245,8 @@ class Decoder(Network):
             positions = jnp.maximum(positions - first[:, None], 0)
         shared = self._shared(tokens, positions, lengths=None if lengths is None else lengths[:, None])
 
-        def layer(block: Block, carry: tuple[jax.Array, Any], one: Any, _: None) -> Any:
-            (x, cache), (i, has_window) = carry, one
+        def layer(block: Block, carry: tuple[jax.Array, Any], layer_inputs: Any, _: None) -> Any:
+            (x, cache), (i, has_window) = carry, layer_inputs
             return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first))[:2]
 
         layers = jnp.arange(self.cfg.layers, dtype=jnp.int32), self._has_window

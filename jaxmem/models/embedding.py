@@ -100,14 +100,14 @@ def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike
         return _lookup(stored, ids, axes, dtype)
 
     @jax.custom_vjp
-    def found(_: jax.Array, rest: Matrix, ids: jax.Array) -> jax.Array:
-        return _lookup(rest, ids, axes, dtype)
+    def looked_up(_: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
+        return _lookup(matrix, ids, axes, dtype)
 
     def back(ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
         return _matrix_gradient(at.shape, ids, axes, g).astype(at.dtype), None, None
 
-    found.defvjp(lambda at, rest, ids: (found(at, rest, ids), ids), back)
-    return found(at, stored, ids)
+    looked_up.defvjp(lambda at, matrix, ids: (looked_up(at, matrix, ids), ids), back)
+    return looked_up(at, stored, ids)
 
 
 def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
@@ -154,10 +154,10 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
         matrix = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), matrix)
     else:
         matrix = gather(matrix, axes, dtype, "gradients")
-    own = jax.tree.map(lambda _: layout.spec("gradients", axes), matrix)
+    gradient_specs = jax.tree.map(lambda _: layout.spec("gradients", axes), matrix)
     find = map_devices(
         partial(shards.lookup, dtype=dtype),
-        (own, layout.spec("activations", shards.tokens)),
+        (gradient_specs, layout.spec("activations", shards.tokens)),
         layout.spec("activations", RESIDUAL),
         check_vma=check_vma or not layout.vmapped,
     )
@@ -172,18 +172,18 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
     slices = VocabSlices(vocab, width, stored)
 
     def read(j: jax.Array) -> Matrix:
-        def one(x: jax.Array, own: Axes) -> jax.Array:
+        def read_slice(x: jax.Array, names: Axes) -> jax.Array:
             shared = x.shape[0] == 1
-            return fetch_from_host(x) if shared else constrain(slices.read(x, 0, j), *own, role="weights")
+            return fetch_from_host(x) if shared else constrain(slices.read(x, 0, j), *names, role="weights")
 
-        return jax.tree.map(one, matrix, stored_axes(axes, matrix))
+        return jax.tree.map(read_slice, matrix, stored_axes(axes, matrix))
 
     def step(j: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, rows = carry
         following, positions = read(jnp.minimum(j + 1, slices.count - 1)), slices.positions(ids, j)
-        found = _lookup(rows, positions, axes, dtype)
+        values = _lookup(rows, positions, axes, dtype)
         inside = constrain((positions < slices.size)[..., None], *RESIDUAL[:2], None)
-        return jnp.where(inside, found, x), following
+        return jnp.where(inside, values, x), following
 
     zeros = constrain(jnp.zeros((*ids.shape, matrix.shape[1]), dtype), *RESIDUAL)
     return jax.lax.fori_loop(0, slices.count, step, (zeros, read(jnp.int32(0))))[0]

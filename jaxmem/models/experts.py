@@ -79,10 +79,10 @@ class ExpertLinear(Linear):
     def trainable(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has a gradient; the bias, including that of the adapter; and the weights of the adapter, A
         [experts, inputs, rank] and the scaled B. An A that all experts share is repeated."""
-        own = {} if self.frozen(dtype) else {"weight": fetch(self.weight, dtype)}
-        own |= {} if self.bias is None else {"bias": fetch(self.bias, dtype)}
+        arrays = {} if self.frozen(dtype) else {"weight": fetch(self.weight, dtype)}
+        arrays |= {} if self.bias is None else {"bias": fetch(self.bias, dtype)}
         if self.lora is None:
-            return own
+            return arrays
         scale, count = self.lora.scale_in(dtype), self.weight.get_value().shape[0]
         factors = {"a": 1, "b": scale, "bias": scale}
         params = {name: getattr(self.lora, name) for name in factors}
@@ -91,8 +91,8 @@ class ExpertLinear(Linear):
                 array = fetch(param, dtype) * factors[name]
                 is_shared = "expert" not in param.get_metadata()["axes"]
                 array = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
-                own[name] = own[name] + array if name in own else array
-        return own
+                arrays[name] = arrays[name] + array if name in arrays else array
+        return arrays
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -189,22 +189,24 @@ def map_expert_groups(
     exist for `trainable`, `x` and `shares`."""
     weights = _Groups(groups, trainable, frozen, x.dtype)
 
-    def step(group: jax.Array | int, own: Tree, y: jax.Array) -> jax.Array:
-        new = run(weights.trainable_of(group), own, x, weights.within(choices, group), shares)
+    def step(group: jax.Array | int, frozen_group: Tree, y: jax.Array) -> jax.Array:
+        new = run(weights.trainable_of(group), frozen_group, x, weights.within(choices, group), shares)
         return y + new.astype(jnp.float32)
 
-    return weights.each(step, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+    return weights.for_each(step, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
 def _groups_backward(run: Run, groups: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     trainable, frozen, x, choices, shares = saved
     weights = _Groups(groups, trainable, frozen, x.dtype)
 
-    def step(group: jax.Array | int, own: Tree, gradients: tuple[Tree, jax.Array, jax.Array]) -> tuple[Any, ...]:
+    def step(
+        group: jax.Array | int, frozen_group: Tree, gradients: tuple[Tree, jax.Array, jax.Array]
+    ) -> tuple[Any, ...]:
         chosen = weights.within(choices, group)
 
         def result(trainable: Tree, x: jax.Array, shares: jax.Array) -> jax.Array:
-            return run(trainable, own, x, chosen, shares)
+            return run(trainable, frozen_group, x, chosen, shares)
 
         def write(all_groups: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(all_groups, new, group * new.shape[0], 0)
@@ -214,7 +216,7 @@ def _groups_backward(run: Run, groups: int, saved: Any, g: jax.Array) -> tuple[A
         return jax.tree.map(write, of_trainable, new), of_x + dx.astype(jnp.float32), of_shares + dshares
 
     begin = jax.tree.map(jnp.zeros_like, trainable), jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(shares)
-    of_trainable, of_x, of_shares = weights.each(step, begin)
+    of_trainable, of_x, of_shares = weights.for_each(step, begin)
     return of_trainable, None, of_x.astype(x.dtype), None, of_shares
 
 
@@ -232,7 +234,7 @@ class _Groups:
     def trainable_of(self, group: jax.Array | int) -> Tree:
         return jax.tree.map(lambda x: self._slice(x, group), self._trainable)
 
-    def each(self, step: Callable[[Any, Tree, Any], Any], carry: Any) -> Any:
+    def for_each(self, step: Callable[[Any, Tree, Any], Any], carry: Any) -> Any:
         """Applies `step(group, frozen weights, carry)` to each group."""
 
         def next_group(group: jax.Array, state: tuple[Any, Tree]) -> tuple[Any, Tree]:

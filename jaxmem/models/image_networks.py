@@ -172,9 +172,9 @@ class Convnet(ImageNetwork):
     def features(self, images: Images, keys: RowKeys | None = None) -> Float[Array, "batch embed"]:
         x = images.astype(self.execution.dtype)
         count = len(self.cfg.stages)
-        own = [None] * count if keys is None else split_keys(keys, count)
+        stage_keys = [None] * count if keys is None else split_keys(keys, count)
         for i in range(count):
-            x = getattr(self, f"stage_{i}")(x, own[i])
+            x = getattr(self, f"stage_{i}")(x, stage_keys[i])
         return jnp.mean(self.norm(x), axis=(1, 2))
 
 

@@ -90,9 +90,9 @@ def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage
     return zeros(), zeros()
 
 
-def grow(cache: KVCache, more: int) -> Any:
+def grow(cache: KVCache, length: int) -> Any:
     """The cache with capacity for `more` tokens. Both caches exist during the copy."""
-    return jax.tree.map(lambda x: jnp.pad(x, [(0, more if d == 2 else 0) for d in range(x.ndim)]), cache)
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, length if d == 2 else 0) for d in range(x.ndim)]), cache)
 
 
 def capacity_of(cache: KVCache) -> int:

@@ -45,14 +45,18 @@ class LatentAttention(Attention):
         self.o = Linear(rngs, spec.heads * latent.value_dim, spec.embed, ("heads", "embed"))
 
     def _project(
-        self, own: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
+        self, modules: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
         latent, head_dim = self.latent, self.spec.head_dim
         of_qa, of_q, of_kva, of_kvb = fold_keys(keys, 4)
-        q = own["q"](x, of_q) if "q" in own else own["q_b"](own["q_a_norm"](own["q_a"](x, of_qa)), of_q)
+        q = (
+            modules["q"](x, of_q)
+            if "q" in modules
+            else modules["q_b"](modules["q_a_norm"](modules["q_a"](x, of_qa)), of_q)
+        )
         q = self._heads(q, head_dim)
-        compressed, shared = jnp.split(own["kv_a"](x, of_kva), [latent.kv_rank], axis=-1)
-        kv = own["kv_b"](own["kv_a_norm"](compressed), of_kvb)
+        compressed, shared = jnp.split(modules["kv_a"](x, of_kva), [latent.kv_rank], axis=-1)
+        kv = modules["kv_b"](modules["kv_a_norm"](compressed), of_kvb)
         kv = self._heads(kv, latent.value_dim + head_dim - latent.rope_dim)
         k, v = jnp.split(kv, [head_dim - latent.rope_dim], axis=-1)
         shared = jnp.broadcast_to(self._rotate(shared[..., None, :], angles), (*k.shape[:-1], latent.rope_dim))

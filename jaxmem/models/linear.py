@@ -27,8 +27,8 @@ class Linear(nnx.Module):
         """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
         frozen, w = self._frozen_quantized, None
         if frozen is None:
-            own, w = fetch_for(x, self.weight, x.dtype)
-            y = matmul(own, w)
+            operand, w = fetch_for(x, self.weight, x.dtype)
+            y = matmul(operand, w)
         else:
             y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2))
         y = checkpoint_name(y, MATMUL)

@@ -100,22 +100,22 @@ class Mixture:
         Hidden units instead of results are weighted, so that the backward pass does not need the results."""
         from jaxmem.kernels.grouped_matmul.triton import grouped_matmul
 
-        own = {name: trainable[name] | frozen[name] for name in trainable}
+        weights = {name: trainable[name] | frozen[name] for name in trainable}
 
-        def linear(own: Tree, x: jax.Array, gathers: bool, shares: jax.Array | None = None) -> jax.Array:
-            bias = own.get("bias")
+        def linear(arrays: Tree, x: jax.Array, gathers: bool, shares: jax.Array | None = None) -> jax.Array:
+            bias = arrays.get("bias")
             bias = bias if bias is None or shares is None else bias / self.parts
-            y = grouped_matmul(x, matrices(own["weight"]), bias, shares, groups, gathers)
-            if "a" in own:
-                low = grouped_matmul(x, own["a"], None, None, groups, gathers)
-                y = y + grouped_matmul(low, own["b"], None, None, groups, False)
+            y = grouped_matmul(x, matrices(arrays["weight"]), bias, shares, groups, gathers)
+            if "a" in arrays:
+                low = grouped_matmul(x, arrays["a"], None, None, groups, gathers)
+                y = y + grouped_matmul(low, arrays["b"], None, None, groups, False)
             return checkpoint_name(y, MATMUL)
 
         try:
-            gate, up = (checkpoint_name(linear(own[name], x, gathers), f"mlp_{name}") for name in ("gate", "up"))
+            gate, up = (checkpoint_name(linear(weights[name], x, gathers), f"mlp_{name}") for name in ("gate", "up"))
             shares = shares.astype(x.dtype)
             hidden = checkpoint_name(GATES[self.activation](gate, up) * shares[:, None], "mlp_hidden")
-            return linear(own["down"], hidden, False, shares)
+            return linear(weights["down"], hidden, False, shares)
         except ValueError as error:
             raise UserError(f"memory.experts=triton: {error}; use memory.experts=blockwise") from error
 
@@ -143,13 +143,15 @@ class Mixture:
         def specs(tree: Tree) -> Tree:
             return {
                 name: {
-                    key: jax.tree.map(lambda _, own=axes[name][key]: layout.spec("compute", own), w)
-                    for key, w in own.items()
+                    key: jax.tree.map(lambda _, names=axes[name][key]: layout.spec("compute", names), w)
+                    for key, w in arrays.items()
                 }
-                for name, own in tree.items()
+                for name, arrays in tree.items()
             }
 
-        frozen = {name: {key: local(axes[name][key], w) for key, w in own.items()} for name, own in frozen.items()}
+        frozen = {
+            name: {key: local(axes[name][key], w) for key, w in arrays.items()} for name, arrays in frozen.items()
+        }
         into = layout.spec("activations", ("batch", "mlp_time", None))
         out = layout.spec("activations", ("batch", "stream" if self.scatters else "mlp_time", None))
         in_specs = specs(trainable), specs(frozen), *[into] * len(tokens)
@@ -178,14 +180,14 @@ def _gated_mlp(
     shares: jax.Array,
 ) -> Float[Array, "rows embed"]:
     """The MLP of one expert, or of one of `parts` shards of its hidden units."""
-    own = {name: trainable[name] | frozen[name] for name in trainable}
-    hidden = activate(_linear(own["gate"], x), _linear(own["up"], x))
-    return _linear(own["down"], hidden, parts).astype(jnp.float32) * shares[:, None]
+    weights = {name: trainable[name] | frozen[name] for name in trainable}
+    hidden = activate(_linear(weights["gate"], x), _linear(weights["up"], x))
+    return _linear(weights["down"], hidden, parts).astype(jnp.float32) * shares[:, None]
 
 
-def _linear(own: Tree, x: jax.Array, parts: int = 1) -> jax.Array:
-    w = own["weight"]
+def _linear(arrays: Tree, x: jax.Array, parts: int = 1) -> jax.Array:
+    w = arrays["weight"]
     y = x @ (w.dequantize(x.dtype) if isinstance(w, QTensor) else w)
-    if "a" in own:
-        y = y + x @ own["a"] @ own["b"]
-    return y + own["bias"] / parts if "bias" in own else y
+    if "a" in arrays:
+        y = y + x @ arrays["a"] @ arrays["b"]
+    return y + arrays["bias"] / parts if "bias" in arrays else y

@@ -57,14 +57,14 @@ class PlainModel:
         stacks: dict[Path, int] = {}
 
         def create() -> Any:
-            network, found = build()
-            stacks.update(found)
+            network, new_stacks = build()
+            stacks.update(new_stacks)
             return network
 
-        graphdef, params, randomness, rest = nnx.split(  # type: ignore[misc]
+        graphdef, params, randomness, other_state = nnx.split(  # type: ignore[misc]
             nnx.eval_shape(create), nnx.Param, nnx.RngState, ...
         )
-        params, state = flat_state(params), flat_state(rest)
+        params, state = flat_state(params), flat_state(other_state)
         shapes = {path: variable.shape for path, variable in (params | state).items()}
         layered = {path for path in shapes if any(path[: len(stack)] == stack for stack in stacks)}
         axes = {path: (None,) * len(shapes[path]) for path in state} | axes_by_rule(params, layered, by_pattern, shards)
@@ -89,10 +89,12 @@ class PlainModel:
                 count,
                 module=module,
                 weights={
-                    own[len(path) :]: x for own, x in flat.items() if self._stack_of(own) == path and own not in state
+                    name[len(path) :]: x
+                    for name, x in flat.items()
+                    if self._stack_of(name) == path and name not in state
                 },
-                axes={own[len(path) :]: axes for own, axes in self.axes.items() if self._stack_of(own) == path},
-                state={own[len(path) :]: x for own, x in state.items() if self._stack_of(own) == path},
+                axes={name[len(path) :]: axes for name, axes in self.axes.items() if self._stack_of(name) == path},
+                state={name[len(path) :]: x for name, x in state.items() if self._stack_of(name) == path},
                 options=options,
                 dtype=dtype,
             )
@@ -175,10 +177,10 @@ def axes_by_rule(
         largest = sizes.index(max(sizes)) if any(sizes) else None
         return tuple("embed" if dim == largest and len(shape) > 1 else None for dim in range(len(shape)))
 
-    found = {path: axes_of(path, variable) for path, variable in shapes.items()}
+    by_path = {path: axes_of(path, variable) for path, variable in shapes.items()}
     for pattern in set(by_pattern or ()) - used:
         raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, map(dotted_name, shapes))}")
-    return found
+    return by_path
 
 
 def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axes:

@@ -37,13 +37,13 @@ def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
     """Replaces the lists of blocks whose names match by stacked blocks, in place. Returns the number of blocks of each,
     by its path."""
     lists = {dotted_name(path): path for path, node in nnx.iter_graph(network) if _is_list_of_blocks(node)}
-    found = [path for name, path in lists.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    paths = [path for name, path in lists.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in lists):
             known = one_of(sorted(lists)) if lists else "no list of blocks of one class (nnx.List or nnx.Sequential)"
             raise UserError(f"layers={pattern} matches no list of blocks; the model has {known}")
     counts = {}
-    for path in found:
+    for path in paths:
         blocks = list(_at(network, path))
         counts[tuple(map(str, path))] = len(blocks)
         setattr(_at(network, path[:-1]), str(path[-1]), _stacked(dotted_name(path), blocks))
@@ -105,17 +105,17 @@ class Stack:
         leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_rngs)
         arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray) else None for leaf in leaves]
 
-        def run(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
-            keys, state = one
+        def run(weights: Any, x: Any, layer_inputs: Any, shared: Any) -> tuple[Any, Any]:
+            keys, state = layer_inputs
             flat = flatten_dict(apply_hooks(fetch_from_host(weights)))
             gathered = {path: gather(w, self.axes[path][1:], self.dtype) for path, w in flat.items()}
             block = nnx.merge(graphdef, unflatten_dict(numbered(gathered | state)), new_randomness(randomness, 1))
             if keys is not None:
                 reseed(block, keys)
-            own = [_argument(leaf, array, keys) for leaf, array in zip(leaves, shared, strict=True)]
-            rest, named = jax.tree.unflatten(tree, own)
+            arguments = [_argument(leaf, array, keys) for leaf, array in zip(leaves, shared, strict=True)]
+            positional, named = jax.tree.unflatten(tree, arguments)
             with jax.numpy_dtype_promotion("standard"):
-                y = block(x, *rest, **named)
+                y = block(x, *positional, **named)
             if _form(y) != _form(x):
                 raise UserError(
                     f"layers={self.name}: a block maps {_form(x)} to {_form(y)}; its output must have the shape and "
@@ -213,7 +213,7 @@ def _stacked(name: str, blocks: list[Any]) -> Any:
             )
     graphdef, _ = nnx.split(blocks[0])
     states = [nnx.to_pure_dict(nnx.state(block)) for block in blocks]
-    return nnx.merge(graphdef, jax.tree.map(lambda *each: jnp.stack(each), *states))
+    return nnx.merge(graphdef, jax.tree.map(lambda *layers: jnp.stack(layers), *states))
 
 
 def _difference(a: Any, b: Any) -> str | None:
@@ -226,9 +226,9 @@ def _difference(a: Any, b: Any) -> str | None:
         return None if a is not b and (a.shape, a.dtype) == (b.shape, b.dtype) else ""
     if not isinstance(a, nnx.Pytree):
         return None if _is_same(a, b) else ""
-    own, others = ({k: v for k, v in vars(x).items() if not k.startswith("_pytree__")} for x in (a, b))
-    for key in sorted(own.keys() | others.keys()):
-        if (where := _difference(own.get(key), others.get(key))) is not None:
+    fields, others = ({k: v for k, v in vars(x).items() if not k.startswith("_pytree__")} for x in (a, b))
+    for key in sorted(fields.keys() | others.keys()):
+        if (where := _difference(fields.get(key), others.get(key))) is not None:
             return f".{key}{where}"
     return None
 

@@ -99,8 +99,8 @@ class VocabSlices:
     def read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
         """Slice j, on the device, of an array whose dimension `dim` has one element per vocabulary entry, or per
         several entries."""
-        found = self._read(x, dim, j)
-        return found.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        rows = self._read(x, dim, j)
+        return rows.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
     def write(self, x: jax.Array, dim: int, j: Int[Array, ""], new: jax.Array) -> jax.Array:
         """The array with slice j replaced, in the same memory."""
@@ -115,8 +115,8 @@ class VocabSlices:
         if width == part:  # the slice is the complete part
             return self._split(fetch_from_host(x), dim)
         if self.stored_parts == 1:  # not reshaped before the copy, which keeps the layout of the array in host memory
-            found = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
-            return found.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
+            rows = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
+            return rows.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
         return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), start, width, axis=dim + 1))
 
     def _start(self, j: Int[Array, ""]) -> Int[Array, ""]:
@@ -163,17 +163,17 @@ def initialize_in_slices(
 
     def step(j: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         new = jax.tree.leaves(draw(jax.random.fold_in(key, j), slice_shape))
-        return [slices.write(x, dim, j, one) for x, one in zip(arrays, map(fetch, new), strict=True)]
+        return [slices.write(x, dim, j, values) for x, values in zip(arrays, map(fetch, new), strict=True)]
 
     arrays, structure = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
     drawn = jax.tree.leaves(draw(key, slice_shape))
     # XLA does not support writes to shards in host memory, so there a matrix with shards of the vocabulary is complete
     # on the devices before it is copied to the host.
     fetch = fetch_from_host if shard_count("weights", "vocab") > 1 else lambda x: x
-    make_zeros = [zeros_on_host if is_on_host(fetch(one)) else jnp.zeros for one in drawn]
+    make_zeros = [zeros_on_host if is_on_host(fetch(spec)) else jnp.zeros for spec in drawn]
     zeros = [make(x.shape, x.dtype) for make, x in zip(make_zeros, arrays, strict=True)]
-    found = jax.lax.fori_loop(0, count, step, zeros)
-    return jax.tree.unflatten(structure, [send_like(x, one) for x, one in zip(found, drawn, strict=True)])
+    filled = jax.lax.fori_loop(0, count, step, zeros)
+    return jax.tree.unflatten(structure, [send_like(x, spec) for x, spec in zip(filled, drawn, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ _get, _names = lazy_names(
     registry="build optimizer schedule",
     selection="Selection scale_updates select_trainable trainable",
 )
-_own = (entry.implementation.partition(":") for entry in OPTIMIZERS.values() if isinstance(entry.implementation, str))
-_RULES = {function: module for module, _, function in _own}  # scale_by_muon: muon
+_functions = (
+    entry.implementation.partition(":") for entry in OPTIMIZERS.values() if isinstance(entry.implementation, str)
+)
+_RULES = {function: module for module, _, function in _functions}  # scale_by_muon: muon
 __all__ = sorted({*_names, *_RULES, *OPTIMIZERS})  # noqa: PLE0605
 
 

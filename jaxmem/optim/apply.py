@@ -102,10 +102,10 @@ def apply_updates(
     """
 
     def add(path: Any, w: Any, u: jax.Array, names: Axes) -> Any:
-        own = None if key is None else leaf_key(key, path)
+        leaf_seed = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
-            return map_with_keys(_add, (w, u), own, names, layer, vocab_slice)
-        seeds = None if own is None else _block_seeds(own, w, names, layer, vocab_slice)
+            return map_with_keys(_add, (w, u), leaf_seed, names, layer, vocab_slice)
+        seeds = None if leaf_seed is None else _block_seeds(leaf_seed, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
         is_even = w.shape[w.axis] % w.block_size == 0
         if w.format == "int8" and (kernel == "triton" or (kernel == "auto" and is_even)):
@@ -209,8 +209,8 @@ def _block_seeds(
         dim = axes.index("vocab")
         places[dim], sizes[dim] = vocab_slice.rows.astype(jnp.uint32), vocab_slice.shape[dim]
     place = jnp.zeros((), jnp.uint32)
-    for own, size in zip(places, sizes, strict=True):
-        place = place[..., None] * jnp.uint32(size) + own
+    for index, size in zip(places, sizes, strict=True):
+        place = place[..., None] * jnp.uint32(size) + index
     words = jax.vmap(jax.random.bits)(keys).reshape(-1, *[1] * len(sizes))
     return scramble(place ^ words).reshape(w.scale.shape)
 

@@ -32,9 +32,9 @@ class ParameterGroup:
     @classmethod
     def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
         """`axes` and `state_axes` belong to all parameters, `params` are the parameters of this group."""
-        own = select(axes, params, is_leaf=is_quantized)
-        tx = optax.with_extra_args_support(optimizer_for(own))
-        return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
+        group_axes = select(axes, params, is_leaf=is_quantized)
+        tx = optax.with_extra_args_support(optimizer_for(group_axes))
+        return cls(tx, group_axes, select(state_axes, jax.eval_shape(tx.init, params)))
 
     def state(self, opt_state: Tree) -> Tree:
         """This group's part of an optimizer's state."""
@@ -55,8 +55,8 @@ class ParameterGroup:
 def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """The leaves of `tree` at the paths of the leaves of `like`. Leaves of `tree` may be tuples of axes."""
     leaves = jax.tree_util.tree_leaves_with_path
-    found = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[path], like, is_leaf=is_leaf)
+    by_path = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], like, is_leaf=is_leaf)
 
 
 def without(tree: Tree, part: Tree) -> Tree:
@@ -72,33 +72,33 @@ def single_weights(params: Tree) -> list[Tree]:
 
 def merge(tree: Tree, *parts: Tree) -> Tree:
     """`tree`, with some leaves replaced by the leaves of the parts at the same paths."""
-    found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
-    return jax.tree_util.tree_map_with_path(found.get, tree)
+    by_path = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
+    return jax.tree_util.tree_map_with_path(by_path.get, tree)
 
 
 def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
     """Constrains each leaf to its sharding in a role. Leaves may be one layer of a stack."""
 
-    def one(names: Axes, x: jax.Array) -> jax.Array:
+    def constrain_leaf(names: Axes, x: jax.Array) -> jax.Array:
         return constrain(x, *names[len(names) - x.ndim :], role=role)
 
-    return jax.tree.map(one, axes, tree, is_leaf=is_axes)
+    return jax.tree.map(constrain_leaf, axes, tree, is_leaf=is_axes)
 
 
 def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
     """One layer of stacked leaves, copied to the device if they are in host memory. Leaves that are not stacked are
     taken from `unstacked`."""
 
-    def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
+    def take_leaf(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         return fetch_from_host(take_layer(x, layer)) if names[:1] == ("layer",) else other
 
-    return jax.tree.map(one, axes, tree, unstacked, is_leaf=is_axes)
+    return jax.tree.map(take_leaf, axes, tree, unstacked, is_leaf=is_axes)
 
 
 def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
     """Stacked leaves with the new values of one layer, in the same memory. Leaves that are not stacked are replaced."""
 
-    def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
+    def put_leaf(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         if names[:1] != ("layer",):
             return new
         # The layer is sharded before it is written, so that no other layer is communicated.
@@ -106,4 +106,4 @@ def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new:
         stacked = put_layer(x, layer, send_like(new, x))
         return stacked if is_on_host(x) else constrain(stacked, *names, role=role)
 
-    return jax.tree.map(one, axes, tree, new, is_leaf=is_axes)
+    return jax.tree.map(put_leaf, axes, tree, new, is_leaf=is_axes)

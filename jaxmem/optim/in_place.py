@@ -43,8 +43,8 @@ def update_layers(function: Callable[..., Any], stack: Any, read_only: Any, axis
     axis of the first dimension: `layer`, or `expert` for the matrices of a layer."""
 
     def loop(stack: Any, read_only: Any, first: jax.Array) -> Any:
-        def step(own: Any, i: jax.Array) -> Any:
-            return function(own, jax.tree.map(lambda x: _read(grid, x, i), read_only), first + i)
+        def step(arrays: Any, i: jax.Array) -> Any:
+            return function(arrays, jax.tree.map(lambda x: _read(grid, x, i), read_only), first + i)
 
         grid = {0: jax.tree.leaves(stack)[0].shape[0]}
         return update_parts(grid, step, stack)
@@ -62,9 +62,9 @@ def gather_in_place(old: Any, new: Any, axes: Any) -> Any:
     names, arrays = jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(old)
     done, form = jax.tree.flatten(new)
     stacks = defaultdict[int, list[int]](list)  # number of layers -> the arrays to gather
-    for number, own in enumerate(names):
-        is_gathered = layout.mesh_axes_each("optimizer", own) != layout.mesh_axes_each("weights", own)
-        if own[:1] == ("layer",) and is_gathered:
+    for number, leaf_axes in enumerate(names):
+        is_gathered = layout.mesh_axes_each("optimizer", leaf_axes) != layout.mesh_axes_each("weights", leaf_axes)
+        if leaf_axes[:1] == ("layer",) and is_gathered:
             stacks[len(arrays[number])].append(number)
     for numbers in stacks.values():
         gather = partial(_gather_layer, [names[number][1:] for number in numbers])
@@ -75,8 +75,10 @@ def gather_in_place(old: Any, new: Any, axes: Any) -> Any:
 
 
 def _gather_layer(axes: list[Axes], _: Any, shards: list[jax.Array], __: jax.Array) -> list[jax.Array]:
-    layer = [constrain(shard, *own, role="weights") for own, shard in zip(axes, shards, strict=True)]
-    return [row_major_if_gathered(x, own, "weights", "optimizer") for own, x in zip(axes, layer, strict=True)]
+    layer = [constrain(shard, *leaf_axes, role="weights") for leaf_axes, shard in zip(axes, shards, strict=True)]
+    return [
+        row_major_if_gathered(x, leaf_axes, "weights", "optimizer") for leaf_axes, x in zip(axes, layer, strict=True)
+    ]
 
 
 def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
@@ -87,7 +89,7 @@ def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only
     if parts == 1 or layers % parts:  # a stack that is not divisible is outside of the pipeline: replicated
         return loop(stack, read_only, jnp.zeros((), jnp.int32))
     first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
-    return map_shards(lambda stack, own, first: loop(stack, own, first[0]), over, stack, read_only, first)
+    return map_shards(lambda stack, shards, first: loop(stack, shards, first[0]), over, stack, read_only, first)
 
 
 def update_rows(function: PartFunction, matrix: Any, read_only: Any, axes: Axes) -> Any:
@@ -105,8 +107,8 @@ def update_rows(function: PartFunction, matrix: Any, read_only: Any, axes: Axes)
     if parts > 1 and not any(x.shape[rows] % units for x in jax.tree.leaves((matrix, read_only))):
         loop = partial(_update_strided_rows, function, rows, units, parts)
         return _per_shard(loop, matrix, read_only) if is_stack else loop(matrix, read_only, zero)
-    each = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
-    return update_layers(each, matrix, read_only) if is_stack else each(matrix, read_only, zero)
+    update_layer = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
+    return update_layers(update_layer, matrix, read_only) if is_stack else update_layer(matrix, read_only, zero)
 
 
 def _update_strided_rows(
@@ -148,11 +150,11 @@ def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:
     """The index of part i along each dimension of a grid, the last dimension fastest. Every array of a loop needs this
     index, so few operations are used: `%` and `//` handle signs and need ten operations each."""
     _, *faster = grid.values()
-    found: list[jax.Array] = []
+    indices: list[jax.Array] = []
     for size in reversed(faster):
-        found.insert(0, jax.lax.rem(i, jnp.int32(size)))
+        indices.insert(0, jax.lax.rem(i, jnp.int32(size)))
         i = jax.lax.div(i, jnp.int32(size))
-    return [i, *found]
+    return [i, *indices]
 
 
 def _read(grid: Grid, x: jax.Array, i: jax.Array) -> jax.Array:
@@ -184,7 +186,7 @@ def _parts(size: int, units: int, devices: list[int]) -> int:
     >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])
     (8, 1, 2, 1)
     """
-    own = size // math.prod(devices)
-    found = [n for n in range(1, units + 1) if units % n == 0]
-    shared = [n for n in found if units // n % devices[0] == 0] or found
-    return next((n for n in shared if own <= n * PART_SIZE), shared[-1])
+    matrix_size = size // math.prod(devices)
+    divisors = [n for n in range(1, units + 1) if units % n == 0]
+    shared = [n for n in divisors if units // n % devices[0] == 0] or divisors
+    return next((n for n in shared if matrix_size <= n * PART_SIZE), shared[-1])

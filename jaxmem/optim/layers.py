@@ -77,12 +77,12 @@ class UpdateContext:
     def sums(self, *terms: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
         """For each (array, dim), the sum over dimension `dim` of the complete matrix; if `dim` is None, over all
         dimensions. With a vocabulary slice, each call is one more pass over all slices."""
-        own = [jnp.sum(x, axis=dim) for x, dim in terms]
+        partial = [jnp.sum(x, axis=dim) for x, dim in terms]
         if self.vocab_slice is None:
-            return tuple(own)
+            return tuple(partial)
         over = [i for i, (_, dim) in enumerate(terms) if dim in (None, self.vocab_slice.dim)]
-        total = dict(zip(over, self.vocab_slice.total([own[i] for i in over]), strict=True))
-        return tuple(total.get(i, x) for i, x in enumerate(own))
+        total = dict(zip(over, self.vocab_slice.total([partial[i] for i in over]), strict=True))
+        return tuple(total.get(i, x) for i, x in enumerate(partial))
 
 
 State = dict[str, Any]  # the state arrays of a rule, by name
@@ -126,8 +126,8 @@ class PerExpertRule(MatrixRule):
         return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=is_declared)
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
-        def one(own: tuple[jax.Array, State], read_only: Any, i: jax.Array) -> tuple[jax.Array, State]:
-            (g, state), (weight, count, layer, key) = own, read_only
+        def update_expert(arrays: tuple[jax.Array, State], read_only: Any, i: jax.Array) -> tuple[jax.Array, State]:
+            (g, state), (weight, count, layer, key) = arrays, read_only
             inputs = {"weight": weight, "count": count, "layer": layer, "key": jax.random.fold_in(key, i)}
             expert_context = dataclasses.replace(context, spec=self.expert, **inputs)
             layout = current()
@@ -137,7 +137,7 @@ class PerExpertRule(MatrixRule):
 
         # Passed as arguments, since a nested `shard_map` (pipeline stages) cannot read scalars of the outer one.
         scalars = (jnp.broadcast_to(x, g.shape[:1]) for x in (context.count, context.layer, context.key))
-        return update_layers(one, (g, state), (context.weight, *scalars), "expert")
+        return update_layers(update_expert, (g, state), (context.weight, *scalars), "expert")
 
 
 class ByLayerState(NamedTuple):

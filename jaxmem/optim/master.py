@@ -124,9 +124,9 @@ def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | N
     # The weight after `apply_updates`, whether the difference is exact or not.
     new_weight = (w.astype(jnp.float32) + change.astype(jnp.float32)).astype(w.dtype)
     high = jax.lax.bitcast_convert_type(new_weight, jnp.uint16).astype(jnp.int32) << 16
-    rest = ((sign | size) - high) // unit
-    rest = jnp.clip(rest, jnp.iinfo(remainder.dtype).min, jnp.iinfo(remainder.dtype).max)
-    return change, jnp.where(jnp.isfinite(new), rest, 0).astype(remainder.dtype)
+    remainder_units = ((sign | size) - high) // unit
+    remainder_units = jnp.clip(remainder_units, jnp.iinfo(remainder.dtype).min, jnp.iinfo(remainder.dtype).max)
+    return change, jnp.where(jnp.isfinite(new), remainder_units, 0).astype(remainder.dtype)
 
 
 def _to_float32(tree: Any) -> Any:

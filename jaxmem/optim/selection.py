@@ -64,25 +64,25 @@ class Selection:
     def select(self, tree: Any) -> Any:
         """Replaces frozen parameters by None, and stacks by their trainable layers, in a tree of weights or axes."""
 
-        def one(path: Path, x: Any) -> Any:
+        def select_leaf(path: Path, x: Any) -> Any:
             if path not in self.layers:
                 return None
             some = self.layers[path]
             return x if some is None or is_axes(x) else jax.tree.map(lambda x: _take_layers(x, some), x)
 
-        return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
+        return jax.tree_util.tree_map_with_path(select_leaf, tree, is_leaf=_is_weight)
 
     def merge(self, tree: Any, selected: Any) -> Any:
         """`tree`, with the trainable parameters replaced by those of `selected`."""
         new = {path: x for path, _, x in _named(selected)}
 
-        def one(path: Path, x: Any) -> Any:
+        def merge_leaf(path: Path, x: Any) -> Any:
             some = self.layers.get(path)
             if path not in new or some is None:
                 return new.get(path, x)
             return jax.tree.map(lambda x, new: _put_layers(x, new, some), x, new[path])
 
-        return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
+        return jax.tree_util.tree_map_with_path(merge_leaf, tree, is_leaf=_is_weight)
 
     @property
     def partial_stacks(self) -> dict[Path, tuple[int, ...]]:

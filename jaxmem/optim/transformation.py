@@ -36,7 +36,7 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: Any = None) -> Tr
     With `update(..., layer=i)`, each stacked leaf contains one layer."""
 
     def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
-        def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
+        def add_decay(names: Axes, u: jax.Array, w: Any) -> jax.Array:
             if not is_matrix(names):
                 return u
             if not is_quantized(w):
@@ -46,7 +46,7 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: Any = None) -> Tr
         def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
             return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
 
-        return jax.tree.map(one, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
+        return jax.tree.map(add_decay, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
 
     return Transformation(lambda _: optax.EmptyState(), update)
 

@@ -92,30 +92,30 @@ class Candidate:
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that need less memory than all faster ones, fastest first."""
     chosen: list[Candidate] = []
-    for one in sorted(candidates, key=lambda one: (one.seconds, one.total)):
-        if one.refusal is None and (not chosen or one.total < (1 - MIN_MEMORY_GAIN) * chosen[-1].total):
-            chosen.append(one)
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.total)):
+        if candidate.refusal is None and (not chosen or candidate.total < (1 - MIN_MEMORY_GAIN) * chosen[-1].total):
+            chosen.append(candidate)
     return chosen
 
 
 def difference(old: Config, new: Config) -> dict[str, Any]:
     """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, these include the name of
     the optimizer of `new`, and its values that are not its defaults."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for section, fields in new.model_dump(mode="json").items():
         before, after = getattr(old, section), getattr(new, section)
         if before == after:
             continue
         if not isinstance(fields, dict) or type(before) is not type(after):
-            found[section] = fields
+            changes[section] = fields
         elif section == "optimizer" and after.name != before.name:
             plain = Optimizer(name=after.name)
-            own = {field: fields[field] for field, value in after if value != getattr(plain, field)}
-            found[section] = {"name": after.name, **own}
+            settings = {field: fields[field] for field, value in after if value != getattr(plain, field)}
+            changes[section] = {"name": after.name, **settings}
         else:
             changed = (field for field, value in after if value != getattr(before, field))
-            found |= {f"{section}.{field}": fields[field] for field in changed}
-    return found
+            changes |= {f"{section}.{field}": fields[field] for field in changed}
+    return changes
 
 
 def overrides(changes: Change) -> list[str]:
@@ -142,37 +142,37 @@ class Space:
 
     def start(self) -> list[Candidate]:
         """The config itself if the target supports it, then all others, or a sample of them."""
-        found = self._new(self._cfg, itertools.chain([{}], _combinations(self._choices)))
-        if not found:
+        candidates = self._new(self._cfg, itertools.chain([{}], _combinations(self._choices)))
+        if not candidates:
             for_devices(self._cfg, self._target.count)  # raises with the reason
             raise UserError(
                 f"{self._cfg.name}: no combination of the settings of --allow is valid on {self._target.name};"
                 " use --allow mesh, or another number of devices"
             )
-        return found
+        return candidates
 
-    def neighbors(self, one: Candidate) -> list[Candidate]:
+    def neighbors(self, candidate: Candidate) -> list[Candidate]:
         """New candidates that differ from this one in a single setting."""
-        return self._new(one.cfg, itertools.chain(*self._choices))
+        return self._new(candidate.cfg, itertools.chain(*self._choices))
 
-    def with_other_kernels(self, one: Candidate) -> list[Candidate]:
-        return self._new(one.cfg, _combinations(self._kernels))
+    def with_other_kernels(self, candidate: Candidate) -> list[Candidate]:
+        return self._new(candidate.cfg, _combinations(self._kernels))
 
-    def with_other_rules(self, one: Candidate) -> list[Candidate]:
+    def with_other_rules(self, candidate: Candidate) -> list[Candidate]:
         """Candidates with other sharding rules, by dynamic programming over the kinds of weights in the order in which
         a layer uses them (Jia et al., arXiv:1807.05358). Between two kinds the residual stream is always sharded in
         the same way, so the cost of a kind does not depend on the choices for earlier kinds. Only candidates on
         the Pareto front of bytes and seconds are extended by choices for the next kind."""
-        found, front = [], [one]
+        candidates, front = [], [candidate]
         for choices in self._rules:
             new = [other for kept in front for other in self._new(kept.cfg, choices)]
-            found += new
+            candidates += new
             front = pareto_front([*front, *new])
-        return found
+        return candidates
 
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
         raw = cfg.model_dump(mode="json")
-        found = []
+        candidates = []
         for changes in all_changes:
             other = _changed(raw, changes, self._target, cfg.user)
             if other is None:
@@ -189,14 +189,14 @@ class Space:
                     guess, error = estimated(other, self._target), None
                 except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
                     guess, error = Estimate({}, {}, None), one_line(failure)
-                found.append(Candidate(other, self._given, settings, distance, guess, error))
-        return found
+                candidates.append(Candidate(other, self._given, settings, distance, guess, error))
+        return candidates
 
 
 def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candidate]:
     space = Space(cfg, target, knobs)
-    found = space.start()
-    return found + space.with_other_rules(min(found, key=lambda one: one.total))
+    of_start = space.start()
+    return of_start + space.with_other_rules(min(of_start, key=lambda candidate: candidate.total))
 
 
 def resolved_on(cfg: Config, target: Target) -> Config:
@@ -216,19 +216,19 @@ def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
     if not choices:
         return []
     raw = cfg.model_dump()
-    own = {key: functools.reduce(dict.__getitem__, key.split("."), raw) for key in choices[0]}
-    return choices if own in choices else [own, *choices]
+    given = {key: functools.reduce(dict.__getitem__, key.split("."), raw) for key in choices[0]}
+    return choices if given in choices else [given, *choices]
 
 
 def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
-    sizes = [len(each) for each in choices]
+    sizes = [len(alternatives) for alternatives in choices]
     total = math.prod(sizes)
     if total <= MAX_SIZE:
         picked: Iterable[Sequence[Change]] = itertools.product(*choices)
     else:
         places = random.Random(0).sample(range(total), MAX_SIZE)  # noqa: S311 - the same in every run
         indices = zip(*np.unravel_index(places, sizes, order="F"), strict=True)
-        picked = ([each[i] for each, i in zip(choices, row, strict=True)] for row in indices)
+        picked = ([alternatives[i] for alternatives, i in zip(choices, row, strict=True)] for row in indices)
         yield from itertools.chain(*choices)
     for changes in picked:
         yield {key: value for change in changes for key, value in change.items()}

@@ -81,16 +81,16 @@ class MethodResult:
     def of(cls, name: str, trials: Trials) -> MethodResult:
         if front := trials.front():
             return cls(name, front[0], fits=True)
-        known = [one for one in trials.all if one.refusal is None]
+        known = [candidate for candidate in trials.all if candidate.refusal is None]
         if not known:
             return cls(name, None, reason=trials.all[0].refusal or "")
-        may_fit = trials.front((one for one in known if one.is_pending), ESTIMATE_ERROR)
-        if not (compiled := [one for one in known if one.cost]):
-            shown = may_fit[0] if may_fit else min(known, key=lambda one: one.total)
+        may_fit = trials.front((candidate for candidate in known if candidate.is_pending), ESTIMATE_ERROR)
+        if not (compiled := [candidate for candidate in known if candidate.cost]):
+            shown = may_fit[0] if may_fit else min(known, key=lambda candidate: candidate.total)
             return cls(name, shown, reason=trials.shortage(shown))
-        shown = min(compiled, key=lambda one: one.total)
-        more = f"; {len(compiled)} configs were compiled; jaxmem fit --method {name} compiles more" if may_fit else ""
-        return cls(name, shown, reason=trials.shortage(shown) + more)
+        shown = min(compiled, key=lambda candidate: candidate.total)
+        advice = f"; {len(compiled)} configs were compiled; jaxmem fit --method {name} compiles more" if may_fit else ""
+        return cls(name, shown, reason=trials.shortage(shown) + advice)
 
     def __str__(self) -> str:
         """One line with bytes and seconds, or with the reason why it has no result.
@@ -117,26 +117,26 @@ class Comparison(Printed):
     @property
     def fitting(self) -> list[MethodResult]:
         """The methods that fit, in the order of METHODS: training of all parameters in float32 is first."""
-        return [one for one in self.results if one.fits]
+        return [result for result in self.results if result.fits]
 
     @property
     def best(self) -> MethodResult | None:
         return next(iter(self.fitting), None)
 
     def __repr__(self) -> str:
-        fitting = ", ".join(one.name for one in self.fitting) or "no methods"
+        fitting = ", ".join(result.name for result in self.fitting) or "no methods"
         return f"Comparison({self.given.name} on {self.target.name}: {fitting} fit)"
 
-    def plan_command(self, one: MethodResult, width: int | None = None) -> str:
+    def plan_command(self, result: MethodResult, width: int | None = None) -> str:
         """The command that plans the config of a method; with a width, in lines that end with a backslash."""
-        assert one.candidate
-        words = (*self.command, "--method", one.name, *one.candidate.overrides, "--target", self.target.name)
+        assert result.candidate
+        words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
         return format_command(["jaxmem", "plan", *words], width)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "target": target_json(self.target, self.limit),
-            "methods": [self._json(one) for one in self.results],
+            "methods": [self._json(result) for result in self.results],
             "best": self.best.name if self.best else None,
             "seconds": self.seconds,
         }
@@ -146,15 +146,15 @@ class Comparison(Printed):
         tokens = self.given.batch.global_size * self.given.data.sequence_length
         return tokens / candidate.seconds if candidate.seconds else None
 
-    def _json(self, one: MethodResult) -> dict[str, Any]:
-        method = METHODS[one.name]
-        found: dict[str, Any] = {"name": one.name, "summary": method.summary, "mathematics": method.mathematics}
-        if one.candidate is None:
-            return found | {"fits": False, "error": one.reason}
-        found |= {} if one.fits else {"why": one.reason}
-        found |= {"compiled": one.candidate.cost is not None, "command": self.plan_command(one).strip()}
-        found["tokens_per_second"] = self.tokens_per_second(one.candidate)
-        return found | one.candidate.as_json(fits=one.fits)
+    def _json(self, result: MethodResult) -> dict[str, Any]:
+        method = METHODS[result.name]
+        entry: dict[str, Any] = {"name": result.name, "summary": method.summary, "mathematics": method.mathematics}
+        if result.candidate is None:
+            return entry | {"fits": False, "error": result.reason}
+        entry |= {} if result.fits else {"why": result.reason}
+        entry |= {"compiled": result.candidate.cost is not None, "command": self.plan_command(result).strip()}
+        entry["tokens_per_second"] = self.tokens_per_second(result.candidate)
+        return entry | result.candidate.as_json(fits=result.fits)
 
     def write(self, path: str | Path) -> None:
         """The config of the first method that fits, for `train`."""
@@ -196,14 +196,14 @@ class Comparison(Printed):
             row = (result.name, *cells.values(), "yes" if result.fits else "no", *reasons)
             table.add_row(*row, style="green" if result.fits else "")
         yield table
-        for one in self.results:
-            if one.fits:
-                method = METHODS[one.name]
-                yield Text.assemble((one.name, "bold"), f": {method.summary}; {method.mathematics}")
-                command = self.plan_command(one, options.max_width if console.is_terminal else None)
+        for method_result in self.results:
+            if method_result.fits:
+                method = METHODS[method_result.name]
+                yield Text.assemble((method_result.name, "bold"), f": {method.summary}; {method.mathematics}")
+                command = self.plan_command(method_result, options.max_width if console.is_terminal else None)
                 yield Text(command, no_wrap=True, overflow="ignore")
             elif not is_wide:
-                yield Text(f"{one.name}: {one.reason}", style="dim")
+                yield Text(f"{method_result.name}: {method_result.reason}", style="dim")
         yield Text(f"~ not compiled. All times are estimates. The comparison took {self.seconds:.0f} s")
         if self.target.gpu and not self.target.here:
             host = format_bytes(self.target.host_memory)
@@ -252,8 +252,8 @@ def compare(
     with ThreadPoolExecutor(compilers.processes) as pool:
         list(pool.map(MethodSearch.compile, searches))
     results = [
-        MethodResult(name, None, reason=found) if isinstance(found, str) else MethodResult.of(name, found.trials)
-        for name, found in searched.items()
+        MethodResult(name, None, reason=outcome) if isinstance(outcome, str) else MethodResult.of(name, outcome.trials)
+        for name, outcome in searched.items()
     ]
     limit = searches[0].trials.limit if searches else 0
     return Comparison(current or config(), target, limit, tuple(results), command, time.perf_counter() - start)

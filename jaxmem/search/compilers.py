@@ -91,7 +91,7 @@ class CompilerPool:
         """The plan of the step as JSON, compiled without a memory limit."""
         return self._answer("plan", cfg)
 
-    def each(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
+    def ask_all(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
         """Pairs of a config and its answer, in the order in which answers arrive. If a config has no answer, the
         `RefusedError` is yielded instead of raised."""
         futures: dict[Future[Any], Config] = {self._threads.submit(ask, cfg): cfg for cfg in cfgs}

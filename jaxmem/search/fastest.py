@@ -34,26 +34,35 @@ class Trials:
 
     @property
     def compiled(self) -> list[Candidate]:
-        return [one for one in self.all if one.cost]
+        return [candidate for candidate in self.all if candidate.cost]
 
-    def fits(self, one: Candidate, slack: float = 0.0) -> bool:
+    def fits(self, candidate: Candidate, slack: float = 0.0) -> bool:
         """Whether a candidate fits. An estimate may exceed the limit by the share `slack`; compiled bytes may not."""
-        limit = self.limit if one.cost else (1 + slack) * self.limit
-        return one.refusal is None and one.total <= limit and one.host_bytes <= self.target.host_memory
+        limit = self.limit if candidate.cost else (1 + slack) * self.limit
+        return (
+            candidate.refusal is None and candidate.total <= limit and candidate.host_bytes <= self.target.host_memory
+        )
 
-    def shortage(self, one: Candidate) -> str:
+    def shortage(self, candidate: Candidate) -> str:
         """The memory that a candidate needs, of each kind that is not sufficient; empty if it fits."""
-        needs = (("device memory", one.total, self.limit), ("host memory", one.host_bytes, self.target.host_memory))
-        found = [f"{format_bytes(x)} of {kind} ({format_bytes(top)} available)" for kind, x, top in needs if x > top]
-        return f"needs {'' if one.cost else 'about '}{' and '.join(found)}" if found else ""
+        needs = (
+            ("device memory", candidate.total, self.limit),
+            ("host memory", candidate.host_bytes, self.target.host_memory),
+        )
+        needed = [f"{format_bytes(x)} of {kind} ({format_bytes(top)} available)" for kind, x, top in needs if x > top]
+        return f"needs {'' if candidate.cost else 'about '}{' and '.join(needed)}" if needed else ""
 
     def update_estimates(self) -> None:
         """Correct the estimate of each open candidate by the mean ratio of compiled to estimated values over the
         compiled candidates that have the most settings in common with it. The bytes of a step in which XLA recomputes
         values to stay within memory are not used."""
         costs = {candidate: candidate.cost for candidate in self.all if candidate.cost}
-        bytes_ratios = {one: cost.total / one.estimate.total for one, cost in costs.items() if not cost.recomputed}
-        time_ratios = {one: cost.seconds / (one.estimate.seconds or 1.0) for one, cost in costs.items()}
+        bytes_ratios = {
+            candidate: cost.total / candidate.estimate.total for candidate, cost in costs.items() if not cost.recomputed
+        }
+        time_ratios = {
+            candidate: cost.seconds / (candidate.estimate.seconds or 1.0) for candidate, cost in costs.items()
+        }
         for candidate in self.all:
             if candidate.is_pending:
                 candidate.total = candidate.estimate.total * _ratio(candidate, bytes_ratios)
@@ -61,14 +70,16 @@ class Trials:
 
     def front(self, among: Iterable[Candidate] | None = None, slack: float = 0.0) -> list[Candidate]:
         """The Pareto front of time and memory among candidates that fit (by default compiled ones), fastest first."""
-        front = pareto_front(one for one in (self.compiled if among is None else among) if self.fits(one, slack))
-        return [one for one in front if one.seconds <= MAX_SLOWDOWN * front[0].seconds]
+        front = pareto_front(
+            candidate for candidate in (self.compiled if among is None else among) if self.fits(candidate, slack)
+        )
+        return [candidate for candidate in front if candidate.seconds <= MAX_SLOWDOWN * front[0].seconds]
 
     @property
     def estimate_error(self) -> dict[str, float] | None:
         """Relative error of the first estimates, median and largest, over the compiled steps in which XLA recomputed
         nothing."""
-        costs = [(one.estimate.total, one.cost) for one in self.all if one.cost]
+        costs = [(candidate.estimate.total, candidate.cost) for candidate in self.all if candidate.cost]
         errors = sorted(abs(guess / cost.total - 1) for guess, cost in costs if not cost.recomputed)
         return {"median": errors[len(errors) // 2], "largest": errors[-1], "compared": len(errors)} if errors else None
 
@@ -106,8 +117,8 @@ class Search:
         if self._space.is_sampled:
             self._look_around()
         best = self.trials.front(self.trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS]
-        for one in best or [min(self.trials.all, key=lambda one: one.total)]:
-            self.trials.all += self._space.with_other_rules(one)
+        for candidate in best or [min(self.trials.all, key=lambda candidate: candidate.total)]:
+            self.trials.all += self._space.with_other_rules(candidate)
 
     def compile(self, most: int) -> int:
         """Compile the steps of at most `most` configs that may be on the front, then all phases of the configs on the
@@ -127,8 +138,8 @@ class Search:
 
     def add_other_kernels(self) -> None:
         """Add configs that differ from the fastest one in the implementation of an operation."""
-        for one in self.trials.front()[:1]:
-            self.trials.all += self._space.with_other_kernels(one)
+        for candidate in self.trials.front()[:1]:
+            self.trials.all += self._space.with_other_kernels(candidate)
             self.trials.update_estimates()
 
     def _look_around(self) -> None:
@@ -136,11 +147,13 @@ class Search:
         better."""
         seen, trials = set[Config](), self.trials
         while new := [
-            one for one in trials.front(trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS] if one.cfg not in seen
+            candidate
+            for candidate in trials.front(trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS]
+            if candidate.cfg not in seen
         ]:
-            for one in new:
-                seen.add(one.cfg)
-                trials.all += self._space.neighbors(one)
+            for candidate in new:
+                seen.add(candidate.cfg)
+                trials.all += self._space.neighbors(candidate)
 
     def _next(self, count: int) -> list[Candidate]:
         """The candidates to compile next: those that are estimated to fit and to be faster than the fastest compiled
@@ -151,40 +164,48 @@ class Search:
         for slack in (0.0, ESTIMATE_ERROR):
             fitting = [candidate for candidate in pending if trials.fits(candidate, slack)]
             if faster := [candidate for candidate in fitting if candidate.seconds < fastest]:
-                return sorted(faster, key=lambda one: (one.seconds, one.distance))[:count]
+                return sorted(faster, key=lambda candidate: (candidate.seconds, candidate.distance))[:count]
         if fastest < math.inf:
             return []
-        smallest = min((one.total for one in trials.compiled), default=math.inf)
-        return [one for one in sorted(pending, key=lambda one: one.total)[:count] if one.total < smallest]
+        smallest = min((candidate.total for candidate in trials.compiled), default=math.inf)
+        return [
+            candidate
+            for candidate in sorted(pending, key=lambda candidate: candidate.total)[:count]
+            if candidate.total < smallest
+        ]
 
     def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
-        for one, cost in self._compile(chosen, self._compilers.step):
-            one.cost, one.total, one.seconds = cost, cost.total, cost.seconds
+        for candidate, cost in self._compile(chosen, self._compilers.step):
+            candidate.cost, candidate.total, candidate.seconds = cost, cost.total, cost.seconds
         self.trials.update_estimates()
-        for one in chosen:
-            cost = f"{format_bytes(one.total)}, {format_seconds(one.seconds)} per step"
-            if shortage := self.trials.shortage(one):
+        for candidate in chosen:
+            cost = f"{format_bytes(candidate.total)}, {format_seconds(candidate.seconds)} per step"
+            if shortage := self.trials.shortage(candidate):
                 cost += f": does not fit, {shortage}"
-            self._progress(f"compiled {one.description}: {one.refusal or cost}")
+            self._progress(f"compiled {candidate.description}: {candidate.refusal or cost}")
 
     def _compile_phases(self) -> None:
         """Compile the other phases of all candidates on the front. If a phase does not fit, the candidate leaves the
         front, and the phases of its successor are compiled."""
-        while unknown := [one for one in self.trials.front() if one.phases is None]:
-            for one, phases in self._compile(unknown, self._compilers.phases):
-                one.phases = phases
+        while unknown := [candidate for candidate in self.trials.front() if candidate.phases is None]:
+            for candidate, phases in self._compile(unknown, self._compilers.phases):
+                candidate.phases = phases
                 name, size = max(phases.items(), key=lambda phase: phase[1])
-                if size > one.total:
-                    one.total = size
-                    self._progress(f"{one.description}: phase {name} needs more than the step, {format_bytes(size)}")
-            for one in unknown:
-                if not self.trials.fits(one):
-                    self._progress(f"{one.description}: does not fit, {one.refusal or self.trials.shortage(one)}")
+                if size > candidate.total:
+                    candidate.total = size
+                    self._progress(
+                        f"{candidate.description}: phase {name} needs more than the step, {format_bytes(size)}"
+                    )
+            for candidate in unknown:
+                if not self.trials.fits(candidate):
+                    self._progress(
+                        f"{candidate.description}: does not fit, {candidate.refusal or self.trials.shortage(candidate)}"
+                    )
 
     def _compile(self, chosen: Sequence[Candidate], ask: Callable[[Config], Any]) -> Iterator[tuple[Candidate, Any]]:
         """Candidates with their answers; a candidate that does not compile is marked instead."""
-        by_config = {one.cfg: one for one in chosen}
-        for cfg, answer in self._compilers.each(ask, by_config):
+        by_config = {candidate.cfg: candidate for candidate in chosen}
+        for cfg, answer in self._compilers.ask_all(ask, by_config):
             if isinstance(answer, RefusedError):
                 by_config[cfg].refusal = str(answer)
             else:

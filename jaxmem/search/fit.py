@@ -57,47 +57,47 @@ class Fit(Printed):
     @property
     def smallest(self) -> Candidate:
         """The compiled config that needs the least memory."""
-        return min(self.trials.compiled, key=lambda one: one.total)
+        return min(self.trials.compiled, key=lambda candidate: candidate.total)
 
     @cached_property
     def ranked(self) -> list[Candidate]:
         """Candidates that fit, fastest first; then the others, by memory. In both groups, compiled candidates are
         first."""
 
-        def order(one: Candidate) -> tuple[bool, bool, float]:
-            fits = self.trials.fits(one)
-            return not fits, one.cost is None, one.seconds if fits else one.total
+        def order(candidate: Candidate) -> tuple[bool, bool, float]:
+            fits = self.trials.fits(candidate)
+            return not fits, candidate.cost is None, candidate.seconds if fits else candidate.total
 
         return sorted(self.trials.all, key=order)
 
-    def reason(self, one: Candidate) -> str:
+    def reason(self, candidate: Candidate) -> str:
         """The reason why a candidate is not the best."""
-        if one is self.best:
+        if candidate is self.best:
             return "fastest that fits"
-        if one.refusal:
-            return one.refusal
-        about = "" if one.cost else "about "
-        if not self.trials.fits(one):
-            kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:SHOWN_KINDS]
+        if candidate.refusal:
+            return candidate.refusal
+        about = "" if candidate.cost else "about "
+        if not self.trials.fits(candidate):
+            kinds = sorted(candidate.kinds.items(), key=lambda kind: -kind[1])[:SHOWN_KINDS]
             largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
-            needs = self.trials.shortage(one) + (f": {largest}" if one.total > self.trials.limit else "")
-            change = self._fitting_change(one) if one.cost else None
+            needs = self.trials.shortage(candidate) + (f": {largest}" if candidate.total > self.trials.limit else "")
+            change = self._fitting_change(candidate) if candidate.cost else None
             return f"{needs}; try {change}" if change else needs
-        if one in self.front:
-            return f"fastest within {format_bytes(one.total)}"
+        if candidate in self.front:
+            return f"fastest within {format_bytes(candidate.total)}"
         assert self.best
-        return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
+        return f"{about}{candidate.seconds / self.best.seconds:.2f} x the time of the fastest"
 
-    def _fitting_change(self, one: Candidate) -> str | None:
+    def _fitting_change(self, candidate: Candidate) -> str | None:
         """The change of a single setting with which the candidate fits and that increases the time least."""
 
         def differ(other: Candidate) -> set[str]:
-            changed = (key for key, value in other.settings.items() if value != one.settings[key])
+            changed = (key for key, value in other.settings.items() if value != candidate.settings[key])
             return {key.partition(".")[0] if key.startswith(ONE_SETTING) else key for key in changed}
 
         fitting = [other for other in self.trials.all if self.trials.fits(other) and len(differ(other)) == 1]
         nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds), default=None)
-        return " ".join(overrides(difference(one.cfg, nearest.cfg))) if nearest else None
+        return " ".join(overrides(difference(candidate.cfg, nearest.cfg))) if nearest else None
 
     def write(self, path: str | Path) -> None:
         """The best config as a file for `train`."""
@@ -110,17 +110,17 @@ class Fit(Printed):
             "considered": len(self.trials.all),
             "compiled": len(self.trials.compiled),
             "estimate_error": self.trials.estimate_error,
-            "candidates": [self._json(one) for one in self.ranked],
-            "front": [self._json(one) for one in self.front],
+            "candidates": [self._json(candidate) for candidate in self.ranked],
+            "front": [self._json(candidate) for candidate in self.front],
             "best": self._json(self.best) if self.best else None,
             "smallest": self._json(self.smallest) if self.trials.compiled else None,
             "others": self.other_methods.as_json() if self.other_methods else None,
             "seconds": self.seconds,
         }
 
-    def _json(self, one: Candidate) -> dict[str, Any]:
-        about = {"compiled": one.cost is not None, "why": self.reason(one)}
-        return one.as_json(fits=self.trials.fits(one)) | about
+    def _json(self, candidate: Candidate) -> dict[str, Any]:
+        about = {"compiled": candidate.cost is not None, "why": self.reason(candidate)}
+        return candidate.as_json(fits=self.trials.fits(candidate)) | about
 
     def table(self) -> Any:
         """A table for a terminal of 40 columns or more."""
@@ -139,17 +139,21 @@ class Fit(Printed):
             table.add_column("step", justify="right", no_wrap=True)
             table.add_column("memory", justify="right", no_wrap=True)
             table.add_column("changes")
-            for one in self.front:  # Text, since brackets in a description are not markup
-                table.add_row(format_seconds(one.seconds), format_bytes(one.total), Text(one.description))
+            for candidate in self.front:  # Text, since brackets in a description are not markup
+                table.add_row(
+                    format_seconds(candidate.seconds), format_bytes(candidate.total), Text(candidate.description)
+                )
             parts += [table, Text(f"fastest: {self.best.description}", style="green")]
         else:
             smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
             parts += [Text("nothing fits", style="red"), Text(smallest)]
         if self.other_methods:
             return Group(*parts, self.other_methods.table())
-        if others := [one for one in self.ranked if one.cost and one not in self.front][:OTHER_ROWS]:
+        if others := [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front][
+            :OTHER_ROWS
+        ]:
             parts.append(Text("Other compiled configs:"))
-            parts += [Text(f"  {one.description}: {self.reason(one)}", style="dim") for one in others]
+            parts += [Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim") for candidate in others]
         if error := trials.estimate_error:
             errors = f"error of the memory estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
             parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
@@ -164,13 +168,22 @@ class Fit(Printed):
         trials = self.trials
         with figure(path) as drawn:
             axes = drawn.subplots()
-            near = [one for one in trials.all if one.total < 2 * trials.limit]
+            near = [candidate for candidate in trials.all if candidate.total < 2 * trials.limit]
             for group, label, color in (
-                ([one for one in near if not one.cost], "estimated", "lightgray"),
-                ([one for one in near if one.cost], "compiled", "tab:blue"),
+                ([candidate for candidate in near if not candidate.cost], "estimated", "lightgray"),
+                ([candidate for candidate in near if candidate.cost], "compiled", "tab:blue"),
             ):
-                axes.scatter([one.seconds for one in group], [one.total / GIB for one in group], 16, color, label=label)
-            steps, sizes = [one.seconds for one in self.front], [one.total / GIB for one in self.front]
+                axes.scatter(
+                    [candidate.seconds for candidate in group],
+                    [candidate.total / GIB for candidate in group],
+                    16,
+                    color,
+                    label=label,
+                )
+            steps, sizes = (
+                [candidate.seconds for candidate in self.front],
+                [candidate.total / GIB for candidate in self.front],
+            )
             axes.plot(steps, sizes, "o-", c="tab:orange", label="front")
             axes.axhline(trials.limit / GIB, c="tab:red", ls="--", label="device memory")
             title = [f"{self.given.name} on {self.target.name}"]
@@ -216,11 +229,11 @@ def fit(
         if is_model(source) and options.get("method") is None:
             return compare(config, command, compilers, progress)
         cfg, _ = resolve_remat(config(), aim, reserve_gib, compiles=False)
-        found = search(cfg, aim, allow, compilers, compiles=compiles, progress=progress)
-        if found.best:
-            return found
+        result = search(cfg, aim, allow, compilers, compiles=compiles, progress=progress)
+        if result.best:
+            return result
         progress("nothing fits; comparing other methods of training")
-        return dataclasses.replace(found, other_methods=compare(config, command, compilers, progress, current=cfg))
+        return dataclasses.replace(result, other_methods=compare(config, command, compilers, progress, current=cfg))
 
 
 def search(
@@ -235,12 +248,12 @@ def search(
     start = time.perf_counter()
     if compiles < 1:
         raise UserError(f"compiles={compiles} must be at least 1")
-    one = Search(cfg, allowed(allow), compilers, progress)
-    progress(f"{len(one.trials.all):,} configs estimated; compiling at most {compiles}")
-    left = compiles - one.compile(compiles - compiles // KERNEL_SHARE)
-    one.add_other_kernels()
-    one.compile(left)
-    if not one.trials.compiled:
-        reasons = [trial.refusal for trial in one.trials.all if trial.refusal]
+    searched = Search(cfg, allowed(allow), compilers, progress)
+    progress(f"{len(searched.trials.all):,} configs estimated; compiling at most {compiles}")
+    left = compiles - searched.compile(compiles - compiles // KERNEL_SHARE)
+    searched.add_other_kernels()
+    searched.compile(left)
+    if not searched.trials.compiled:
+        reasons = [trial.refusal for trial in searched.trials.all if trial.refusal]
         raise UserError(f"{cfg.name} on {target.name}: all {len(reasons)} configs failed to compile: {reasons[0]}")
-    return Fit(cfg, target, one.trials, tuple(allow), time.perf_counter() - start)
+    return Fit(cfg, target, searched.trials, tuple(allow), time.perf_counter() - start)

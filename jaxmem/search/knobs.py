@@ -110,8 +110,8 @@ def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
 def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
     """Each kind of array that can be offloaded, or two kinds; nothing on CPUs, which have only one memory."""
     both = ("activations", "frozen" if cfg.trainable_patterns else "optimizer")
-    one = [name for name in values("memory.offload") if cfg.trainable_patterns or name != "frozen"]
-    return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
+    single = [name for name in values("memory.offload") if cfg.trainable_patterns or name != "frozen"]
+    return () if target.is_cpu else ({"memory.offload": name} for name in (*single, both))
 
 
 def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
@@ -125,32 +125,32 @@ def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
 
 def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
     """Each optimizer, with its defaults for fields that only some optimizers have."""
-    own = [field for field, info in Optimizer.model_fields.items() if info.default is None]
+    fields = [field for field, info in Optimizer.model_fields.items() if info.default is None]
     for name in OPTIMIZERS:
         given = cfg.optimizer if name == cfg.optimizer.name else None
-        yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(given, field, None) for field in own}}
+        yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(given, field, None) for field in fields}}
 
 
 def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
     """All weights trainable, LoRA, and QLoRA. Other kinds of adapters train other parameters, so they are not tried."""
-    own, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
+    given, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
     for kind in ("none", "lora", "qlora"):
-        base = own.replace(base=None, double_quant=True) if low_rank and kind != "none" else Adapter()
-        adapter = own if kind == own.kind else base.replace(kind=kind)
+        base = given.replace(base=None, double_quant=True) if low_rank and kind != "none" else Adapter()
+        adapter = given if kind == given.kind else base.replace(kind=kind)
         yield {f"adapter.{field}": value for field, value in adapter}
 
 
 def _attention_rules(cfg: Config, _: Target) -> Iterable[Change]:
     """Whether `tensor` shards attention, and which dimension of its weights is sharded in storage. Key projections are
     [embed, kv_heads]: `embed` is sharded in storage, so only `tensor` shards `kv_heads`."""
-    for own in _FORMS if "heads" in cfg.model.dims() else ():
-        tensor = tuple(axis for axis in own if axis == "tensor")
-        yield {"rules.embed": RULE_AXES, "rules.heads": own, "rules.kv_heads": tensor}
+    for form in _FORMS if "heads" in cfg.model.dims() else ():
+        tensor = tuple(axis for axis in form if axis == "tensor")
+        yield {"rules.embed": RULE_AXES, "rules.heads": form, "rules.kv_heads": tensor}
 
 
 def _mlp_rules(cfg: Config, _: Target) -> Iterable[Change]:
     """Whether `tensor` shards the MLP, and which dimension of its weights is sharded in storage."""
-    return ({"rules.embed": RULE_AXES, "rules.mlp": own} for own in _FORMS if "mlp" in cfg.model.dims())
+    return ({"rules.embed": RULE_AXES, "rules.mlp": form} for form in _FORMS if "mlp" in cfg.model.dims())
 
 
 def _logit_rules(cfg: Config, _: Target) -> Iterable[Change]:
@@ -164,7 +164,7 @@ def _replicated_kinds(cfg: Config, _: Target) -> Iterable[Change]:
     """Every set of kinds of weights that are not gathered for each micro-batch."""
     kinds = weight_kinds(cfg.model)
     sets = itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in range(len(kinds) + 1))
-    return ({"rules.replicated": one} for one in sets)
+    return ({"rules.replicated": kinds} for kinds in sets)
 
 
 def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:

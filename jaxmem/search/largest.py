@@ -61,11 +61,11 @@ class Largest(Printed):
 
     @property
     def best(self) -> Point | None:
-        return next((one for one in reversed(self.points) if one.fits), None)
+        return next((point for point in reversed(self.points) if point.fits), None)
 
     @property
     def beyond(self) -> Point | None:
-        return next((one for one in self.points if not one.fits), None)
+        return next((point for point in self.points if not point.fits), None)
 
     def __repr__(self) -> str:
         largest = self.best.value if self.best else "none"
@@ -76,8 +76,8 @@ class Largest(Printed):
 
     def as_json(self) -> dict[str, Any]:
         points = {
-            one.value: {"value": one.value, "rate": one.rate} | one.candidate.as_json(fits=one.fits)
-            for one in self.points
+            point.value: {"value": point.value, "rate": point.rate} | point.candidate.as_json(fits=point.fits)
+            for point in self.points
         }
         return {
             "key": self.key,
@@ -92,14 +92,14 @@ class Largest(Printed):
     def table(self) -> str:
         unit = "tokens/s" if isinstance(self.given.model, Decoder) else "images/s"
         rows = [(self.key.split(".")[1], "memory", "step", unit, "")]
-        for one in self.points:
+        for point in self.points:
             numbers = (
-                f"{one.value:,}",
-                format_bytes(one.candidate.total),
-                format_seconds(one.candidate.seconds),
-                f"{one.rate:,.0f}",
+                f"{point.value:,}",
+                format_bytes(point.candidate.total),
+                format_seconds(point.candidate.seconds),
+                f"{point.rate:,.0f}",
             )
-            rows.append((*numbers, "fits" if one.fits else "does not fit"))
+            rows.append((*numbers, "fits" if point.fits else "does not fit"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [("  ".join(map(str.rjust, row[:-1], widths)) + f"  {row[-1]}").rstrip() for row in rows]
         best = f"{self.key}={self.best.value}" if self.best else "no value fits"
@@ -113,13 +113,16 @@ class Largest(Printed):
         from jaxmem.report.figure import figure
 
         with figure(path) as drawn:
-            values, total = [one.value for one in self.points], [one.candidate.total / GIB for one in self.points]
+            values, total = (
+                [point.value for point in self.points],
+                [point.candidate.total / GIB for point in self.points],
+            )
             memory, rate = drawn.subplots(1, 2)
             memory.plot(values, total, "o-")
             memory.axhline(self.limit / GIB, c="tab:red", ls="--", label="device memory")
             memory.set_ylabel("GiB per device")
             memory.legend()
-            rate.plot(values, [one.rate for one in self.points], "o-", c="tab:orange")
+            rate.plot(values, [point.rate for point in self.points], "o-", c="tab:orange")
             rate.set_ylabel("tokens per second (estimated)")
             for axes in (memory, rate):
                 axes.set_xlabel(self.key)
@@ -152,7 +155,7 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
         raise UserError(f"--maximize {key} does not support --allow batch; remove batch from --allow")
     search = _Search(cfg, key, allow, compilers)
     search.run()
-    points = tuple(sorted(search.points.values(), key=lambda one: one.value))
+    points = tuple(sorted(search.points.values(), key=lambda point: point.value))
     limit, seconds = search.trials.limit, time.perf_counter() - start
     return Largest(cfg, key, compilers.target, limit, points, compilers.compiled, seconds)
 
@@ -176,9 +179,9 @@ class _Search:
         low, high = 0, None
         while high is None or high - low > 1:
             guess = self._guess(low, high)
-            for one in self._compile([units for units in (guess, guess + 1) if high is None or units < high]):
-                units = one.value // self._unit
-                if one.fits:
+            for point in self._compile([units for units in (guess, guess + 1) if high is None or units < high]):
+                units = point.value // self._unit
+                if point.fits:
                     low = max(low, units)
                 else:
                     high = units if high is None else min(high, units)
@@ -202,44 +205,44 @@ class _Search:
         return min(max(bottom, low + 1), last)
 
     def _fits_by_estimate(self, units: int) -> bool:
-        one = self._candidate(units)
-        return one is not None and one.estimate.total * self._ratio <= self.trials.limit
+        candidate = self._candidate(units)
+        return candidate is not None and candidate.estimate.total * self._ratio <= self.trials.limit
 
     def _candidate(self, units: int) -> Candidate | None:
         """The config with the least estimated memory for a value; None: no config is valid."""
         if units not in self._candidates:
             try:
                 cfg = load_config(self._raw, [f"{self._key}={units * self._unit}"])
-                found = candidates(cfg, self._compilers.target, self._knobs)
+                fitting = candidates(cfg, self._compilers.target, self._knobs)
             except UserError:
                 if units == 1:
                     raise
-                found = []
-            self._candidates[units] = min(found, key=lambda one: one.estimate.total, default=None)
+                fitting = []
+            self._candidates[units] = min(fitting, key=lambda candidate: candidate.estimate.total, default=None)
         return self._candidates[units]
 
     def _compile(self, values: Sequence[int]) -> list[Point]:
         chosen = {}
         for units in values:
-            one = self._candidate(units)
-            if one is None:
+            candidate = self._candidate(units)
+            if candidate is None:
                 raise UserError(
                     f"{self._key}={units * self._unit} is not valid with this config; jaxmem plan shows why"
                 )
-            chosen[one.cfg] = units * self._unit, one
-        found = []
-        for cfg, cost in self._compilers.each(self._compilers.step, chosen):
-            value, one = chosen[cfg]
+            chosen[candidate.cfg] = units * self._unit, candidate
+        points = []
+        for cfg, cost in self._compilers.ask_all(self._compilers.step, chosen):
+            value, candidate = chosen[cfg]
             if isinstance(cost, RefusedError):
                 raise UserError(f"{self._key}={value}: {cost}")
-            one.cost, one.total, one.seconds = cost, cost.total, cost.seconds
-            if self.trials.fits(one):
+            candidate.cost, candidate.total, candidate.seconds = cost, cost.total, cost.seconds
+            if self.trials.fits(candidate):
                 try:
-                    one.total = max(one.total, *self._compilers.phases(cfg).values())
+                    candidate.total = max(candidate.total, *self._compilers.phases(cfg).values())
                 except RefusedError as error:
                     raise UserError(f"{self._key}={value}: {error}") from error
             if not cost.recomputed:
-                self._ratio = cost.total / one.estimate.total
-            self.points[value] = Point(value, one, self.trials.fits(one))
-            found.append(self.points[value])
-        return found
+                self._ratio = cost.total / candidate.estimate.total
+            self.points[value] = Point(value, candidate, self.trials.fits(candidate))
+            points.append(self.points[value])
+        return points

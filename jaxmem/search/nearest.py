@@ -74,14 +74,19 @@ def nearest_fitting(plan: Plan) -> Iterator[Nearest]:
 
         try:
             while time.perf_counter() - start < MAX_SECONDS:
-                chosen = {one.cfg: (one, method) for one, method in itertools.islice(promising, compilers.processes)}
-                for cfg, answer in compilers.each(compiled, chosen):
+                chosen = {
+                    candidate.cfg: (candidate, method)
+                    for candidate, method in itertools.islice(promising, compilers.processes)
+                }
+                for cfg, answer in compilers.ask_all(compiled, chosen):
                     if isinstance(answer, RefusedError):
                         continue
-                    (cost, total), (one, method) = answer, chosen[cfg]
+                    (cost, total), (candidate, method) = answer, chosen[cfg]
                     if count < MAX_SUGGESTIONS and _fits(plan, total, cost.host):
                         changes = overrides(difference(plan.program.cfg, cfg))
-                        yield Nearest(changes, method, one.overrides, total, cost.seconds if plan.target.gpu else None)
+                        yield Nearest(
+                            changes, method, candidate.overrides, total, cost.seconds if plan.target.gpu else None
+                        )
                         count += 1
                 if not chosen or count == MAX_SUGGESTIONS:
                     break
@@ -101,16 +106,20 @@ def slower_settings(plan: Plan) -> list[str]:
     """A line for each setting for which another value fits and makes a step more than MIN_SLOWDOWN times as fast."""
     if not plan.fits or plan.target.gpu is None:
         return []
-    found = []
+    sentences = []
     for knob in allowed(DEFAULT_ALLOW):
         given, *others = candidates(plan.program.cfg, plan.target, [knob])
         ratio = plan.compiled_step.total / given.estimate.total
-        fitting = [one for one in others if _fits(plan, ratio * one.estimate.total, one.estimate.host)]
+        fitting = [
+            candidate for candidate in others if _fits(plan, ratio * candidate.estimate.total, candidate.estimate.host)
+        ]
         fastest = min(fitting, key=_seconds, default=given)
         if (slower := _seconds(given) / _seconds(fastest)) > MIN_SLOWDOWN:
-            own = " ".join(overrides(difference(fastest.cfg, given.cfg)))
-            found.append(f"{own} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)")
-    return found
+            setting = " ".join(overrides(difference(fastest.cfg, given.cfg)))
+            sentences.append(
+                f"{setting} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)"
+            )
+    return sentences
 
 
 def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
@@ -131,7 +140,9 @@ def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
             of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS)
         except UserError:  # the method does not support this config
             continue
-        fitting = [one for one in of_method if _fits(plan, one.estimate.total, one.estimate.host)]
+        fitting = [
+            candidate for candidate in of_method if _fits(plan, candidate.estimate.total, candidate.estimate.host)
+        ]
         if fitting and run_config(cfg, method=name) != cfg:
             yield min(fitting, key=_seconds), name
 
@@ -155,5 +166,5 @@ def _fits(plan: Plan, total: float, host: int) -> bool:
     return 0 < total <= plan.limit and host <= plan.target.host_memory
 
 
-def _seconds(one: Candidate) -> float:
-    return one.estimate.seconds or float("inf")
+def _seconds(candidate: Candidate) -> float:
+    return candidate.estimate.seconds or float("inf")

@@ -56,15 +56,15 @@ class Step(NamedTuple):
 
 
 def layout(step: Step) -> Row:
-    found = step.compiled()
-    time = found.timeline
+    compiled = step.compiled()
+    time = compiled.timeline
     try:
-        theory = gib(volume(found.program).total)
+        theory = gib(volume(compiled.program).total)
     except UserError:
         theory = None  # not derived
     return {
         "overrides": f"`{step.overrides}`",
-        "GiB per device": gib(found.compiled_step.total),
+        "GiB per device": gib(compiled.compiled_step.total),
         "sent, GiB": gib(time.network.wire_bytes),
         "theory, GiB": theory,
         "exposed, GiB": gib(time.network.exposed_bytes),
@@ -74,17 +74,17 @@ def layout(step: Step) -> Row:
 
 
 def few_bytes(step: Step) -> Row:
-    found = plan(step.loaded, target=step.target)
-    parts = found.bytes_per_device
+    planned = plan(step.loaded, target=step.target)
+    parts = planned.bytes_per_device
     state = sum(parts[part] for part in ("parameters", "quantization", "master", "optimizer"))
     return {
         "on": step.target,
         "weights and state, GiB": gib(state),
         "other, GiB": gib(parts["total"] - state),
         "step per GPU, GiB": gib(parts["total"]),
-        "initialise, GiB": gib(found.phases["initialise"]),
-        "bytes per parameter": parts["total"] * found.target.count / found.program.model.parameter_count,
-        "fits": "yes" if found.fits else "no",
+        "initialise, GiB": gib(planned.phases["initialise"]),
+        "bytes per parameter": parts["total"] * planned.target.count / planned.program.model.parameter_count,
+        "fits": "yes" if planned.fits else "no",
     }
 
 
@@ -96,8 +96,8 @@ def optimizer(step: Step) -> Row:
 
 def zero(step: Step) -> Row:
     """Weights, their float32 copy and moments are arguments of the step; gradients are the values at its peak."""
-    found = step.compiled()
-    parts = found.bytes_per_device
+    compiled = step.compiled()
+    parts = compiled.bytes_per_device
     state, gradients = parts["parameters"] + parts["master"] + parts["optimizer"], parts["gradients"]
     sizes = {"weights, optimizer": state, "gradients": gradients, "sum": state + gradients, "step": parts["total"]}
     return {f"{name}, GB": size / 1e9 for name, size in sizes.items()}
@@ -110,12 +110,12 @@ def steps(table: dict[str, Any]) -> Iterator[tuple[str, Step]]:
     """Each row of a table: its name and its step."""
     for batch in table.get("batches", [None]):
         for name, row in table["rows"].items():
-            own = table | (row if isinstance(row, dict) else {"overrides": row})
-            overrides = [table.get("all", ""), own.get("overrides", "")]
+            fields = table | (row if isinstance(row, dict) else {"overrides": row})
+            overrides = [table.get("all", ""), fields.get("overrides", "")]
             if batch is not None:
                 name = f"{name}, {2048 * batch:,} tokens"
                 overrides.append(f"batch.global_size={batch}")
-            yield name, Step(own["target"], own["config"], " ".join(filter(None, overrides)))
+            yield name, Step(fields["target"], fields["config"], " ".join(filter(None, overrides)))
 
 
 def main(name: str = "", *begins: str) -> None:

@@ -64,38 +64,38 @@ class Contestant:
             "milliseconds": 1e3 * seconds,
             "by_host": enqueued > 0.5 * seconds,
             "enqueue_milliseconds": 1e3 * enqueued,
-            "seconds": [float(f"{one:.4g}") for one in self.seconds],
+            "seconds": [float(f"{duration:.4g}") for duration in self.seconds],
         }
 
 
 def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> None:
     """Runs alternating bursts of `BURST_SECONDS` for `seconds`, but at least `MIN_BURSTS` bursts of each contestant."""
     bursts: dict[int, int] = {}
-    for one in contestants:
-        with _record_failure(one, say):
-            one.burst(1)  # warms up
-            bursts[id(one)] = max(1, round(BURST_SECONDS / one.burst(3)[0]))
+    for contestant in contestants:
+        with _record_failure(contestant, say):
+            contestant.burst(1)  # warms up
+            bursts[id(contestant)] = max(1, round(BURST_SECONDS / contestant.burst(3)[0]))
     end, turn = time.perf_counter() + seconds, 0
     while turn < MIN_BURSTS or time.perf_counter() < end:
-        left = [one for one in contestants if one.failed is None]
+        left = [contestant for contestant in contestants if contestant.failed is None]
         if not left:
             return
-        for one in left:
-            with _record_failure(one, say):
-                duration, enqueued = one.burst(bursts[id(one)])
-                one.seconds.append(duration)
-                one.enqueued.append(enqueued)
+        for contestant in left:
+            with _record_failure(contestant, say):
+                duration, enqueued = contestant.burst(bursts[id(contestant)])
+                contestant.seconds.append(duration)
+                contestant.enqueued.append(enqueued)
         turn += 1
 
 
 @contextlib.contextmanager
-def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
+def _record_failure(contestant: Contestant, say: Say) -> Iterator[None]:
     """A context in which an error excludes this contestant, but does not end the measurement."""
-    say(f"{one.name} {one.of}")
+    say(f"{contestant.name} {contestant.of}")
     try:
         yield
     except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
-        one.failed = error_line(error)
+        contestant.failed = error_line(error)
 
 
 def error_line(error: BaseException) -> str:

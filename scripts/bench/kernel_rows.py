@@ -50,8 +50,8 @@ class BenchSelection:
         True
         """
         words = f"{name} {of} "
-        is_named = not self.only or any(words.startswith(f"{one} ") for one in self.only)
-        return is_named and not any(words.startswith(f"{one} ") for one in without)
+        is_named = not self.only or any(words.startswith(f"{name} ") for name in self.only)
+        return is_named and not any(words.startswith(f"{name} ") for name in without)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path
     """The device, then each row as soon as it is known; by default rows of attention. `check`: only check the results,
     with every option. `write`: a file to which each row is appended at once, as a line of JSON."""
     operation = selection.operation or "attention"
-    own = check_selection(operation, selection)
+    operation_rows = check_selection(operation, selection)
     if write is not None:
         check_file(write)
     here = device_row()
-    shapes = selection.shapes or own.usual or own.shapes
+    shapes = selection.shapes or operation_rows.usual or operation_rows.shapes
     jobs = (Job(operation, name, selection, here["dry_run"], check) for name in shapes)
     for row in itertools.chain([here], run_jobs(measured, jobs, list(selection.without), here)):
         if write is not None:
@@ -116,16 +116,16 @@ def check_selection(operation: str, selection: BenchSelection) -> BenchOperation
 
     def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
         for name in names:
-            if name not in known and not any(f"{one} ".startswith(f"{name} ") for one in prefixes):
+            if name not in known and not any(f"{prefix_name} ".startswith(f"{name} ") for prefix_name in prefixes):
                 raise UserError(f"unknown {kind} {name}{nearest(name, known)}")
 
     check("operation", [operation], OPERATIONS)
-    own = OPERATIONS[operation]
-    contestants = [*own.implementations, *own.others]
-    passes = [f"{one} {of}" for one in contestants for of in own.passes]
-    check("shape", selection.shapes, own.shapes)
+    operation_rows = OPERATIONS[operation]
+    contestants = [*operation_rows.implementations, *operation_rows.others]
+    passes = [f"{contestant} {of}" for contestant in contestants for of in operation_rows.passes]
+    check("shape", selection.shapes, operation_rows.shapes)
     check("contestant", (*selection.only, *selection.without), contestants, passes)
-    return own
+    return operation_rows
 
 
 # ---------------------------------------------------------------- in the process that measures
@@ -154,15 +154,17 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
         return
     refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
     contestants: list[Contestant] = []
-    own = OPERATIONS[job.operation]
-    work = own.work(job.sizes)
-    for name, of in itertools.product((*own.implementations, *own.others), work.passes):
+    operation_rows = OPERATIONS[job.operation]
+    work = operation_rows.work(job.sizes)
+    for name, of in itertools.product((*operation_rows.implementations, *operation_rows.others), work.passes):
         if not job.selection.has(name, of, without) or (name, of) in refused:
             continue
         say(f"{name} {of}")
-        one = work.passes[of]
+        work_pass = work.passes[of]
         try:
-            contestants.append(Contestant(name, of, one.compiled(name, work), amount=one.amount, unit=work.unit))
+            contestants.append(
+                Contestant(name, of, work_pass.compiled(name, work), amount=work_pass.amount, unit=work.unit)
+            )
         except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
             yield {"contestant": name, "pass": of, "why_not": error_line(error)}
     for row in _timed(job, contestants, checked, say):
@@ -170,24 +172,28 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
 
 
 def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    own = OPERATIONS[job.operation]
+    operation_rows = OPERATIONS[job.operation]
     known = {(row["check"], row["contestant"], row["pass"]) for row in done}
-    checks = {"as it is": lambda: own.work(job.sizes)} if own.checks is None else own.checks(job.sizes)
+    checks = (
+        {"as it is": lambda: operation_rows.work(job.sizes)}
+        if operation_rows.checks is None
+        else operation_rows.checks(job.sizes)
+    )
     for check in checks if job.check else list(checks)[:1]:
         say(f"float64 {check}")
         work = checks[check]()
-        for of, one in work.passes.items():
-            names = [name for name in own.implementations if job.selection.has(name, of, without)]
+        for of, work_pass in work.passes.items():
+            names = [name for name in operation_rows.implementations if job.selection.has(name, of, without)]
             names = [name for name in names if (check, name, of) not in known]
             if not names:
                 continue
             say(f"float64 {of}")
-            expected = one.expected(work)
+            expected = work_pass.expected(work)
             for name in names:
                 say(f"{name} {of}")
                 row = {"contestant": name, "pass": of, "check": check}
                 try:
-                    error = one.error(name, work, expected)
+                    error = work_pass.error(name, work, expected)
                 except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
                     yield row | {"why_not": error_line(refusal)}
                 else:
@@ -197,24 +203,26 @@ def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> 
 def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:
     """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
     of the implementations in plain JAX."""
-    own = OPERATIONS[job.operation]
-    compared = {"reference", own.plain, *own.others}
-    limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
+    operation_rows = OPERATIONS[job.operation]
+    compared = {"reference", operation_rows.plain, *operation_rows.others}
+    limits = {ceiling.unit: ceiling for ceiling in ceilings(256 if job.dry else 8192)} if contestants else {}
     take_turns([*contestants, *limits.values()], job.selection.seconds, say)
-    for one in [*contestants, *limits.values()][::-1]:
-        row = {"contestant": one.name, "pass": one.of}
-        if one.failed is not None:
-            yield row | {"why_not": one.failed}
+    for contestant in [*contestants, *limits.values()][::-1]:
+        row = {"contestant": contestant.name, "pass": contestant.of}
+        if contestant.failed is not None:
+            yield row | {"why_not": contestant.failed}
             continue
-        peers = [peer for peer in contestants if peer.of == one.of and peer.name in compared and not peer.failed]
+        peers = [peer for peer in contestants if peer.of == contestant.of and peer.name in compared and not peer.failed]
         ratios = {
-            peer.name: statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, one.seconds, strict=False))
+            peer.name: statistics.median(
+                theirs / ours for theirs, ours in zip(peer.seconds, contestant.seconds, strict=False)
+            )
             for peer in peers
-            if peer.name != one.name
+            if peer.name != contestant.name
         }
-        limit = limits[one.unit]
-        if one is not limit and limit.failed is None:
-            ratios[CEILING] = one.rate / limit.rate
-        checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
+        limit = limits[contestant.unit]
+        if contestant is not limit and limit.failed is None:
+            ratios[CEILING] = contestant.rate / limit.rate
+        checks = [row for row in checked if (row["contestant"], row["pass"]) == (contestant.name, contestant.of)]
         right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
-        yield row | one.times() | {"ratios": ratios} | right
+        yield row | contestant.times() | {"ratios": ratios} | right

@@ -79,8 +79,12 @@ def _run_attention(
         raise ValueError(f"{implementation} stores all scores several times, {size / 2**30:.0f} GiB each")
     if implementation in JAX_ATTENTIONS:
         window = None if shape.window is None else (shape.window - 1, 0)
-        own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": implementation.split()[1]}
-        return jax.nn.dot_product_attention(q, k, v, **own)
+        kernel_options: Any = {
+            "is_causal": shape.causal,
+            "local_window_size": window,
+            "implementation": implementation.split()[1],
+        }
+        return jax.nn.dot_product_attention(q, k, v, **kernel_options)
     return attention(q, k, v, **options, implementation=implementation)
 
 

@@ -73,15 +73,15 @@ def records() -> list[dict[str, Any]]:
 
 def compared() -> Iterator[dict[str, Any]]:
     """A row per method: means over seeds, and the standard error of the difference from AdamW's loss."""
-    found = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
+    losses = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
     for method in (*METHODS, *PEERS):
-        seeds = [seed for seed in SEEDS if (method, seed) in found and (BASE, seed) in found]
+        seeds = [seed for seed in SEEDS if (method, seed) in losses and (BASE, seed) in losses]
         if seeds:
-            above = [found[method, seed] - found[BASE, seed] for seed in seeds]
+            above = [losses[method, seed] - losses[BASE, seed] for seed in seeds]
             yield {
                 "method": method,
                 "seeds": len(seeds),
-                "loss": statistics.mean(found[method, seed] for seed in seeds),
+                "loss": statistics.mean(losses[method, seed] for seed in seeds),
                 "above AdamW": f"{statistics.mean(above):+.4f}",
                 "error": f"{statistics.stdev(above) / len(above) ** 0.5:.4f}" if len(above) > 1 else None,
                 "goal": METHODS.get(method, (None, None))[1],

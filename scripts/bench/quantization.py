@@ -109,7 +109,7 @@ def main() -> None:
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     if args.png:
         points = {row["format"]: (row["bits per weight"], max(row["above float32"], SMALLEST)) for row in rows}
-        series = {name: [points[form] for form in own] for name, own in SERIES.items()}
+        series = {name: [points[form] for form in forms] for name, forms in SERIES.items()}
         title = "Loss of a model with quantized weights"
         draw(
             args.png,

@@ -36,13 +36,13 @@ def main() -> None:
     if args.png:
         memory, arithmetic = {}, {}
         for policy in POLICIES:
-            own = [row for row in rows if row["policy"] == policy]
-            memory[policy] = [(row["layers"], row["temporaries"] / 2**30) for row in own]
-            arithmetic[policy] = [(row["layers"], row["flops"] / row["ideal"]) for row in own]
+            policy_rows = [row for row in rows if row["policy"] == policy]
+            memory[policy] = [(row["layers"], row["temporaries"] / 2**30) for row in policy_rows]
+            arithmetic[policy] = [(row["layers"], row["flops"] / row["ideal"]) for row in policy_rows]
             if policy in FORMULAS:
-                boundaries = [FORMULAS[policy](row["layers"]) for row in own]
-                fixed = own[0]["temporaries"] - boundaries[0] * own[0]["boundary"]
-                sizes = [(count * own[0]["boundary"] + fixed) / 2**30 for count in boundaries]
+                boundaries = [FORMULAS[policy](row["layers"]) for row in policy_rows]
+                fixed = policy_rows[0]["temporaries"] - boundaries[0] * policy_rows[0]["boundary"]
+                sizes = [(count * policy_rows[0]["boundary"] + fixed) / 2**30 for count in boundaries]
                 memory[f"{policy}, formula"] = list(zip(args.depths, sizes, strict=True))
         draw(
             args.png,

@@ -41,9 +41,11 @@ def main(megabytes: int) -> None:
         with serving(place.parent.parent) as (endpoint, seen):
             for streaming in ("false", "true"):
                 seen.clear()
-                own = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{directory}/{streaming}", "HF_HUB_OFFLINE": "0"}
+                environment = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{directory}/{streaming}", "HF_HUB_OFFLINE": "0"}
                 command = [sys.executable, "-c", PROGRAM, streaming]
-                done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+                )
                 files = sum(line.startswith("GET") and ".jsonl" in line for line in seen)
                 print(f"streaming={streaming}: {float(done.stdout):.1f} s, {files} files, {files * megabytes} MB")
 

@@ -31,9 +31,9 @@ class BenchPass:
         """The compiled pass. Arrays that it updates in place are passed on to the next call."""
         with jax.numpy_dtype_promotion("standard"):  # jax.nn's attention needs it
             run, arrays = self._timed(implementation, work)
-            own = [place for place, _ in self.in_place]
-            executable = jax.jit(run, donate_argnums=own).lower(*arrays).compile()
-        current = [jax.tree.map(jnp.copy, x) if i in own else x for i, x in enumerate(arrays)]
+            donated = [place for place, _ in self.in_place]
+            executable = jax.jit(run, donate_argnums=donated).lower(*arrays).compile()
+        current = [jax.tree.map(jnp.copy, x) if i in donated else x for i, x in enumerate(arrays)]
 
         def call() -> Any:
             results = executable(*current)
@@ -61,7 +61,7 @@ class BenchPass:
         """The largest error of all arrays, in steps relative to the largest value of each; infinite for NaN."""
 
         @jax.jit
-        def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        def error(x: jax.Array, y: jax.Array) -> jax.Array:
             difference = jnp.abs(x.astype(jnp.float64) - y)
             steps = jnp.max(difference) / (jnp.max(jnp.abs(y)) * self.step)
             known = jnp.all(jnp.isfinite(difference)) & jnp.isfinite(steps)  # on a CPU a maximum may ignore NaN
@@ -69,7 +69,7 @@ class BenchPass:
 
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             leaves = jax.tree.leaves(self.read(result)), jax.tree.leaves(jax.tree.map(_as_float64, expected))
-            return max(float(one(x, y)) for x, y in zip(*leaves, strict=True))
+            return max(float(error(x, y)) for x, y in zip(*leaves, strict=True))
 
     def _complete(self, run: Run) -> Run:
         """The pass as one function of arrays and cotangents."""

@@ -94,8 +94,8 @@ def compare_subsets() -> Iterator[Row]:
 
     graphdef, state = nnx.split(models.build(Mlp(layers=4, embed=WIDTH, mlp=2 * WIDTH), nnx.Rngs(0)))
 
-    def full(own: Params) -> Any:
-        return nnx.merge(graphdef, unflatten_dict(own))
+    def full(trainable: Params) -> Any:
+        return nnx.merge(graphdef, unflatten_dict(trainable))
 
     initial = flatten_dict(nnx.to_pure_dict(state))
     base, _ = _train(full, initial, (images[seen], labels[seen]), 1e-3)
@@ -109,19 +109,21 @@ def compare_subsets() -> Iterator[Row]:
     draws = np.random.default_rng(2)
     places = {path: draws.choice(x.size, round(share * x.size), replace=False) for path, x in matrices.items()}
 
-    def subset(own: Params) -> Any:
-        changed = {path: x.reshape(-1).at[places[path]].add(own[path]).reshape(x.shape) for path, x in matrices.items()}
+    def subset(trainable: Params) -> Any:
+        changed = {
+            path: x.reshape(-1).at[places[path]].add(trainable[path]).reshape(x.shape) for path, x in matrices.items()
+        }
         return full({**base, **changed})
 
     methods: dict[str, tuple[Apply, Params]] = {
         "all weights": (full, base),
-        "low-rank adapter": (lambda own: nnx.merge(with_lora, unflatten_dict({**adapted, **own})), lora),
+        "low-rank adapter": (lambda trainable: nnx.merge(with_lora, unflatten_dict({**adapted, **trainable})), lora),
         "random subset": (subset, {path: jnp.zeros(len(at)) for path, at in places.items()}),
     }
-    for name, (apply, own) in methods.items():
-        count = sum(x.size for x in own.values())
-        own, step = _train(apply, own, (permuted[seen], labels[seen]), LEARNING_RATE)
-        predicted = jnp.argmax(jax.jit(apply(own))(permuted[unseen]), -1)
+    for name, (apply, trainable) in methods.items():
+        count = sum(x.size for x in trainable.values())
+        trainable, step = _train(apply, trainable, (permuted[seen], labels[seen]), LEARNING_RATE)
+        predicted = jnp.argmax(jax.jit(apply(trainable))(permuted[unseen]), -1)
         yield {
             "trainable": name,
             "parameters": count,
@@ -131,22 +133,22 @@ def compare_subsets() -> Iterator[Row]:
         }
 
 
-def _train(apply: Apply, own: Params, data: Data, rate: float) -> tuple[Params, Any]:
+def _train(apply: Apply, trainable: Params, data: Data, rate: float) -> tuple[Params, Any]:
     """The trained parameters, and the compiled step."""
     images, labels = data
-    tx, own = optim.adam(rate), jax.tree.map(jnp.copy, own)  # a copy, because updates are in place
+    tx, trainable = optim.adam(rate), jax.tree.map(jnp.copy, trainable)  # a copy, because updates are in place
 
-    def step(own: Params, state: Any, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
-        grads = jax.grad(lambda own: jnp.mean(cross_entropy(apply(own)(x), y)))(own)
-        updates, state = tx.update(grads, state, own)
-        return optax.apply_updates(own, updates), state
+    def step(trainable: Params, state: Any, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
+        grads = jax.grad(lambda trainable: jnp.mean(cross_entropy(apply(trainable)(x), y)))(trainable)
+        updates, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state
 
-    state, draws = tx.init(own), np.random.default_rng(0)
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(own, state, images[:ROWS], labels[:ROWS]).compile()
+    state, draws = tx.init(trainable), np.random.default_rng(0)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(trainable, state, images[:ROWS], labels[:ROWS]).compile()
     for _ in range(SUBSET_STEPS):
         rows = draws.integers(0, len(images), ROWS)
-        own, state = compiled(own, state, images[rows], labels[rows])
-    return own, compiled
+        trainable, state = compiled(trainable, state, images[rows], labels[rows])
+    return trainable, compiled
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def _temporaries(target: str, length: int) -> dict[str, float]:
     device = target_devices(aim, 1000 * aim.memory)[0]
     q, k = (jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
     compiled = {name: common.compile_for(device, _causal(name), q, k, k, q) for name in IMPLEMENTATIONS}
-    return {name: one.sizes["temporaries"] / 2**20 for name, one in compiled.items()}
+    return {name: step.sizes["temporaries"] / 2**20 for name, step in compiled.items()}
 
 
 def _arrays(length: int, heads: int = 4, dim: int = 32) -> list[Any]:
@@ -92,10 +92,10 @@ def _errors(case: str, length: int = 64) -> Row:
         exact = with_gradients(partial(_stored, lambda x, seen: jnp.where(seen, jax.nn.softmax(x), 0.0), seen))(*wide)
     worst: dict[str, float | str] = {}
     for name, run in runs.items():
-        found = jax.jit(with_gradients(run))(q, k, v, d_out)
+        results = jax.jit(with_gradients(run))(q, k, v, d_out)
         errors = [
             np.abs(np.asarray(a, np.float64) - np.asarray(b)).max() / np.abs(b).max()
-            for a, b in zip(found, exact, strict=True)
+            for a, b in zip(results, exact, strict=True)
         ]
         worst[name] = float(max(errors)) if np.isfinite(errors).all() else "not a number"
     return worst

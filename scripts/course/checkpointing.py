@@ -43,11 +43,11 @@ FORMULAS: dict[str, Callable[[int], float]] = {
 
 
 def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
-    found = {
+    measured = {
         policy: {layers: backward(policy, layers, "cpu:1", SMALL, tokens=128) for layers in depths}
         for policy in POLICIES
     }
-    rows = [_row(policy, own, found["none"]) for policy, own in found.items()]
+    rows = [_row(policy, by_layers, measured["none"]) for policy, by_layers in measured.items()]
     small = Table("The backward pass of small layers, compiled for this CPU and run on it", rows)
     offloaded = {name: backward(policy, 32, target, {}, 8192, host=of) for name, (policy, of) in OFFLOADED.items()}
     hosted = [
@@ -64,7 +64,10 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
     by_policy = {row["remat"]: row for row in rows}
     memory, arithmetic = f"{depths[-1]} layers, MiB", f"{depths[-1]} layers, arithmetic"
     none, root, constant = (by_policy[policy] for policy in ("none", "sqrt", "constant"))
-    sizes = {name: [(layers, one["temporaries"] / 2**20) for layers, one in own.items()] for name, own in found.items()}
+    sizes = {
+        name: [(layers, row["temporaries"] / 2**20) for layers, row in by_layers.items()]
+        for name, by_layers in measured.items()
+    }
     cost = {name: [(row[memory], row["CPU time, ms"])] for name, row in by_policy.items()}
     return Findings(
         [small, Table(f"32 layers of llama3-8b on {target}, 8,192 tokens, frozen weights", hosted)],
@@ -81,16 +84,16 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
     )
 
 
-def _row(policy: str, own: Mapping[int, Row], none: Mapping[int, Row]) -> Row:
-    deep = max(own)
+def _row(policy: str, by_layers: Mapping[int, Row], none: Mapping[int, Row]) -> Row:
+    deep = max(by_layers)
     plan = schedule(policy, deep)
     return {
         "remat": policy,
         "boundaries": "all activations" if policy == "none" else plan.slots if plan else deep,
         "recomputed": 0 if policy == "none" else deep + (plan.runs if plan else 0),
-        **{f"{layers} layers, MiB": one["temporaries"] / 2**20 for layers, one in own.items()},
-        f"{deep} layers, arithmetic": own[deep]["flops"] / none[deep]["flops"],
-        "CPU time, ms": 1e3 * own[deep]["measured"],
+        **{f"{layers} layers, MiB": row["temporaries"] / 2**20 for layers, row in by_layers.items()},
+        f"{deep} layers, arithmetic": by_layers[deep]["flops"] / none[deep]["flops"],
+        "CPU time, ms": 1e3 * by_layers[deep]["measured"],
     }
 
 

@@ -63,19 +63,19 @@ def plans(target: str, base: Mapping[str, Any], rows: Overrides) -> dict[str, di
 
 def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
     names = {id(cfg): name for name, cfg in cfgs.items()}
-    found = {}
+    answers = {}
     with CompilerPool(aim) as compilers:
-        for cfg, answer in compilers.each(compilers.plan, cfgs.values()):
+        for cfg, answer in compilers.ask_all(compilers.plan, cfgs.values()):
             if isinstance(answer, RefusedError):
                 raise UserError(f"{names[id(cfg)]}: {answer}")
-            found[names[id(cfg)]] = answer
-    return found
+            answers[names[id(cfg)]] = answer
+    return answers
 
 
 def is_this_machine(gpu: gpus.Gpu | None, count: int) -> bool:
     """Whether this machine has exactly these GPUs. This asks the driver, because jax would reserve their memory."""
-    names = [gpus.find(one["name"], one["memory"]) for one in devices.nvidia_gpus()] if gpu else []
-    return len(names) == count and all(one is not None and gpu is not None and one.name == gpu.name for one in names)
+    names = [gpus.find(gpu_info["name"], gpu_info["memory"]) for gpu_info in devices.nvidia_gpus()] if gpu else []
+    return len(names) == count and all(name is not None and gpu is not None and name.name == gpu.name for name in names)
 
 
 def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
@@ -123,9 +123,9 @@ def _train(job: tuple[Mapping[str, Any], Sequence[str], str | None]) -> Outcome:
     steps = config["train"]["steps"]
     with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(io.StringIO()):
         place = Path(keep or f"{temporary}/run")
-        own = {"name": place.name, "output": str(place.parent)}
+        fields = {"name": place.name, "output": str(place.parent)}
         train = {**config["train"], "evaluate_every": steps, "log_every": steps}
-        cfg = load_config({**config, **own, "train": train}, overrides)
+        cfg = load_config({**config, **fields, "train": train}, overrides)
         from jaxmem.training.run import run
 
         result = run(cfg, jax.devices()[:1])
@@ -181,8 +181,8 @@ def measure_peak(cfg: Config) -> dict[str, Any]:
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
     """`measure_peak` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
-    found = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or MAX_SECONDS))
-    return {"name": raw["name"], "error": found["why_not"]} if "why_not" in found else found
+    row = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or MAX_SECONDS))
+    return {"name": raw["name"], "error": row["why_not"]} if "why_not" in row else row
 
 
 def _peak_rows(job: tuple[dict[str, Any], int | None], *, say: Say, **_: Any) -> Iterator[dict[str, Any]]:

@@ -27,27 +27,27 @@ SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")  # the end of a turn, a
 def source_files() -> tuple[list[Path], Path]:
     """The standard library's modules, and the folder that has all of them."""
     files = stdlib_files()
-    return files, next(one for one in files[0].parents if all(file.is_relative_to(one) for file in files))
+    return files, next(folder for folder in files[0].parents if all(file.is_relative_to(folder) for file in files))
 
 
 def questions(files: Sequence[Path], root: Path) -> dict[str, str]:
     """Questions and answers for each public function and class of these modules that has a docstring."""
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for module, name, node in _definitions(files, root):
         summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
         if MIN_ANSWER <= len(summary) <= MAX_ANSWER and re.match(r"[A-Z][a-z]+ ", summary):
-            found.setdefault(f"What does {module}.{name} do?", summary)
-    return found
+            answers.setdefault(f"What does {module}.{name} do?", summary)
+    return answers
 
 
 def kinds(files: Sequence[Path], root: Path) -> dict[str, str]:
     """Questions and answers for each name that is defined in these modules: whether it is a class, method or
     function."""
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for _, name, node in _definitions(files, root):
         kind = "class" if isinstance(node, ast.ClassDef) else "method" if "." in name else "function"
-        found.setdefault(f"What is {name}?", f"A {kind}.")
-    return found
+        answers.setdefault(f"What is {name}?", f"A {kind}.")
+    return answers
 
 
 def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str, Definition]]:
@@ -79,7 +79,7 @@ def write_conversations(answers: Mapping[str, str], file: Path) -> None:
             opened.write(json.dumps({"messages": messages}) + "\n")
 
 
-def train_tokenizer(files: Sequence[Path], vocab: int, special: Sequence[str], each: int) -> Any:
+def train_tokenizer(files: Sequence[Path], vocab: int, special: Sequence[str], length: int) -> Any:
     """A byte-level BPE tokenizer, trained on the first `each` bytes of every file."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
@@ -88,7 +88,7 @@ def train_tokenizer(files: Sequence[Path], vocab: int, special: Sequence[str], e
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
-    beginnings = (file.read_bytes()[:each].decode(errors="ignore") for file in files)
+    beginnings = (file.read_bytes()[:length].decode(errors="ignore") for file in files)
     tokenizer.train_from_iterator(beginnings, trainer)
     return tokenizer
 

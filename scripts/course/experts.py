@@ -37,13 +37,13 @@ def measure(target: str) -> Findings:
     aim = parse_target(target)
     device = target_devices(aim, 1000 * aim.memory)[0]
     columns = {count: f"{count} experts" for count in COUNTS}
-    found: list[Row] = [
+    buffer_rows: list[Row] = [
         {"implementation": name, **{columns[count]: temporaries(device, name, count) / 2**20 for count in COUNTS}}
         for name in IMPLEMENTATIONS
     ]
-    buffers = Table(f"Temporary buffers of an expert layer and its gradients on {target}, MiB", found)
+    buffers = Table(f"Temporary buffers of an expert layer and its gradients on {target}, MiB", buffer_rows)
     dense, mixture = (row["held-out loss"] for row in rows[:2])
-    growth = {row["implementation"]: row[columns[COUNTS[1]]] / row[columns[COUNTS[0]]] for row in found}
+    growth = {row["implementation"]: row[columns[COUNTS[1]]] / row[columns[COUNTS[0]]] for row in buffer_rows}
     return Findings(
         [trained, buffers],
         {"lower": dense - mixture, "growth": growth},
@@ -62,8 +62,8 @@ def temporaries(device: Any, implementation: str, count: int) -> int:
     graphdef, weights = nnx.split(layer)
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
-        own = nnx.merge(graphdef, weights)
-        y = _with_ragged_dot(own, x) if implementation == "ragged_dot" else own(x)[0]
+        layer = nnx.merge(graphdef, weights)
+        y = _with_ragged_dot(layer, x) if implementation == "ragged_dot" else layer(x)[0]
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), weights)
@@ -75,7 +75,7 @@ def temporaries(device: Any, implementation: str, count: int) -> int:
 def _with_ragged_dot(layer: Experts, x: jax.Array) -> jax.Array:
     choices, shares, _ = layer._route(x, None)
     groups = sort_rows(choices[0], layer.cfg.count)
-    gate, up, down = (one.trainable(x.dtype)["weight"] for one in (layer.gate, layer.up, layer.down))
+    gate, up, down = (matrices.trainable(x.dtype)["weight"] for matrices in (layer.gate, layer.up, layer.down))
     matmul = partial(jax.lax.ragged_dot, group_sizes=groups.stops - groups.starts)
     rows = x[0][groups.rows]
     y = matmul(jax.nn.silu(matmul(rows, gate)) * matmul(rows, up), down)

@@ -50,7 +50,7 @@ def measure() -> Findings:
 def steps(place: Path) -> Iterator[tuple[str, str]]:
     """(step, result); each step leaves a file or directory in `place`."""
     files, root = source_files()
-    chats, own = place / "chats.jsonl", {"output": str(place)}
+    chats, output = place / "chats.jsonl", {"output": str(place)}
     write_tokenizer(files, place / "tokenizer", VOCAB)
     pairs = kinds(files, root)
     write_conversations(pairs, chats)
@@ -58,7 +58,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
 
     data = {**PRETRAIN["data"], "tokenizer": str(place / "tokenizer")}
     train = {**PRETRAIN["train"], "evaluate_every": PRETRAIN["train"]["steps"]}
-    result = run(load_config({**PRETRAIN, **own, "name": "pretrained", "data": data, "train": train}))
+    result = run(load_config({**PRETRAIN, **output, "name": "pretrained", "data": data, "train": train}))
     size, loss = result.plan.program.model.parameter_count / 1e6, result.held_out["loss"]
     yield "a Llama, pretrained on the standard library", f"{size:.1f} M parameters, held-out loss {loss:.2f}"
     export_model(place / "pretrained", place / "base")
@@ -67,7 +67,7 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     data = {**FINETUNE["data"], "path": str(chats)}
     overrides = [f"batch.global_size={FINETUNE['batch']['global_size']}", f"data={json.dumps(data)}"]
     yield "held-out answers, before", f"loss {evaluate(place / 'base', overrides=overrides)['loss']:.2f} nats per token"
-    cfg = load_config({**FINETUNE, **own, "name": "tuned", "model": {"hf": str(place / "base")}, "data": data})
+    cfg = load_config({**FINETUNE, **output, "name": "tuned", "model": {"hf": str(place / "base")}, "data": data})
     trainable, loss = run(cfg).plan.program.model.trainable_count, evaluate(place / "tuned")["loss"]
     yield (
         f"held-out answers, after {cfg.steps} steps of QLoRA",

@@ -55,28 +55,28 @@ BASE, METHODS = common.CONFIGS["frontier"]["base"], common.rows_of("frontier", "
 
 
 def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
-    own = parse_target(target)
-    aims = [own, *(one for one in map(parse_target, targets) if one.name != own.name)]
+    main_target = parse_target(target)
+    aims = [main_target, *(aim for aim in map(parse_target, targets) if aim.name != main_target.name)]
 
     def largest(aim: Target) -> dict[str, Row | None]:
         return {method: largest_model(aim, overrides) for method, overrides in METHODS.items()}
 
-    found = {own: largest(own)}
+    largest_models = {main_target: largest(main_target)}
     with ThreadPoolExecutor(1) as background:  # compilers run in other processes
-        compiling = background.submit(_compiled, own, found[own])
-        found |= {aim: largest(aim) for aim in aims[1:]}
+        compiling = background.submit(_compiled, main_target, largest_models[main_target])
+        largest_models |= {aim: largest(aim) for aim in aims[1:]}
         checked = compiling.result()
     rows: list[dict[str, Any]] = [
         {"target": aim.name, "GPUs": aim.count, "memory, GiB": gib(aim.count * aim.memory)}
-        | {method: one and one["parameters"] / 1e9 for method, one in models.items()}
-        for aim, models in sorted(found.items(), key=lambda item: item[0].count * item[0].memory)
+        | {method: row and row["parameters"] / 1e9 for method, row in models.items()}
+        for aim, models in sorted(largest_models.items(), key=lambda item: item[0].count * item[0].memory)
     ]
     table = Table(f"Billions of parameters that fit, {BASE['data']['sequence_length']:,} tokens per GPU", rows)
     error = max(abs(row["predicted, GiB"] / row["compiled, GiB"] - 1) for row in checked)
     series = {name: [(row["memory, GiB"], row[name]) for row in rows if row[name]] for name in METHODS}
     first, last = (_parameters(*SHAPES[number]) / 1e9 for number in (0, -1))
     return Findings(
-        [table, Table(f"On {own.name}, compiled", checked)],
+        [table, Table(f"On {main_target.name}, compiled", checked)],
         {"first": first, "last": last, "error": error},
         [LinePlot(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
@@ -87,8 +87,8 @@ def largest_model(aim: Target, overrides: Sequence[str]) -> Row | None:
     tried: dict[int, Row] = {}
 
     def is_too_large(number: int) -> bool:
-        tried[number] = one = _row_of_shape(aim, overrides, *SHAPES[number])
-        return bool(one["predicted"] > one["limit"])
+        tried[number] = row = _row_of_shape(aim, overrides, *SHAPES[number])
+        return bool(row["predicted"] > row["limit"])
 
     return tried.get(bisect.bisect_left(range(len(SHAPES)), True, key=is_too_large) - 1)
 
@@ -104,22 +104,22 @@ def _row_of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int
 
 def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
     """Plans of two of the largest models: those of the first and of the last method for which any model fits."""
-    fitting = [(method, one) for method, one in largest.items() if one]
+    fitting = [(method, row) for method, row in largest.items() if row]
     ends: dict[str, Any] = dict((fitting[0], fitting[-1]))
-    plans = common.plans(aim.name, BASE, {method: one["overrides"] for method, one in ends.items()})
+    plans = common.plans(aim.name, BASE, {method: row["overrides"] for method, row in ends.items()})
     return [
         {
             "method": method,
-            "width": one["embed"],
-            "layers": one["layers"],
-            "billions of parameters": one["parameters"] / 1e9,
-            "bytes per parameter": one["limit"] / one["parameters"],
-            "predicted, GiB": gib(one["predicted"]),
+            "width": row["embed"],
+            "layers": row["layers"],
+            "billions of parameters": row["parameters"] / 1e9,
+            "bytes per parameter": row["limit"] / row["parameters"],
+            "predicted, GiB": gib(row["predicted"]),
             "compiled, GiB": gib(plans[method]["bytes_per_device"]["total"]),
-            "limit, GiB": gib(one["limit"]),
+            "limit, GiB": gib(row["limit"]),
             "measured, GiB": gib(plans[method]["measured"]),
         }
-        for method, one in ends.items()
+        for method, row in ends.items()
     ]
 
 

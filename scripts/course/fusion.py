@@ -59,21 +59,27 @@ def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tup
 
 def chains(device: Any) -> Iterator[Row]:
     """The megabytes that the kernels of each chain move, and their number: forward, then with the backward pass."""
-    for name, function, arguments, own in operations():
+    for name, function, arguments, differentiable in operations():
 
-        def both(arguments: Any, cotangents: Any, function: Any = function, own: Any = own) -> Any:
+        def both(
+            arguments: Any, cotangents: Any, function: Any = function, differentiable: Any = differentiable
+        ) -> Any:
             def of_own(*chosen: Any) -> Any:
-                replaced = dict(zip(own, chosen, strict=True))
+                replaced = dict(zip(differentiable, chosen, strict=True))
                 return function(*(replaced.get(i, x) for i, x in enumerate(arguments)))
 
-            out, pull = jax.vjp(of_own, *(arguments[i] for i in own))
+            out, pull = jax.vjp(of_own, *(arguments[i] for i in differentiable))
             return out, pull(cotangents)
 
         out = jax.eval_shape(function, *arguments)
         for label, run, inputs in ((name, function, arguments), (f"{name}, with backward", both, (arguments, out))):
             entry = common.compile_for(device, run, *inputs).module.entry
-            kernels = [moved_bytes(one) for one in entry.instructions if one.opcode not in NO_KERNELS]
-            read = sum(one.shape.bytes for one in entry.instructions if one.opcode == "parameter")
+            kernels = [
+                moved_bytes(instruction) for instruction in entry.instructions if instruction.opcode not in NO_KERNELS
+            ]
+            read = sum(
+                instruction.shape.bytes for instruction in entry.instructions if instruction.opcode == "parameter"
+            )
             written = sum(map(_bytes, jax.tree.leaves(jax.eval_shape(run, *inputs))))
             sizes = (one_by_one(jax.make_jaxpr(run)(*inputs).jaxpr), sum(kernels), read + written)
             yield {"chain": label, **{of: size / 1e6 for of, size in zip(MOVED, sizes, strict=True)}} | {
@@ -83,8 +89,12 @@ def chains(device: Any) -> Iterator[Row]:
 
 def one_by_one(jaxpr: Any) -> int:
     """Bytes that are read and written if each operation of a jaxpr runs separately."""
-    operations = [one for one, _ in equations(jaxpr, 1) if one.primitive.name not in VIEWS and not any(inside(one, 1))]
-    return sum(_bytes(x.aval) for one in operations for x in (*one.invars, *one.outvars))
+    operations = [
+        equation
+        for equation, _ in equations(jaxpr, 1)
+        if equation.primitive.name not in VIEWS and not any(inside(equation, 1))
+    ]
+    return sum(_bytes(x.aval) for equation in operations for x in (*equation.invars, *equation.outvars))
 
 
 def _bytes(array: Any) -> int:
@@ -92,8 +102,12 @@ def _bytes(array: Any) -> int:
 
 
 def _chunked(name: str, overrides: Any) -> Row:
-    found = estimate(for_devices(load_config(BASE, overrides), 1), "gpu")
-    return {"in chunks": name, "activations, GiB": gib(found.parts["activations"]), "step, GiB": gib(found.total)}
+    estimated = estimate(for_devices(load_config(BASE, overrides), 1), "gpu")
+    return {
+        "in chunks": name,
+        "activations, GiB": gib(estimated.parts["activations"]),
+        "step, GiB": gib(estimated.total),
+    }
 
 
 if __name__ == "__main__":

@@ -96,14 +96,16 @@ def kernels_of(aim: Target) -> list[Row]:
     """The parts of a compiled step: FLOP of matmuls, bytes, estimated time."""
     built = program(load_config(STEP), target_devices(aim, 1000 * aim.memory)[:1])
     module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
-    found: dict[str, np.ndarray] = {}
-    for one, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
-        if one.opcode in ("while", "call", "conditional"):  # their bodies are counted
+    totals: dict[str, np.ndarray] = {}
+    for instruction, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
+        if instruction.opcode in ("while", "call", "conditional"):  # their bodies are counted
             continue
-        flops = sum(map(dot_flops, (one, *(one.inner() if one.is_fusion else ()))))
-        own = float(module.executions[one.computation]) * np.array([seconds, flops, moved_bytes(one)], np.float64)
-        name = _part(one, flops > 0)
-        found[name] = found.get(name, np.zeros(3)) + own
+        flops = sum(map(dot_flops, (instruction, *(instruction.inner() if instruction.is_fusion else ()))))
+        amounts = float(module.executions[instruction.computation]) * np.array(
+            [seconds, flops, moved_bytes(instruction)], np.float64
+        )
+        name = _part(instruction, flops > 0)
+        totals[name] = totals.get(name, np.zeros(3)) + amounts
     return [
         {
             "kernels": name,
@@ -112,12 +114,12 @@ def kernels_of(aim: Target) -> list[Row]:
             "time, ms": 1e3 * seconds,
             "FLOP per byte": flops / moved or None,
         }
-        for name, (seconds, flops, moved) in sorted(found.items(), key=lambda item: -item[1][0])
+        for name, (seconds, flops, moved) in sorted(totals.items(), key=lambda item: -item[1][0])
     ]
 
 
-def _part(one: Instruction, multiplies: bool) -> str:
-    for frame in one.frames:
+def _part(instruction: Instruction, multiplies: bool) -> str:
+    for frame in instruction.frames:
         for file, part in PARTS.items():
             if file in frame.file:
                 return part

@@ -34,8 +34,8 @@ def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] 
         plans |= common.plans(f"{kind}:{gpus}", base, {row.name: overrides[row] for row in alike})
 
     def table(title: str, chosen: Sequence[Technique]) -> Table:
-        found = [_row(row, plans[row.name], overrides[row]) for row in chosen]
-        return Table(title, found, ("parts", "parameters", "overrides"))
+        rows = [_row(row, plans[row.name], overrides[row]) for row in chosen]
+        return Table(title, rows, ("parts", "parameters", "overrides"))
 
     model = common.title(base)
     steps = table(f"{model}, on one {kind}", [row for row in rows if row.gpus == 1 and not row.is_alternative])
@@ -55,9 +55,9 @@ def _overrides(rows: Iterable[Technique]) -> Iterator[tuple[Technique, tuple[str
     """Each row with all settings that apply to it."""
     settings: tuple[str, ...] = ()
     for row in rows:
-        own = (*settings, *row.overrides.split())
-        yield row, own
-        settings = settings if row.is_alternative else own
+        of_row = (*settings, *row.overrides.split())
+        yield row, of_row
+        settings = settings if row.is_alternative else of_row
 
 
 def _row(technique: Technique, plan: dict[str, Any], overrides: Sequence[str]) -> Row:

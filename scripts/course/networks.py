@@ -32,11 +32,11 @@ def measure() -> Findings:
         {"objective": name, "held out": _result(outcomes[name]), "meaning": meaning}
         for name, meaning in OBJECTIVES.items()
     ]
-    each = {row["network"]: 1e6 * row["MFLOP per step"] / row["parameters"] for row in rows}
+    per_parameter = {row["network"]: 1e6 * row["MFLOP per step"] / row["parameters"] for row in rows}
     table = Table("Networks, each trained here for a few seconds", rows)
     return Findings(
         [table, Table("Objectives, with the mlp", objectives)],
-        each,
+        per_parameter,
         [Bars(table, (name,), name) for name in ("parameters", "MFLOP per step", "activations, MiB")],
     )
 

@@ -82,11 +82,11 @@ def sharded_matmuls() -> Iterator[Row]:
     rows = comm.put(np.stack([a @ b for a, b in zip(np.split(x, n, axis=1), np.split(w, n, axis=0), strict=True)]))
     gathered = np.concatenate(np.asarray(comm.all_gather(columns)), axis=1)
     summed = np.asarray(comm.allreduce(rows))
-    for name, collective, found, wire in (
+    for name, collective, result, wire in (
         ("columns", "all-gather", gathered, size * (n - 1) // n),
         ("rows", "all-reduce", summed, 2 * size * (n - 1) // n),
     ):
-        error = float(np.abs(found - exact).max() / np.abs(exact).max())
+        error = float(np.abs(result - exact).max() / np.abs(exact).max())
         yield {"sharded by": name, "then": collective, "bytes sent per device": wire, "relative error": error}
 
 

@@ -148,8 +148,8 @@ def gradient_of(program: Program) -> Gradient:
     of_batch = objective(program.cfg)
 
     def mean(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        one = jax.tree.map(lambda x: x[0], batch)
-        return means(of_batch(program.model.network(params), one, None))["loss"]
+        worker_batch = jax.tree.map(lambda x: x[0], batch)
+        return means(of_batch(program.model.network(params), worker_batch, None))["loss"]
 
     return jax.jit(jax.value_and_grad(mean))
 

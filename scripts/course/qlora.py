@@ -15,7 +15,8 @@ BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")
 def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides = BASES) -> Findings:
     plans = common.plans(target, base, bases)
     table = Table(
-        f"{common.title(base)} with adapters on {target}", [_row(base, one, bases[one], plans[one]) for one in bases]
+        f"{common.title(base)} with adapters on {target}",
+        [_row(base, base_name, bases[base_name], plans[base_name]) for base_name in bases],
     )
     first, small = table.rows[0], min(table.rows, key=lambda row: row["total, GiB"])
     shrunk = {name: first[name] / small[name] for name in ("frozen layers, GiB", "total, GiB")}

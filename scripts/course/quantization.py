@@ -71,8 +71,8 @@ def _schemes() -> Iterator[Row]:
     x = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
     for name, stored in SCHEMES.items():
         size = sum(_bytes(jax.eval_shape(stored, x)) if is_matrix(x) else 4 * x.size for x in weights)
-        found = stored(x)
-        back = found.astype(jnp.float32) if isinstance(found, jax.Array) else found.dequantize()
+        x_stored = stored(x)
+        back = x_stored.astype(jnp.float32) if isinstance(x_stored, jax.Array) else x_stored.dequantize()
         yield {
             "stored as": name,
             "bits per weight": 8 * size / count,
@@ -108,8 +108,8 @@ def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
 def quantized_networks() -> Iterator[Row]:
     """The accuracy and the loss of a trained network with its matrices quantized to each number of bits."""
 
-    def row(name: str, bits: int, own: Mapping[str, float], affine: Mapping[str, float]) -> Row:
-        symmetric = {"symmetric": own["accuracy"], "loss": own["loss"]}
+    def row(name: str, bits: int, metrics: Mapping[str, float], affine: Mapping[str, float]) -> Row:
+        symmetric = {"symmetric": metrics["accuracy"], "loss": metrics["loss"]}
         return {
             "weights": name, "bits": bits, **symmetric,
             "affine": affine.get("accuracy"), "affine loss": affine.get("loss"),

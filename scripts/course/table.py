@@ -104,8 +104,8 @@ class Table:
         if spare < 0:
             return None
         for i in sorted(range(len(widths)), key=lambda i: full[i] - widths[i]):
-            more = min(full[i] - widths[i], spare)
-            widths[i], spare = widths[i] + more, spare - more
+            growth = min(full[i] - widths[i], spare)
+            widths[i], spare = widths[i] + growth, spare - growth
         return widths
 
 
@@ -192,7 +192,7 @@ class Ticks:
 
     def draw(self, axes: Axes) -> None:
         for letter, (name, colour) in self.colours.items():
-            cells = [(t, s) for s, row in enumerate(self.stages) for t, one in enumerate(row) if one == letter]
+            cells = [(t, s) for s, row in enumerate(self.stages) for t, cell in enumerate(row) if cell == letter]
             if cells:
                 ticks, stages = zip(*cells, strict=True)
                 axes.barh(stages, [0.94] * len(cells), 0.9, left=ticks, color=colour, label=name)

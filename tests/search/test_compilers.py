@@ -111,7 +111,7 @@ def test_a_killed_process_refuses_only_its_config(monkeypatch: pytest.MonkeyPatc
     with CompilerPool(TWO, processes=1) as compilers:
         with compilers._process() as first:
             first.kill()
-        [(_, answer)] = compilers.each(compilers.step, [config()])
+        [(_, answer)] = compilers.ask_all(compilers.step, [config()])
         assert isinstance(answer, RefusedError)
         assert "was killed by SIGKILL; it needs 1.5 GiB of memory" in str(answer)
         with compilers._process() as second:

@@ -228,7 +228,7 @@ def test_a_small_space_compiled_whole() -> None:
     words = ["remat"]
     with CompilerPool(target, processes=1) as compilers:  # a process starts as long as it compiles all of them
         every = [one.cfg for one in candidates(cfg, target, allowed(words))]
-        truth = dict(compilers.each(compilers.step, every))
+        truth = dict(compilers.ask_all(compilers.step, every))
         limit = sorted(facts.total for facts in truth.values())[len(truth) // 2]
         compilers.target = tight = with_memory("cpu:1", limit)
         fit = search(cfg, tight, words, compilers, compiles=3)

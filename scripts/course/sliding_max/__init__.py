@@ -54,19 +54,19 @@ def brute_force(x: Sequence[float], window: int) -> list[float]:
 
 
 def with_heap(x: Sequence[float], window: int) -> list[float]:
-    found, heap = [], [(-value, i) for i, value in enumerate(x[: window - 1])]
+    maxima, heap = [], [(-value, i) for i, value in enumerate(x[: window - 1])]
     heapq.heapify(heap)
     for i in range(window - 1, len(x)):
         heapq.heappush(heap, (-x[i], i))
         while heap[0][1] <= i - window:
             heapq.heappop(heap)
-        found.append(-heap[0][0])
-    return found
+        maxima.append(-heap[0][0])
+    return maxima
 
 
 def with_deque(x: Sequence[float], window: int) -> list[float]:
     """The deque has the indices of decreasing numbers: each is the maximum when all before it have left the window."""
-    found: list[float] = []
+    maxima: list[float] = []
     indices: deque[int] = deque()
     for i, value in enumerate(x):
         while indices and x[indices[-1]] <= value:
@@ -75,8 +75,8 @@ def with_deque(x: Sequence[float], window: int) -> list[float]:
         if indices[0] <= i - window:
             indices.popleft()
         if i >= window - 1:
-            found.append(x[indices[0]])
-    return found
+            maxima.append(x[indices[0]])
+    return maxima
 
 
 HOST = {"brute force": brute_force, "heap": with_heap, "monotonic deque": with_deque}
@@ -102,13 +102,13 @@ class WindowStatic:
 def by_triton(x: Float[Array, "numbers"], window: int, *, kind: str) -> Float[Array, "windows"]:
     """Computed by the program `sliding_max_<kind>`."""
     count = x.shape[0] - window + 1
-    (found,) = launch(
+    (maxima,) = launch(
         getattr(load_programs("scripts.course.sliding_max.triton_programs"), f"sliding_max_{kind}"),
         [x],
         [jax.ShapeDtypeStruct((count,), x.dtype)],
         Launch(grid=(-(-count // OUTPUTS),), static=WindowStatic(x.shape[0], window), stages=2),
     )
-    return found
+    return maxima
 
 
 def requested_bytes(kind: str, numbers: int, window: int) -> float:
