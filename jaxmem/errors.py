@@ -38,7 +38,8 @@ class TemporaryError(UserError):
 
 def results_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
     """The results of all calls. If some of them raise a UserError: one error with the lines of all."""
-    results, lines = list[Result](), list[str]()
+    results = list[Result]()
+    lines = list[str]()
     for call in calls:
         try:
             results.append(call())
@@ -84,7 +85,8 @@ def nearest_numbers(value: int, known: Iterable[int]) -> str:
     '2 or 4'
     """
     known = sorted(known)
-    below, above = [number for number in known if number < value], [number for number in known if number > value]
+    below = [number for number in known if number < value]
+    above = [number for number in known if number > value]
     return one_of([*below[-1:], *above[:1]] or ["none"])
 
 

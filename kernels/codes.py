@@ -27,7 +27,8 @@ def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
         parts = 2 ** (decade + (0 if signed else 1))
         # Interpolation from both ends with one rounding each is bitwise equal to the codes of other libraries.
         step = float(np.float32(0.9) / np.float32(parts))
-        low, high = (float(np.float32(0.1)) + step * np.arange(parts + 1), 1 - step * np.arange(parts + 1)[::-1])
+        low = float(np.float32(0.1)) + step * np.arange(parts + 1)
+        high = 1 - step * np.arange(parts + 1)[::-1]
         edges = np.concatenate([low[: (parts + 1) // 2], high[(parts + 1) // 2 :]]).astype(np.float32)
         middle = (edges[1:] + edges[:-1]) / np.float32(2) * np.float32(10.0 ** (decade - bits + 2))
         values += [*middle, *(-middle if signed else ())]

@@ -46,7 +46,8 @@ def launch(
     sums: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> list[jax.Array]:
     """Returns the outputs, then `sums`, which are initialized with zeros and to which the kernel adds."""
-    grid, warpgroups = kernel.grid, kernel.warpgroups
+    grid = kernel.grid
+    warpgroups = kernel.warpgroups
 
     def body(*refs: Any) -> None:
         pl.run_scoped(lambda memory: kernel.program(*refs, memory), kernel.memory, collective_axes=THREAD)

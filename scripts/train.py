@@ -39,7 +39,8 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
     # Mesh, network and optimizer, all as the config names them. `spec` has the shape and the sharding of each array of
     # the state and of a batch: [micro-batches, rows, ...].
     program = jaxmem.program(cfg, devices)
-    cfg, spec = program.cfg, program.spec
+    cfg = program.cfg
+    spec = program.spec
 
     # The compiled step (state, batch) -> (state, metrics), and the bytes that it needs, before anything is allocated.
     plan = plan_program(program)
@@ -60,7 +61,8 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         step, state, position = restore(program, checkpoints) or (0, initial_state(program), {})
         if position:
             loader.restore(position)
-        saved, data = SavedState(program), {"fingerprint": data_fingerprint(cfg)}
+        saved = SavedState(program)
+        data = {"fingerprint": data_fingerprint(cfg)}
 
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:

@@ -61,7 +61,8 @@ class Lora(nnx.Module):
         each position of a stack, where numbers beyond `layers` are identity layers; None: layers are in order."""
         *stack, inputs, outputs = base.weight.get_value().shape  # layers, and experts
         axes: Axes = base.weight.get_metadata()["axes"]
-        stacked, (first, last) = axes[: len(stack)], axes[len(stack) :]
+        stacked = axes[: len(stack)]
+        first, last = axes[len(stack) :]
         is_shared = cfg.shared_a and "expert" in stacked  # all experts of a layer share A
         stack_of_a, stacked_of_a = (stack[:-1], stacked[:-1]) if is_shared else (stack, stacked)
         rank = max(layer.rank for layer in layers if layer is not None)
@@ -73,7 +74,8 @@ class Lora(nnx.Module):
             a = jax.random.uniform(rngs.params(), (*stack_of_a, inputs, rank), minval=-bound, maxval=bound)
             b = jnp.zeros((*stack, rank, outputs))
         if stack and order is not None:
-            a, b = a[np.asarray(order)], b[np.asarray(order)]
+            a = a[np.asarray(order)]
+            b = b[np.asarray(order)]
         layers_of_stack = (
             [layers[i] if i < len(layers) else None for i in (order or range(stack[0]))] if stack else layers
         )
@@ -106,7 +108,9 @@ class Lora(nnx.Module):
     ) -> Float[Array, "*batch outputs"]:
         """The output of a layer with its adapter, from the output `y` of its weight `w`. DoRA needs the norms of
         `w`."""
-        a, b, scale = fetch(self.a, x.dtype), fetch(self.b, x.dtype), self.scale_in(x.dtype)
+        a = fetch(self.a, x.dtype)
+        b = fetch(self.b, x.dtype)
+        scale = self.scale_in(x.dtype)
         y = y + matmul(scale * matmul(dropout(x, self.dropout, keys), a), b)
         if self.bias is not None:
             y = y + scale * fetch(self.bias, x.dtype)
@@ -116,7 +120,8 @@ class Lora(nnx.Module):
         self, x: Float[Array, "batch time embed"], ids: Int[Array, "batch time"], w: Callable[[], jax.Array]
     ) -> Float[Array, "batch time embed"]:
         """The output of an embedding with its adapter, from the rows `x` of its weight `w`."""
-        b, scale = fetch(self.b, x.dtype), self.scale_in(x.dtype)
+        b = fetch(self.b, x.dtype)
+        scale = self.scale_in(x.dtype)
         x = x + matmul(scale * lookup_param(self.a, ids, x.dtype), b)
         return x if self.magnitude is None else self._with_magnitude(x, w(), fetch(self.a, x.dtype), b)
 

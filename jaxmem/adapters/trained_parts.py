@@ -40,7 +40,8 @@ class Prompt(nnx.Module):
 
     def __init__(self, initial: Float[Array, "length embed"], vocab: int):
         self.weight = nnx.Param(store_new(initial, (None, "embed")), axes=(None, "embed"))
-        self.length, self.vocab = initial.shape[0], vocab
+        self.length = initial.shape[0]
+        self.vocab = vocab
 
     @property
     def tokens(self) -> Int[Array, "length"]:

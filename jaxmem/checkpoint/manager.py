@@ -274,7 +274,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         )
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
-        path, leaves = self.directory / str(step), in_names_of(saved, named_leaves(abstract))
+        path = self.directory / str(step)
+        leaves = in_names_of(saved, named_leaves(abstract))
         check_leaves(path, saved, leaves)
         restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
         args = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)

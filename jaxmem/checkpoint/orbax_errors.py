@@ -28,7 +28,8 @@ def only_first_error() -> ExitStack:
     writes other arrays, each of which reports the closed loop when it ends: in a thread of TensorStore to
     `sys.unraisablehook`, or to the log of asyncio. Several such stacks may be closed in any order.
     """
-    stack, is_closed = ExitStack(), False
+    stack = ExitStack()
+    is_closed = False
     previous = sys.unraisablehook
 
     def report(failure: sys.UnraisableHookArgs) -> None:

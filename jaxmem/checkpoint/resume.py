@@ -52,7 +52,8 @@ def changed(
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
     """
-    before, after = _flat(old), _flat(new)
+    before = _flat(old)
+    after = _flat(new)
     return [
         f"{field} was {as_yaml(before.get(field))}, is {as_yaml(after.get(field))}"
         for field in {**before, **after}

@@ -31,7 +31,9 @@ class SavedState:
     """Converts the state of a program to and from checkpoints. `config`: the config of the run that saved, as JSON."""
 
     def __init__(self, program: Program) -> None:
-        self._program, self._model, self._spec = program, program.model, program.spec
+        self._program = program
+        self._model = program.model
+        self._spec = program.spec
 
     def of(self, state: TrainState) -> TrainState:
         """The part of a state that is saved."""
@@ -51,7 +53,8 @@ class SavedState:
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
     def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
-        axes, shapes = self._saved(self._spec.param_axes), self._saved(self._spec.state.params)
+        axes = self._saved(self._spec.param_axes)
+        shapes = self._saved(self._spec.state.params)
         params = self._reordered(config, axes, params, shapes)
         if not self._has_external_base:
             return params
@@ -87,14 +90,17 @@ class SavedState:
     def _saved(self, params: Any) -> Any:
         if not self._has_external_base:
             return params
-        every, trainable = flatten_dict(params), flatten_dict(self._model.select(params))
+        every = flatten_dict(params)
+        trainable = flatten_dict(self._model.select(params))
         # `layer_scale` of adapters is not trained, but the base does not contain it.
         return unflatten_dict({path: every[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
 
     def _orders(self, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
         """The layer at each position of a stack in the checkpoint and in the program; None: they are equal."""
-        layers, cfg = pipelined_layers(self._program.cfg.model), self._program.cfg
-        saved, here = order(config, layers), order(cfg.model_dump(mode="json"), layers)
+        layers = pipelined_layers(self._program.cfg.model)
+        cfg = self._program.cfg
+        saved = order(config, layers)
+        here = order(cfg.model_dump(mode="json"), layers)
         return None if np.array_equal(saved, here) else (saved, here)
 
     def _shapes(self, config: Mapping[str, Any], role: Role, axes: Any, shapes: Any) -> Any:

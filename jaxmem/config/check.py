@@ -104,14 +104,17 @@ def _image_model(cfg: Config) -> Iterator[str]:
         case Convnet():
             most = model.image_size.bit_length()  # each stage except the first halves the image
             if len(model.stages) > most:
-                size, stages = model.image_size, len(model.stages)
+                size = model.image_size
+                stages = len(model.stages)
                 given = f"model.stages has {stages} values, but model.image_size={size} supports at most {most}"
                 yield f"{given}; use {most} or fewer"
 
 
 def _objective(cfg: Config) -> Iterator[str]:
-    objective, model = cfg.objective, cfg.model
-    name, is_text = f"objective.name={objective.name}", objective.name in ("next_token", "dpo")
+    objective = cfg.objective
+    model = cfg.model
+    name = f"objective.name={objective.name}"
+    is_text = objective.name in ("next_token", "dpo")
     if objective.name == "own":
         return
     if isinstance(model, UserModel):
@@ -131,7 +134,9 @@ def _user(cfg: Config) -> Iterator[str]:
     """Errors for a model of Flax's layers: settings that change how its layers are computed."""
     if cfg.user.model is None:
         return
-    memory, adapter, plain = cfg.memory, cfg.adapter, Adapter()
+    memory = cfg.memory
+    adapter = cfg.adapter
+    plain = Adapter()
     for field in ("kind", "dropout", "lora_bias"):
         value = getattr(adapter, field)
         if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns"):
@@ -151,10 +156,12 @@ def _user(cfg: Config) -> Iterator[str]:
 
 
 def _sizes(cfg: Config) -> Iterator[str]:
-    size, accumulate = cfg.batch.global_size, cfg.batch.accumulate
+    size = cfg.batch.global_size
+    accumulate = cfg.batch.accumulate
     if size % accumulate:
         yield indivisible("batch.global_size", size, "batch.accumulate", accumulate)
-    precision, parameters = cfg.precision, f"precision.parameters={cfg.precision.parameters}"
+    precision = cfg.precision
+    parameters = f"precision.parameters={cfg.precision.parameters}"
     if precision.block_size is not None and not (precision.is_quantized or cfg.base_precision.is_quantized):
         given = f"precision.block_size={precision.block_size}"
         yield f"{given} requires quantized parameters, not {parameters}; use precision.block_size=null"
@@ -182,7 +189,8 @@ def _context(cfg: Config, model: Decoder) -> Iterator[str]:
 
 
 def _rules(cfg: Config) -> Iterator[str]:
-    usual, known = Rules().table, cfg.model.dims()
+    usual = Rules().table
+    known = cfg.model.dims()
     if isinstance(cfg.model, UserModel):  # its weights may name any of these dimensions
         known = {dim: {} for dim in usual}
     for key, over in cfg.rules:
@@ -192,7 +200,8 @@ def _rules(cfg: Config) -> Iterator[str]:
         if over != usual[dim] and dim not in known:
             yield unsupported(f"model.family={cfg.model.family}", f"rules.{dim}", f"rules.{one_of(known)}")
     if "tensor" in cfg.rules.kv_heads and "tensor" not in cfg.rules.heads:
-        heads, kv_heads = as_yaml(cfg.rules.heads), as_yaml(cfg.rules.kv_heads)
+        heads = as_yaml(cfg.rules.heads)
+        kv_heads = as_yaml(cfg.rules.kv_heads)
         yield f"rules.kv_heads={kv_heads} requires tensor in rules.heads={heads}; use tensor in both or neither"
     for key, least in (("logits", 2), ("replicated", 3), ("optimizer", 1)):
         if (over := getattr(cfg.rules, key)) and cfg.zero < least:
@@ -225,7 +234,8 @@ RULES = (
 
 def weight_kinds(model: Family) -> tuple[WeightKind, ...]:
     """The kinds of weights of a model, for `rules.replicated`. All matrices of a mixture are the kind `experts`."""
-    dims, has_experts = model.dims(), getattr(model, "experts", None) is not None
+    dims = model.dims()
+    has_experts = getattr(model, "experts", None) is not None
     mlp: tuple[WeightKind, ...] = ("experts",) if has_experts else ("gate_up", "down") if "mlp" in dims else ()
     attention: tuple[WeightKind, ...] = ("attention",) if "heads" in dims else ()
     return (*attention, *mlp, *(("head",) if "vocab" in dims else ()))

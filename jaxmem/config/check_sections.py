@@ -27,7 +27,8 @@ DIGIT_SHAPE = (8, 1)  # height and width in pixels, channels
 
 
 def check_data(cfg: Config) -> Iterator[str]:
-    data, model = cfg.data, cfg.model
+    data = cfg.data
+    model = cfg.model
     if cfg.user.data is not None:
         return
     sources = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)} or {"data": data}
@@ -63,7 +64,8 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
         given = f"model.vocab={model.vocab} must be at least {BYTE_VOCAB} for data.tokenizer=bytes"
         yield f"{given}; use model.vocab={BYTE_VOCAB} or set data.tokenizer"
     for field in ("on_overlong", "on_invalid"):
-        value, having = getattr(data, field), OF_SOURCES[f"data.{field}"][1]
+        value = getattr(data, field)
+        having = OF_SOURCES[f"data.{field}"][1]
         if not kinds & {*having} and value != getattr(Data(), field):
             yield required(f"data.{field}={value}", "data.source", having, data.source)
     if "chat" in kinds and data.tokenizer == "bytes" and data.chat_template is None:
@@ -73,15 +75,18 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
 
 def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
     """Errors in one source. `key`: `data`, or `data.mixture[0]`."""
-    kind, given = source.source, f"{key}.source={source.source}"
-    is_dpo, is_text = cfg.objective.name == "dpo", cfg.reads_text
+    kind = source.source
+    given = f"{key}.source={source.source}"
+    is_dpo = cfg.objective.name == "dpo"
+    is_text = cfg.reads_text
     if (kind == "preference") != is_dpo and is_text:
         use = f"{key}.source=preference" if is_dpo else f"objective.name=dpo or {key}.source=chat"
         yield unsupported(given, f"objective.name={cfg.objective.name}", use)
     if source.kind.needs_path and source.path is None:
         yield f"{given} requires {key}.path; set it to a file, a directory or a glob"
     for field in ("path", "field"):
-        value, having = getattr(source, field), OF_SOURCES[f"data.{field}"][1]
+        value = getattr(source, field)
+        having = OF_SOURCES[f"data.{field}"][1]
         if kind not in having and value != getattr(Source(), field):
             yield required(f"{key}.{field}={value}", f"{key}.source", having, kind)
     if (kind == "image_texts") != isinstance(cfg.model, ImageText):
@@ -116,7 +121,8 @@ def check_memory(cfg: Config) -> Iterator[str]:
 
 
 def _names(cfg: Config) -> Iterator[str]:
-    remat, known = cfg.memory.remat, cfg.model.activations
+    remat = cfg.memory.remat
+    known = cfg.model.activations
     of = f"activation of model.family={cfg.model.family}"
     if isinstance(remat, Save):
         if not remat.save:
@@ -131,7 +137,8 @@ def _names(cfg: Config) -> Iterator[str]:
 
 
 def _offload(cfg: Config) -> Iterator[str]:
-    memory, remat = cfg.memory, f"memory.remat={cfg.memory.remat}"
+    memory = cfg.memory
+    remat = f"memory.remat={cfg.memory.remat}"
     offload = f"memory.offload={as_yaml(memory.offload)}"
     away = offloaded_activations(memory.offload)
     if away:
@@ -159,11 +166,13 @@ def _offload(cfg: Config) -> Iterator[str]:
 
 def _chunks(cfg: Config) -> Iterator[str]:
     """Conflicts of chunks with `memory.remat.save`: a saved activation would have to exist completely."""
-    model, memory = cfg.model, cfg.memory
+    model = cfg.model
+    memory = cfg.memory
     if not isinstance(model, Decoder | Vit):
         return
     for key, hidden in CHUNKED:
-        chunk, remat = getattr(memory, key), memory.remat
+        chunk = getattr(memory, key)
+        remat = memory.remat
         if isinstance(remat, Save) and chunk != "auto" and (key == "mlp_chunk" or chunk != 1):
             for name in (name for name in remat.save if name in hidden):
                 yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", f"memory.{key}=auto")
@@ -180,7 +189,8 @@ def _update(cfg: Config) -> Iterator[str]:
     supports them: a stage updates the weights of a layer in the backward pass of the last micro-batch."""
     if cfg.memory.update != "during" or cfg.batch.accumulate == 1 or cfg.mesh.stage != 1:
         return
-    remat, accumulate = cfg.memory.remat, f"batch.accumulate={cfg.batch.accumulate}"
+    remat = cfg.memory.remat
+    accumulate = f"batch.accumulate={cfg.batch.accumulate}"
     # A layer is updated after all micro-batches, so the saved activations of all of them must exist at once.
     pairs = [
         (is_scheduled(remat), f"memory.remat={remat}", "memory.remat=none, full, dots or {save: [names]}"),
@@ -235,7 +245,9 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
 
 
 def _base(cfg: Config) -> Iterator[str]:
-    adapter, base, run = cfg.adapter, cfg.base_precision, cfg.precision
+    adapter = cfg.adapter
+    base = cfg.base_precision
+    run = cfg.precision
     if not base.is_quantized and not adapter.double_quant:
         use = "use adapter.kind=qlora, or remove adapter.double_quant"
         yield f"adapter.double_quant=false requires quantized base weights, not {base.parameters}; {use}"
@@ -245,7 +257,9 @@ def _base(cfg: Config) -> Iterator[str]:
 
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:
-    kind, ids, key = f"adapter.kind={cfg.adapter.kind}", cfg.adapter.token_indices, "adapter.token_indices"
+    kind = f"adapter.kind={cfg.adapter.kind}"
+    ids = cfg.adapter.token_indices
+    key = "adapter.token_indices"
     adapts = {name: _is_target(cfg, name) for name in ("embedding", "head")}
     if adapts["embedding"] and model.tie_embeddings:
         # An adapter of the embedding would not change the output projection.

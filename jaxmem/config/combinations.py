@@ -42,7 +42,8 @@ def check_combinations(cfg: Config) -> Iterator[str]:
         path, _, field = key.rpartition(".")
         if (info := getattr(type(value_of(cfg, path)), "model_fields", {}).get(field)) is None:
             continue  # another family of models
-        value, actual = value_of(cfg, key), value_of(cfg, other)
+        value = value_of(cfg, key)
+        actual = value_of(cfg, other)
         if value != info.default and actual not in values:
             yield required(f"{key}={as_yaml(value)}", other, values, actual)
     for setting, key, use in _TABLES["needs"]:

@@ -52,7 +52,8 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
 def _elastic(cfg: Config, n: int) -> Config:
     """The config on n devices instead of the number that its mesh has: `replica` or `fsdp` changes, and no device has
     more rows per micro-batch than before. The config itself if no such mesh is possible."""
-    axes, batch = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}, cfg.batch
+    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
+    batch = cfg.batch
     if -1 in axes.values():
         axis = next(axis for axis, size in axes.items() if size == -1)
         raise UserError(f"cluster.elastic=true does not support mesh.{axis}=-1; set its size with all devices")
@@ -74,7 +75,8 @@ def _elastic(cfg: Config, n: int) -> Config:
 
 def _indivisible(cfg: Config) -> Iterator[str]:
     """A line for each size that is not divisible by the mesh, with the nearest sizes that are."""
-    mesh, batch = cfg.mesh, cfg.batch
+    mesh = cfg.mesh
+    batch = cfg.batch
     yield from _stages(cfg)
     rows = batch.global_size // batch.accumulate
     pair = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
@@ -92,7 +94,8 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         along = [
             name for name in ("expert", "context", *cfg.rules.optimizer) if axis == "fsdp" and getattr(mesh, name) > 1
         ]
-        size, others = getattr(mesh, axis), math.prod(getattr(mesh, name) for name in along)
+        size = getattr(mesh, axis)
+        others = math.prod(getattr(mesh, name) for name in along)
         wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (size * others)]
         if wrong:
             shown = " x ".join(f"mesh.{name}={getattr(mesh, name)}" for name in (axis, *along))
@@ -104,7 +107,8 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     yield from _experts(cfg)
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
-    parts, prompt_length = time_parts(mesh), cfg.prompt_length
+    parts = time_parts(mesh)
+    prompt_length = cfg.prompt_length
     for length in cfg.data.lengths if isinstance(cfg.model, Decoder) else ():
         if (length + prompt_length) % parts:
             over = " and ".join(
@@ -117,7 +121,8 @@ def _indivisible(cfg: Config) -> Iterator[str]:
 
 
 def _experts(cfg: Config) -> Iterator[str]:
-    size, experts = cfg.mesh.expert, cfg.model.experts if isinstance(cfg.model, Decoder) else None
+    size = cfg.mesh.expert
+    experts = cfg.model.experts if isinstance(cfg.model, Decoder) else None
     if size > 1 and experts is None:
         yield f"mesh.expert={size} requires a mixture of experts (model.experts); use mesh.expert=1"
     elif experts is not None and experts.count % size:
@@ -136,8 +141,10 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     """Errors if the heads are not divisible over `context` (Ulysses) or into `memory.head_groups`."""
     if not isinstance(cfg.model, Decoder | Vit):
         return
-    mesh, groups = cfg.mesh, cfg.memory.head_groups
-    heads, kv_heads = cfg.model.heads, cfg.model.dims()["kv_heads"]["kv_heads"]
+    mesh = cfg.mesh
+    groups = cfg.memory.head_groups
+    heads = cfg.model.heads
+    kv_heads = cfg.model.dims()["kv_heads"]["kv_heads"]
     tensor = mesh.tensor if "tensor" in cfg.rules.heads else 1
     over = [f"mesh.tensor={tensor}"] if tensor > 1 else []
     context = mesh.context if mesh.context_method == "ulysses" else 1
@@ -163,7 +170,9 @@ def _own_rules(cfg: Config) -> Iterator[str]:
     """A line for each dimension that the config's changes of `rules` would shard unevenly."""
     if cfg.zero == 0:
         return
-    model, dims, exempt = cfg.model, cfg.model.dims(), replicated_dims(cfg.model, cfg.rules, cfg.mesh)
+    model = cfg.model
+    dims = cfg.model.dims()
+    exempt = replicated_dims(cfg.model, cfg.rules, cfg.mesh)
     width = (
         model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
     )
@@ -190,7 +199,9 @@ def time_parts(mesh: Mesh) -> int:
 
 def _stages(cfg: Config) -> Iterator[str]:
     """Errors if a stage has no layers, or micro-batches do not fill the pipeline."""
-    stage, model, micro = cfg.mesh.stage, cfg.model, cfg.batch.accumulate
+    stage = cfg.mesh.stage
+    model = cfg.model
+    micro = cfg.batch.accumulate
     if stage == 1:
         return
     if isinstance(model, Convnet | UserModel):
@@ -204,7 +215,8 @@ def _stages(cfg: Config) -> Iterator[str]:
         if layers < model.layers:
             of = f"the {layers} layers, or groups of layers of several kinds, that stages can share"
         yield f"mesh.stage={stage}{factor} exceeds {of}; use {most}"
-    size, rows = cfg.batch.global_size, cfg.mesh.row_shards
+    size = cfg.batch.global_size
+    rows = cfg.mesh.row_shards
     counts = [count for count in divisors(size) if size // count % rows == 0]
     if rounds > 1 and micro % stage:
         why = f"must be a multiple of mesh.stage={stage} for pipeline.rounds={rounds}"

@@ -55,7 +55,8 @@ def _is_missing(errors: Sequence[ErrorDetails]) -> bool:
 
 
 def _line(key: Key, errors: Sequence[ErrorDetails], raw: Mapping[str, Any]) -> str:
-    name, kind = _dotted(key), errors[0]["type"]
+    name = _dotted(key)
+    kind = errors[0]["type"]
     if _is_missing(errors):
         return f"{name} is missing" + (f"; {HINTS[name]}" if name in HINTS else "")
     if kind == "extra_forbidden":

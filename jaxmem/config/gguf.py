@@ -184,7 +184,9 @@ def directory_contents(file: Path) -> dict[str, dict[str, Any]]:
 
 def settings_of(opened: GgufFile) -> dict[str, Any]:
     """The config.json of the model of a file."""
-    name, metadata, tensors = opened.architecture, opened.metadata, opened.tensors
+    name = opened.architecture
+    metadata = opened.metadata
+    tensors = opened.tensors
     if name not in ARCHITECTURES:
         raise UnsupportedError(
             f"general.architecture={json.dumps(name)[:60]} is not supported; expected one of {', '.join(ARCHITECTURES)}"
@@ -239,8 +241,10 @@ def _add_heads(settings: dict[str, Any], values: Mapping[str, Any], architecture
 
 def _rope_scaling(opened: GgufFile, values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_scaling` of config.json, from keys or from the tensors that divide frequencies by a factor each."""
-    tensors, original = opened.tensors, values.get("rope.scaling.original_context_length")
-    kind, factor = values.get("rope.scaling.type", "none"), values.get("rope.scaling.factor", 1.0)
+    tensors = opened.tensors
+    original = values.get("rope.scaling.original_context_length")
+    kind = values.get("rope.scaling.type", "none")
+    factor = values.get("rope.scaling.factor", 1.0)
     if "rope_factors_long.weight" in tensors:
         scaling = {
             "rope_type": "longrope",
@@ -265,8 +269,11 @@ def _rope_scaling(opened: GgufFile, values: Mapping[str, Any], settings: Mapping
 def _llama3_scaling(opened: GgufFile, settings: Mapping[str, Any], original: int) -> dict[str, Any]:
     """The scaling of Llama 3.1, of whose parameters a file has only the factors that result from them."""
     stated = np.array(factors(opened.tensors["rope_freqs.weight"]), np.float64)
-    head_dim, theta = settings["head_dim"], read(settings, "rope_theta", float, 10_000.0)
-    factor, low, high = float(stated.max(initial=1)), 1.0, 4.0
+    head_dim = settings["head_dim"]
+    theta = read(settings, "rope_theta", float, 10_000.0)
+    factor = float(stated.max(initial=1))
+    low = 1.0
+    high = 4.0
     turns = original / (2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))  # in the original length
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)

@@ -78,7 +78,8 @@ def decoder_fields(directory: str) -> dict[str, Any]:
 def family_of(settings: Mapping[str, Any]) -> HfFamily:
     """The architecture that a config.json names; the text model's, if it also reads images."""
     settings = text_settings(settings)
-    architectures, model_type = read(settings, "architectures", list[str], []), settings.get("model_type")
+    architectures = read(settings, "architectures", list[str], [])
+    model_type = settings.get("model_type")
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if not architectures:
         family = next((candidate for candidate in FAMILIES.values() if candidate.model_type == model_type), None)
@@ -93,7 +94,9 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    scheme, family, settings = scheme_of(settings), family_of(settings), text_settings(settings)
+    scheme = scheme_of(settings)
+    family = family_of(settings)
+    settings = text_settings(settings)
     if scheme is not None and not (family.has_mxfp4 if scheme.method == "mxfp4" else not family.fused):
         raise UnsupportedError(f"quantization_config is not supported for model_type={family.model_type}")
     check_keys(settings, UNDERSTOOD | family.understood, family.without_user(FIXED) | family.fixed, WITHOUT_EFFECT)

@@ -119,7 +119,8 @@ def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
 def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
     """Writes the fields that differ from the defaults, and from those of the model's preset or directory."""
     raw = cfg.model_dump(mode="json", exclude_defaults=True)
-    model, optimizer = cfg.model.model_dump(mode="json"), cfg.optimizer.model_dump(mode="json")
+    model = cfg.model.model_dump(mode="json")
+    optimizer = cfg.optimizer.model_dump(mode="json")
     usual = Optimizer(name=cfg.optimizer.name).model_dump(mode="json")
     named = {key: model[key] for key in ("family", "preset", "hf") if model.get(key) not in (None, "decoder")}
     raw["optimizer"] = {"name": usual["name"]} | {key: optimizer[key] for key in usual if optimizer[key] != usual[key]}
@@ -150,7 +151,8 @@ def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
     try:
         return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
-        mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end of the text")
+        mark = error.problem_mark
+        problem = str(error.problem).replace("'<stream end>'", "the end of the text")
         if mark is None:
             raise UserError(f"{origin}: {error}") from None
         place = f"{origin}:{mark.line + 1}:{mark.column + 1}" if is_file else f"{origin} (column {mark.column + 1})"

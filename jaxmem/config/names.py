@@ -66,7 +66,8 @@ def layer_stacks(kinds: Sequence[object]) -> tuple[tuple[range, ...], ...]:
 
     # Of the divisions into the fewest modules, the one with the most runs, since a group is recomputed as one layer.
     runs = min(range(len(edges)), key=lambda runs: (runs + period_from(edges[runs]), -runs))
-    begin, period = edges[runs], period_from(edges[runs])
+    begin = edges[runs]
+    period = period_from(edges[runs])
     pattern = tuple(range(first, count, period) for first in range(begin, begin + period))
     return *((range(*run),) for run in pairwise(edges[: runs + 1])), pattern
 

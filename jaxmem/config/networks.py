@@ -261,7 +261,8 @@ class ImageText(Vit):
     text: Decoder = setting(..., "the tower of the texts, as model.family: decoder, with random weights")
 
     def dims(self) -> dict[str, dict[str, int]]:
-        text, image = self.text.dims(), super().dims()
+        text = self.text.dims()
+        image = super().dims()
         of_text = {name: {f"text.{field}": size for field, size in text.get(name, {}).items()} for name in SHARDED}
         return {name: image.get(name, {}) | of_text[name] for name in SHARDED}
 

@@ -104,7 +104,8 @@ def _low_rank_fields(
         targets = others
     if not targets:
         raise UnsupportedError('target_modules selects no layer of the model; use e.g. "all-linear"')
-    rank, alpha = read(settings, "r", Size, 8), read(settings, "lora_alpha", Number, 8)
+    rank = read(settings, "r", Size, 8)
+    alpha = read(settings, "lora_alpha", Number, 8)
     ranks = _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1

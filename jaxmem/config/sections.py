@@ -270,7 +270,8 @@ class Config(Section):
     @property
     def base_quantization(self) -> Quantization | None:
         """How the files of the model store quantized matrices, if the frozen base model is stored in the same way."""
-        scheme, adapter = getattr(self.model, "quantization", None), self.adapter
+        scheme = getattr(self.model, "quantization", None)
+        adapter = self.adapter
         if scheme is None or scheme.format is None or adapter.base_run is not None or adapter.experts is not None:
             return None
         is_asked = adapter.kind == "qlora" if adapter.base is None else adapter.base == scheme.format

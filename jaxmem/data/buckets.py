@@ -26,7 +26,9 @@ class BucketRows(Rows):
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, lengths: Sequence[int]) -> None:
         """`lengths`: the lengths of the buckets, in ascending order."""
-        self._records, self._rows, self._lengths = records, rows, np.asarray(lengths)
+        self._records = records
+        self._rows = rows
+        self._lengths = np.asarray(lengths)
         self._batch_records = stride // records.per_record
         records_of_rows = rows.ravel() // records.per_record
         self._of_process = set(records_of_rows.tolist())  # records of a batch in this process's rows
@@ -40,7 +42,8 @@ class BucketRows(Rows):
 
     def batch(self) -> Batch:
         bucket = self._fill()
-        places, self._waiting[bucket] = self._waiting[bucket], []
+        places = self._waiting[bucket]
+        self._waiting[bucket] = []
         batch = empty_rows(*self._rows.shape, int(self._lengths[bucket]))
         reference = np.zeros(self._rows.shape, np.float32)
         for index, row in np.ndenumerate(self._rows):
@@ -68,7 +71,8 @@ class BucketRows(Rows):
         return next((bucket for bucket, places in enumerate(self._waiting) if places), 0)
 
     def _bucket(self, place: int) -> int:
-        length, documents = self._records.length(place), None
+        length = self._records.length(place)
+        documents = None
         if length is None:
             documents = self._records.documents(place)
             length = max(len(document.tokens) for document in documents)
@@ -85,5 +89,6 @@ class BucketRows(Rows):
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._next, self._waiting = position["next"], [list(places) for places in position["waiting"]]
+        self._next = position["next"]
+        self._waiting = [list(places) for places in position["waiting"]]
         self._documents.clear()

@@ -50,7 +50,8 @@ class Chat:
 
 def chat_of(record: dict[str, Any]) -> Chat:
     """The conversation of a line."""
-    messages, start = _prompt_of(record), 0
+    messages = _prompt_of(record)
+    start = 0
     if not any(key in record for key in LISTS):
         start = len(messages) if isinstance(record.get("prompt"), list) else 0
         messages += [message for key in ANSWERS if key in record for message in _answer_of(record, key)]
@@ -79,7 +80,8 @@ def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
     if record.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": string_value(record["system"], "system")}, *messages]
         start += start > 0
-    targets, plain = set(), []
+    targets = set()
+    plain = []
     for number, message in enumerate(messages):
         weight = message.get("weight", 1)
         if weight not in (0, 1):

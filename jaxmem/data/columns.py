@@ -103,7 +103,8 @@ class ColumnRows:
             raise UserError(f"{path}: not a valid {kind} file: {error}; {use}") from error
 
     def _open(self, file: int) -> "_RowGroups":
-        path, columns = self._paths[file], [self._field] if self._field else None
+        path = self._paths[file]
+        columns = [self._field] if self._field else None
         opened = (_open_parquet if path.suffix.lower() == ".parquet" else _open_arrow)(path, columns)
         if self._field is not None:
             if self._field not in opened.schema.names:
@@ -126,7 +127,8 @@ class _RowGroups(NamedTuple):
 def _decoded(file: _RowGroups, group: int) -> Any:
     """The table of a row group."""
     arrow = _pyarrow()
-    before, batches = arrow.total_allocated_bytes(), []
+    before = arrow.total_allocated_bytes()
+    batches = []
     for batch in file.decode(group):
         if arrow.total_allocated_bytes() - before > MAX_DECODED_BYTES:
             limit = f"{MAX_DECODED_BYTES >> 30} GiB"

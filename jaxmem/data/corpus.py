@@ -46,7 +46,8 @@ class Corpus:
             )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         text = getattr(cfg.model, "text", cfg.model)
-        key, vocab = "model.vocab" if text is cfg.model else "model.text.vocab", getattr(text, "vocab", 0)
+        key = "model.vocab" if text is cfg.model else "model.text.vocab"
+        vocab = getattr(text, "vocab", 0)
         if vocab and self.tokenizer.vocab_size > vocab:
             raise UserError(
                 f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than {key}="

@@ -35,7 +35,8 @@ class Digits(ImageSource):
                 table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"{path}: cannot be read: {error}") from error
-        self.images, self.labels = table[:, :-1].reshape(-1, IMAGE_SIZE, IMAGE_SIZE), table[:, -1]
+        self.images = table[:, :-1].reshape(-1, IMAGE_SIZE, IMAGE_SIZE)
+        self.labels = table[:, -1]
 
     @staticmethod
     def default_files() -> list[Path]:
@@ -63,12 +64,16 @@ def _as_form(images: np.ndarray, form: ImageForm) -> np.ndarray:
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
     """The images shifted by at most one pixel, with noise of at most 2 of 16. Shift and noise depend on `places`."""
-    shape, images, places = images.shape, images.reshape(-1, IMAGE_SIZE, IMAGE_SIZE), places.reshape(-1)
+    shape = images.shape
+    images = images.reshape(-1, IMAGE_SIZE, IMAGE_SIZE)
+    places = places.reshape(-1)
     bits = mix64(mix64(places) ^ np.uint64(seed))
-    down, right = (bits % np.uint64(3)).astype(int), (bits // np.uint64(3) % np.uint64(3)).astype(int)
+    down = (bits % np.uint64(3)).astype(int)
+    right = (bits // np.uint64(3) % np.uint64(3)).astype(int)
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1))).astype(np.int64)
     side = np.arange(IMAGE_SIZE)
-    rows, columns = (down[:, None] + side)[:, :, None], (right[:, None] + side)[:, None, :]
+    rows = (down[:, None] + side)[:, :, None]
+    columns = (right[:, None] + side)[:, None, :]
     moved = padded[np.arange(len(images))[:, None, None], rows, columns]
     noise = mix64(bits[:, None] + np.arange(IMAGE_SIZE * IMAGE_SIZE, dtype=np.uint64)) % np.uint64(5)
     noisy = moved + noise.astype(np.int64).reshape(moved.shape) - 2

@@ -71,17 +71,16 @@ class ImageTexts:
         file = next((file for name in FILES if (file := Path(path, name)).is_file()), None)
         if file is None:
             raise UserError(f"{path} has neither {' nor '.join(FILES)}; write one with the columns file_name and text")
-        pairs, (process, processes) = list(_pairs(file)), share
+        pairs = list(_pairs(file))
+        process, processes = share
         if len(pairs) < rows or rows % processes:
             raise UserError(
                 f"{path} has {len(pairs)} pairs; rows={rows} must be at most as many, and divisible by the "
                 f"{processes} processes"
             )
-        form, reader, rows_per_process = (
-            ImageForm(image_size, channels, np.float32),
-            tokenizer_for(tokenizer),
-            rows // processes,
-        )
+        form = ImageForm(image_size, channels, np.float32)
+        reader = tokenizer_for(tokenizer)
+        rows_per_process = rows // processes
 
         def batch(pairs: Sequence[tuple[Path, str]]) -> Batch:
             files, texts = zip(*pairs[process * rows_per_process : (process + 1) * rows_per_process], strict=True)

@@ -83,7 +83,8 @@ def check_classes(cfg: Config, source: RecordSource) -> None:
     """Refuses a directory whose number of classes is not the number of outputs of the model."""
     if not isinstance(source, ImageFolder):
         return
-    count, wanted = len(source.classes), getattr(cfg.model, "outputs", None)
+    count = len(source.classes)
+    wanted = getattr(cfg.model, "outputs", None)
     if cfg.objective.name == "binary":
         wanted = 2
     if wanted is not None and count != wanted:

@@ -93,7 +93,8 @@ class JsonTexts(JsonRecords, TokenizedText):
         super().__init__(paths, source, data, tokenizer)
 
     def piece(self, index: int) -> DocumentPiece:
-        key, record = self.source.field, self.record(index)
+        key = self.source.field
+        record = self.record(index)
         if key not in record:
             keys = ", ".join(list(record)[:8])
             raise InvalidRecordError(f"data.field={key} is not a key of the record; expected one of {keys}")
@@ -153,14 +154,17 @@ class _LineIndex:
     """Where the lines of one file begin and end."""
 
     def __init__(self, path: Path, files: OpenFiles) -> None:
-        self.path, self._files, self._size = path, files, file_size(path)
+        self.path = path
+        self._files = files
+        self._size = file_size(path)
         (self._mark_lines, self._mark_offsets), empty, lines = self._scan()
         self._empty_before = empty - np.arange(len(empty))  # the number of records before each empty line
         self.records = lines - len(empty)
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Marks (line, offset), the numbers of empty lines, and the number of lines."""
-        marks, empty = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
+        marks = [np.zeros((2, 0), np.int64)]
+        empty = [np.zeros(0, np.int64)]
         lines = line_start = 0
         block, last_byte = -1, 0
         for base in range(0, self._size, CHUNK_BYTES):
@@ -170,7 +174,8 @@ class _LineIndex:
             last_byte = int(chunk[-1])
             ends += base
             if base + len(chunk) == self._size and last_byte != ord("\n"):  # the last line has no line break
-                ends, before = np.append(ends, self._size), np.append(before, 0)
+                ends = np.append(ends, self._size)
+                before = np.append(before, 0)
             if not len(ends):
                 continue
             starts = np.concatenate(([line_start], ends[:-1] + 1))
@@ -180,7 +185,9 @@ class _LineIndex:
             new = np.diff(blocks, prepend=block) > 0
             marks.append(np.stack((numbers[new], starts[new])))
             empty.append(numbers[(lengths == 0) | ((lengths == 1) & (before == ord("\r")))])
-            lines, line_start, block = lines + len(ends), int(ends[-1]) + 1, int(blocks[-1])
+            lines = lines + len(ends)
+            line_start = int(ends[-1]) + 1
+            block = int(blocks[-1])
         return np.concatenate(marks, axis=1), np.concatenate(empty), lines
 
     def line_number(self, record: int) -> int:
@@ -190,7 +197,8 @@ class _LineIndex:
     def line(self, record: int) -> bytes:
         number = self.line_number(record)
         mark = int(np.searchsorted(self._mark_lines, number, side="right")) - 1
-        start, later = int(self._mark_offsets[mark]), number - int(self._mark_lines[mark])
+        start = int(self._mark_offsets[mark])
+        later = number - int(self._mark_lines[mark])
         # The line starts within BLOCK_BYTES of the mark.
         end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._size)
         if mark + 1 < len(self._mark_offsets):

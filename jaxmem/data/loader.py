@@ -47,12 +47,16 @@ class Loader(AbstractContextManager["Loader"]):
         corpus: Corpus | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        self._owns_corpus, self.corpus, self._agree = corpus is None, corpus or Corpus(cfg), agree
+        self._owns_corpus = corpus is None
+        self.corpus = corpus or Corpus(cfg)
+        self._agree = agree
         columns = cfg.batch.global_size // cfg.batch.accumulate
         rows = range(columns) if rows is None else rows
         if not rows or min(rows) < 0 or max(rows) >= columns:
             raise ValueError(f"rows {rows}: expected some of the {columns} columns of the batch")
-        self._cfg, self._rows, self._split = cfg, np.asarray(rows), split
+        self._cfg = cfg
+        self._rows = np.asarray(rows)
+        self._split = split
         self._shards = self._choose_shards(columns)
         self._ends = split != "train" or cfg.data.epochs is not None
         self._open = [_built_ahead(self._build())]  # empty when it is closed
@@ -64,7 +68,8 @@ class Loader(AbstractContextManager["Loader"]):
         process has its own shard if it has its own rows, and there are at least as many files as processes."""
         if self._split != "train" or not self._cfg.data.streaming:
             return None
-        count, first = len(self._rows), int(self._rows[0])
+        count = len(self._rows)
+        first = int(self._rows[0])
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
         files = min(len(stream.names) for stream in self.corpus.sources)
         has_user_objects = is_share and columns // count <= files and not self._cfg.data.buckets
@@ -72,8 +77,11 @@ class Loader(AbstractContextManager["Loader"]):
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""
-        cfg, data, corpus = self._cfg, self._cfg.data, self.corpus
-        size, columns = cfg.batch.global_size, cfg.batch.global_size // cfg.batch.accumulate
+        cfg = self._cfg
+        data = self._cfg.data
+        corpus = self.corpus
+        size = cfg.batch.global_size
+        columns = cfg.batch.global_size // cfg.batch.accumulate
         rows_here = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
         count, width = self._shards or (1, columns)
         share = width // count  # row a * width + b belongs to shard b // share, and is row a * share + b % share of it

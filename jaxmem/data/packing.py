@@ -107,7 +107,9 @@ class RowStream:
 
     def fill(self, row: Batch) -> None:
         """Writes the next row into arrays of zeros; the rest of the row is padding."""
-        at, segment, length = 0, 0, len(row["inputs"])
+        at = 0
+        segment = 0
+        length = len(row["inputs"])
         while at < length and not self.has_ended:
             if self._document is None:
                 self._document = self.records.document(self.next_document)
@@ -149,7 +151,8 @@ class Rows:
         return self
 
     def __next__(self) -> tuple[bool, Batch]:
-        has_data, batch = not self.has_ended, self.batch()
+        has_data = not self.has_ended
+        batch = self.batch()
         self.step += 1
         return has_data, batch
 
@@ -157,7 +160,8 @@ class Rows:
         return {"step": self.step, **self.position}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self.position, self.step = state, state["step"]
+        self.position = state
+        self.step = state["step"]
 
 
 class TextRows(Rows):

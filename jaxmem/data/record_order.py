@@ -55,7 +55,8 @@ class _TrainingRecords:
     """The records of a source that are not held out, by their place among them."""
 
     def __init__(self, source: int, count: int, excluded: np.ndarray) -> None:
-        self._source, self._length = source, count - len(excluded)
+        self._source = source
+        self._length = count - len(excluded)
         self._before = excluded - np.arange(len(excluded))  # the number of training records before each held-out record
 
     def __len__(self) -> int:
@@ -76,7 +77,8 @@ class _HeldOutRecords:
     """The held-out records, in a fixed pseudorandom order."""
 
     def __init__(self, source: int, excluded: np.ndarray) -> None:
-        self._source, self._records = source, excluded[np.argsort(mix64(excluded))]
+        self._source = source
+        self._records = excluded[np.argsort(mix64(excluded))]
 
     def __len__(self) -> int:
         return len(self._records)
@@ -91,7 +93,8 @@ class _BlockShuffle:
 
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
         self._lengths, self._seed = lengths, seed
-        self._starts, self._count = np.cumsum(lengths) - lengths, int(lengths.sum())
+        self._starts = np.cumsum(lengths) - lengths
+        self._count = int(lengths.sum())
         # The rows of a batch are close together, so few blocks are in use at a time (of two epochs where they meet).
         self._blocks = lru_cache(4)(self._blocks_of)
         self._within = lru_cache(16)(self._within_block)
@@ -151,7 +154,8 @@ class WeightedSelection:
         return self._length
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        before, after = index, index + 1  # records of this source and the later sources
+        before = index
+        after = index + 1  # records of this source and the later sources
         for source, later_share, total_weight in self._rests:
             later_before, later_after = (round_half_up(k * later_share, total_weight) for k in (before, after))
             if later_after == later_before:

@@ -164,7 +164,8 @@ def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> li
     >>> [tokens.tolist() for tokens in document_tokens(Bytes(), pieces)]
     [[97], [98, 256]]
     """
-    begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
+    begin = np.array(tokenizer.begin, np.int32)
+    end = np.array([tokenizer.end], np.int32)
     none = end[:0]
     return [
         np.concatenate((begin if piece.is_first else none, ids, end if piece.is_last else none))

@@ -37,7 +37,8 @@ class StreamedFiles(RecordSource):
     def __init__(
         self, reader: type[RecordSource], files: Files, source: Source, data: Data, tokenizer: Tokenizer
     ) -> None:
-        self.noun, self.documents_per_record = reader.noun, reader.documents_per_record
+        self.noun = reader.noun
+        self.documents_per_record = reader.documents_per_record
         super().__init__([], source, data, tokenizer)
         self._reader, self._files = reader, files
         self.first = 0  # the file that is read first
@@ -143,7 +144,8 @@ class FileOrder:
 
     def _file(self, visit: int) -> int:
         epoch, turn = divmod(visit, self._per_epoch)
-        count, seed = len(self._files.names), mix_seed(self._seed, epoch)
+        count = len(self._files.names)
+        seed = mix_seed(self._seed, epoch)
         order = permutation(count, seed) if self._files.data.shuffle else range(count)
         return int(order[self._shard[0] + turn * self._shard[1]])
 

@@ -47,7 +47,8 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        start, text = sum(len(part) for part in self.environment.written), caller()
+        start = sum(len(part) for part in self.environment.written)
+        text = caller()
         self.environment.marks.append((start, start + len(text)))
         return str(text)
 

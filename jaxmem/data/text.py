@@ -66,9 +66,11 @@ class TextFiles(TokenizedText):
     def piece(self, index: int) -> DocumentPiece:
         file, part, count = self._find(index)
         size = self.sizes[file]
-        start, end = part * size // count, (part + 1) * size // count
+        start = part * size // count
+        end = (part + 1) * size // count
         # A cut inside a character moves back to its first byte: at most 3 bytes, the same at both ends.
-        low, high = max(0, start - 3), min(size, end + 1)
+        low = max(0, start - 3)
+        high = min(size, end + 1)
         data = self._files.read(self.paths[file], low, high)
         text = data[character_start(data, start - low) : character_start(data, end - low)]
         return DocumentPiece(text, part == 0, part == count - 1)

@@ -39,7 +39,8 @@ class UserLoader(AbstractContextManager["UserLoader"]):
 
     def rewind(self) -> None:
         """Returns to the beginning."""
-        self._iterator, self._count = iter(self._batches), 0
+        self._iterator = iter(self._batches)
+        self._count = 0
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -48,7 +48,8 @@ class DelayedMax:
         """The largest number of the previous step; in a single process, `number` itself."""
         if jax.process_count() == 1:
             return number
-        before, self._pending = self._pending, _max(number)
+        before = self._pending
+        self._pending = _max(number)
         return 0 if before is None else int(before)
 
 

@@ -48,7 +48,8 @@ def find(timeout: float = 300) -> Cluster | None:
     """The processes that were started together with this one; None for a single process. `timeout`: seconds until
     Kubernetes must know the name of process 0."""
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    count, process = _number(given, "JAX_NUM_PROCESSES"), _number(given, "JAX_PROCESS_ID")
+    count = _number(given, "JAX_NUM_PROCESSES")
+    process = _number(given, "JAX_PROCESS_ID")
     address = given.get("JAX_COORDINATOR_ADDRESS")
     scheduler = None if count == 1 else _scheduler(is_given=count is not None and process is not None)
     if scheduler is not None:
@@ -103,7 +104,8 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return question(*arguments)
     except (RuntimeError, KeyError, ValueError, OSError) as error:
-        name, text = question.__qualname__.partition("Cluster")[0], " ".join(str(error).split())
+        name = question.__qualname__.partition("Cluster")[0]
+        text = " ".join(str(error).split())
         raise UserError(f"{name} does not identify the processes of this run ({text}); set {ALL}") from error
 
 

@@ -41,7 +41,9 @@ class Communicator:
             where = Mesh(np.asarray(jax.devices() if where is None else where, dtype=object), (axis,))
         if axis not in where.axis_names:
             raise ValueError(f"unknown axis {axis!r}; the mesh has {', '.join(where.axis_names)}")
-        self.mesh, self.axis, self.size = where, axis, where.shape[axis]
+        self.mesh = where
+        self.axis = axis
+        self.size = where.shape[axis]
 
     def put(self, values: Any) -> jax.Array:
         """Copies [participants of this process, ...], in order, to the devices; returns [participants, ...]."""
@@ -74,7 +76,8 @@ class Communicator:
 @lru_cache(maxsize=256)
 def _compiled(mesh: Mesh, axis: str, collective: str, option: Any = None) -> Any:
     """The program of all participants. `option`: the reduction, or the root of a broadcast."""
-    size, scattered = mesh.shape[axis], collective == "reduce_scatter"
+    size = mesh.shape[axis]
+    scattered = collective == "reduce_scatter"
 
     def local(values: jax.Array) -> jax.Array:
         x = values[0]

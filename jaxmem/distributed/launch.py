@@ -41,7 +41,8 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None, r
         left = len(variables) - killed
         if not killed or not left or not restarts:
             return code
-        fewer, restarts = max(n for n in range(1, left + 1) if processes % n == 0), restarts - 1
+        fewer = max(n for n in range(1, left + 1) if processes % n == 0)
+        restarts = restarts - 1
         _write(sys.stderr, f"launch: starting again with {fewer} of {processes} processes\n")
         variables = environments(processes, devices, fewer)
 
@@ -123,7 +124,9 @@ async def _start(command: Sequence[str], environment: Mapping[str, str]) -> Proc
 async def _wait(children: Sequence[Process]) -> tuple[int, int]:
     """Waits for all processes; returns 0, or the exit code of the first process that failed, and how many were killed
     before the others were stopped."""
-    code, killed, stops = 0, 0, [(GRACE_SECONDS, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
+    code = 0
+    killed = 0
+    stops = [(GRACE_SECONDS, signal.SIGTERM), (TERM_TIMEOUT, signal.SIGKILL)]
     ends = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     running = set(ends)
     while running:

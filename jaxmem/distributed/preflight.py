@@ -29,8 +29,10 @@ def preflight() -> list[str]:
     """Runs the measurements, and returns the lines of the report. All processes call it together."""
     size, count = SIZES.get(jax.default_backend(), ACCELERATOR)
     device = jax.local_devices()[0]
-    a, block = jax.device_put(np.ones((size, size), np.float32), device), np.ones(count, np.uint8)
-    multiply, comm = jax.jit(lambda a: a @ a), Communicator()
+    a = jax.device_put(np.ones((size, size), np.float32), device)
+    block = np.ones(count, np.uint8)
+    multiply = jax.jit(lambda a: a @ a)
+    comm = Communicator()
     mine = {
         "matmul": 2 * size**3 / _best(lambda: multiply(a), MIN_SECONDS),
         "copy": count / _best(lambda: jax.device_put(block, device), MIN_SECONDS),
@@ -44,7 +46,8 @@ def preflight() -> list[str]:
 def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequence[str]) -> list[str]:
     """One line for all processes, and one for each slow process. `bandwidth`: bytes per second of an all-reduce.
     `rates`: for each measurement, the rate of each process."""
-    count, host_count = len(next(iter(rates.values()))), len(set(hosts))
+    count = len(next(iter(rates.values())))
+    host_count = len(set(hosts))
     on = f" on {host_count} host{'s' * (host_count > 1)}" if hosts else ""
     lines = [f"{count} processes{on}: all-reduce {bandwidth / 1e9:.3g} GB/s"]
     for what, of_processes in rates.items():

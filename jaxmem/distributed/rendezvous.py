@@ -21,7 +21,8 @@ MESSAGE_BYTES = 1 << 20  # limit of the size of a message
 
 def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = socket.gethostname) -> list[str]:
     """The host of each process. After `seconds`, an error names the missing processes."""
-    end, host = time.monotonic() + seconds, hostname()
+    end = time.monotonic() + seconds
+    host = hostname()
     answer = _collect(cluster, end, host) if cluster.process == 0 else _report(cluster, end, seconds, host)
     hosts: list[str | None] = answer["hosts"]
     if conflict := answer["conflict"]:

@@ -65,7 +65,8 @@ def copy_chat_template(name: str, target: Path) -> None:
 def _copy(file: Path, target: Path) -> None:
     """Copies a file. Links are followed only to files of the same directory or, as in the cache of Hugging Face, to
     `../../blobs`; any other link could copy private files of this machine into an export."""
-    place, real = file.parent.resolve(), file.resolve()
+    place = file.parent.resolve()
+    real = file.resolve()
     if real.parent not in (place, place.parent.parent / "blobs"):
         raise UserError(f"{file}: a link to {real}, outside of its directory; copy the file itself into the directory")
     shutil.copyfile(real, target)

@@ -126,7 +126,8 @@ class GgufTensors:
             yield name, GgufSlice(self._file.tensors[name], self._file.tensors[name].shape)
 
     def _slice(self, name: str, tensor: GgufTensor, expert: int | None) -> GgufSlice:
-        model, shape = self._model, tensor.shape if expert is None else tensor.shape[1:]
+        model = self._model
+        shape = tensor.shape if expert is None else tensor.shape[1:]
         if expert is not None and not (len(tensor.shape) == 3 and expert < tensor.shape[0]):
             raise UserError(f"{self._file.file}: {name}: a tensor of the shape {list(tensor.shape)} has no such expert")
         heads = {"q_proj": model.heads, "k_proj": model.kv_heads}.get(name.split(".")[-2], 0)

@@ -173,10 +173,12 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
         )
     is_sentencepiece = bool(model.get("byte_fallback"))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
-    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    tokens = [f"[PAD{i}]" for i in range(size)]
+    types = [UNUSED] * size
     for text, number in model["vocab"].items():
         is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x")
-        tokens[number], types[number] = text, BYTE if is_byte else NORMAL
+        tokens[number] = text
+        types[number] = BYTE if is_byte else NORMAL
     for added in content.get("added_tokens", ()):
         tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER
     if (unknown := model.get("unk_token")) in tokens:
@@ -215,7 +217,8 @@ class GgufOutput(NamedTuple):
 def _tensors(model: Network, kind: str, indices: Sequence[int] | None) -> Iterator[GgufOutput]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    cfg, architecture = model.cfg, _architecture(model.cfg)
+    cfg = model.cfg
+    architecture = _architecture(model.cfg)
     names = get_tensor_name_map(next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), cfg.layers)
     heads = {"q_proj": cfg.heads, "k_proj": cfg.kv_heads} if architecture == PERMUTED else {}
     for tensor in model_tensors(model, "float32", indices):

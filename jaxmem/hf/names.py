@@ -100,7 +100,8 @@ def module_names(params: Any) -> dict[str, str]:
 
 def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
     """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
-    names, flat = module_names(params), flatten_dict(params)
+    names = module_names(params)
+    flat = flatten_dict(params)
     for path, array in flat.items():
         *module, kind = path
         layers = stack_indices(".".join(path), flat, indices)

@@ -61,7 +61,8 @@ LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the lay
 
 def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
     """The low-rank adapters among the parameters of a decoder."""
-    stacks_by_name, flat = {}, flatten_dict(params)
+    stacks_by_name = {}
+    flat = flatten_dict(params)
     total = count_layers(map(".".join, flat))
     for path, array in flat.items():
         if path[-2:] == ("lora", "a"):
@@ -111,7 +112,8 @@ def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indic
 
 def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
     """The weights of the adapters of a decoder, without the weights of the base."""
-    flat, names = flatten_dict(params), module_names(params)
+    flat = flatten_dict(params)
+    names = module_names(params)
     for path, array in flat.items():
         *module, parent, kind = path
         name = ".".join(module)
@@ -152,7 +154,8 @@ def _base_weights(
 def saved_names(program: Program) -> set[str]:
     """The names of the tensors of the base model that are saved with the adapters: trainable ones, and those that were
     read from the file of an adapter."""
-    model, directory = program.model, program.cfg.adapter.hf
+    model = program.model
+    directory = program.cfg.adapter.hf
     in_file = set()
     if directory is not None:
         in_file = set(map(base_tensor_name, Tensors(directory, ADAPTER).entries))
@@ -204,7 +207,10 @@ def save_adapter(
 
 def read_adapter(program: Program) -> dict[WeightPath, Any]:
     """The weights of the adapters in the directory `adapter.hf`, stored and sharded like those of the program."""
-    params, model, adapter, base = program.spec.state.params, program.model, program.cfg.adapter, program.cfg.model
+    params = program.spec.state.params
+    model = program.model
+    adapter = program.cfg.adapter
+    base = program.cfg.model
     assert adapter.hf is not None
     assert isinstance(base, Decoder)
     stacks = _low_rank_stacks(params, adapter, model.layer_indices)
@@ -235,7 +241,8 @@ def fingerprint(directory: str | Path) -> str:
     It is a hash of the signs of the first 2,048 elements of every tensor: equal for copies in float32, float16 and
     bfloat16, and different after the weights are trained. Only a few rows of each tensor are read.
     """
-    cfg, digest = Decoder(**decoder_fields(str(directory))), hashlib.blake2b(digest_size=16)
+    cfg = Decoder(**decoder_fields(str(directory)))
+    digest = hashlib.blake2b(digest_size=16)
     tensors = Tensors(directory)
     for name, entry in sorted(tensors.entries.items()):
         if not is_ignored(cfg, name) and entry.dtype in DTYPES and entry.shape and 0 not in entry.shape:
@@ -263,18 +270,22 @@ def check_adapter(directory: str | Path, base: str | Path) -> None:
 
 def read_base(program: Program) -> Params:
     """The weights of the model from `model.hf`, stored and sharded like those of the program."""
-    model, adapter, spec = program.cfg.model, program.cfg.adapter, program.model
+    model = program.cfg.model
+    adapter = program.cfg.adapter
+    spec = program.model
     assert isinstance(model, Decoder)
     assert model.hf is not None
     if adapter.hf is not None:
         check_adapter(adapter.hf, model.hf)
-    base, axes = base_of(program.spec.state.params), base_of(spec.axes)
+    base = base_of(program.spec.state.params)
+    axes = base_of(spec.axes)
     return read_weights(model.hf, model, base, axes, program.layout, spec.layer_indices, adapter.hf)
 
 
 def add_adapters(program: Program, base: Params) -> Params:
     """Weights of the model, which are donated, with new adapters or those of `adapter.hf`."""
-    params, adapter = program.add_adapters(base), program.cfg.adapter
+    params = program.add_adapters(base)
+    adapter = program.cfg.adapter
     if adapter.hf is None or adapter.kind == "none":
         return params
     return unflatten_dict({**flatten_dict(params), **read_adapter(program)})

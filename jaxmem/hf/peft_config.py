@@ -33,7 +33,8 @@ def adapter_json(
     ends = {path: ".".join(name.split(".")[-2 if path in alike else -1 :]) for path, name in names.items()}
     parameters: list[str] = []
     for end in dict.fromkeys(ends[path] for path in layers):
-        paths, before = [path for path, other in ends.items() if other == end], len(named)
+        paths = [path for path, other in ends.items() if other == end]
+        before = len(named)
         stacks = {path: layers.get(path, (None,)) for path in paths}
         different = {lora for stack in stacks.values() for lora in stack}
         if len(different) == 1 and (only := next(iter(different))) is not None:

@@ -29,7 +29,8 @@ class InitializedTensors(Tensors):
         self, directory: str | Path, base: str | Path, method: str, stacks: Mapping[str, Sequence[LowRank | None]]
     ) -> None:
         super().__init__(directory, ADAPTER)
-        self._base, self._method = Tensors(base), method
+        self._base = Tensors(base)
+        self._method = method
         self._scales: dict[str, float] = {}
         for path, stack in stacks.items():
             module, layers = split_stack(path)
@@ -66,7 +67,8 @@ def _initial(w: np.ndarray, rank: int, method: str, scale: float) -> tuple[np.nd
         a = b.T @ w
     elif w.shape[0] < w.shape[1]:
         b = np.linalg.eigh(w @ w.T)[1][:, -rank:]
-        a, b = b.T @ w, b / scale
+        a = b.T @ w
+        b = b / scale
     else:
         a = np.linalg.eigh(w.T @ w)[1][:, -rank:].T
         b = w @ a.T / scale

@@ -62,7 +62,8 @@ def take_quantized(
     if scheme.method not in LAYOUTS:
         return readers
     for name, shape in shapes.items():
-        module, weight = name.removesuffix("weight"), tensors.entries.get(name)
+        module = name.removesuffix("weight")
+        weight = tensors.entries.get(name)
         is_plain = weight is not None and weight.dtype in DTYPES
         if len(shape) != 2 or is_plain:
             continue
@@ -84,7 +85,8 @@ def take_quantized(
 
 def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if part.shape != shape or part.dtype not in dtypes:
-        given, expected = f"{part.dtype} {list(part.shape)}", f"{' or '.join(dtypes)} {list(shape)}"
+        given = f"{part.dtype} {list(part.shape)}"
+        expected = f"{' or '.join(dtypes)} {list(shape)}"
         raise UserError(f"{part.file}: {part.name} is {given}, but config.json requires {expected}; {REMEDY}")
 
 

@@ -47,7 +47,8 @@ class Bitsandbytes4:
     @property
     def parts(self) -> Expected:
         """The tensors of a matrix."""
-        size, group = self.rows * self.columns, self.scheme.scale_group
+        size = self.rows * self.columns
+        group = self.scheme.scale_group
         blocks = -(-size // self.block)
         expected: Expected = {"weight": ((-(-size // 2), 1), ("U8",))}
         if group is None:
@@ -59,10 +60,12 @@ class Bitsandbytes4:
 
     def prepare(self, parts: Parts, redundant: Parts) -> None:
         """Checks the tables of values, and adds the mean of the scales, which a file has in JSON."""
-        name, scheme = f"{QUANT_STATE}{self.scheme.listed}", self.scheme
+        name = f"{QUANT_STATE}{self.scheme.listed}"
+        scheme = self.scheme
         try:
             state = json.loads(bytes(redundant[name]))
-            sizes, mean = (state["blocksize"], state.get("nested_blocksize")), state.get("nested_offset", 0.0)
+            sizes = (state["blocksize"], state.get("nested_blocksize"))
+            mean = state.get("nested_offset", 0.0)
             parts["mean"] = np.full((1, 1), mean, np.float32)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(f"{name} is missing or damaged") from None
@@ -80,11 +83,15 @@ class Bitsandbytes4:
 
     def weight(self, parts: Parts) -> Any:
         """The weight [in, out]."""
-        block, form, group = self.block, self.scheme.format, self.scheme.scale_group
-        codes, scale = parts["weight"].reshape(-1), parts["weight.absmax"]
+        block = self.block
+        form = self.scheme.format
+        group = self.scheme.scale_group
+        codes = parts["weight"].reshape(-1)
+        scale = parts["weight.absmax"]
         if self.columns % block:  # blocks continue in the next row
             if group is not None:
-                mean, size = parts["mean"].reshape(1), scale.size
+                mean = parts["mean"].reshape(1)
+                size = scale.size
                 scale = QTensor(scale, parts["weight.nested_absmax"], mean, "dynamic8", -1, group, size, "float32")
             flat = QTensor(codes, scale, None, form, -1, block, self.rows * self.columns, "float32")
             return flat.dequantize().reshape(self.rows, self.columns).T
@@ -172,7 +179,8 @@ class EvenlySpaced:
     @property
     def parts(self) -> Expected:
         """The tensors of a matrix."""
-        names, dtypes = self.tensors, ("I8",) if self.tensors.packed is None else ("I32",)
+        names = self.tensors
+        dtypes = ("I8",) if self.tensors.packed is None else ("I32",)
 
         def shape(inputs: int, packed: int | None) -> tuple[int, ...]:
             sizes = [-(-size // self.words) if dim == packed else size for dim, size in enumerate((inputs, self.rows))]
@@ -189,7 +197,8 @@ class EvenlySpaced:
     def prepare(self, parts: Parts, redundant: Parts) -> None:
         """Checks the order of the inputs and symmetric zero points, and removes them if they are the usual ones."""
         del redundant
-        bits, order = self.scheme.bits, parts.pop(self.tensors.order, None)
+        bits = self.scheme.bits
+        order = parts.pop(self.tensors.order, None)
         if self.scheme.is_symmetric and (packed := parts.pop(self.tensors.zeros, None)) is not None:
             zeros = np.unpackbits(packed.view(np.uint8), bitorder="little").reshape(-1, bits) @ (1 << np.arange(bits))
             if (zeros + self.scheme.zero_offset != 1 << bits - 1).any():
@@ -217,7 +226,10 @@ class EvenlySpaced:
 
     def weight(self, parts: Parts) -> Any:
         """The weight [in, out]."""
-        names, bits, form, zeros = self.tensors, self.scheme.bits, self.scheme.format, None
+        names = self.tensors
+        bits = self.scheme.bits
+        form = self.scheme.format
+        zeros = None
         codes = self.codes(parts[names.codes], (self.columns, self.rows)[names.packed or 0], names.packed)
         scales = (parts[names.scales].T if names.is_transposed else parts[names.scales]).astype(jnp.float32)
         if names.zeros in parts:

@@ -135,7 +135,8 @@ def _read(
     layout: Layout | None,
     quantized: Mapping[str, Callable[[], Encoded]],
 ) -> Any:
-    shape, spec = weight.shape, weight.array
+    shape = weight.shape
+    spec = weight.array
     axes = axes[weight.depth :]
     axes = axes[::-1] if weight.is_transposed else axes
 
@@ -219,7 +220,8 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
 def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) -> Any:
     """The array, transposed if needed, and cast or quantized; unchanged if it is stored like `spec`."""
     if isinstance(x, Encoded):
-        x, is_transposed = x.weight(), False
+        x = x.weight()
+        is_transposed = False
     if isinstance(x, QTensor) and isinstance(spec, QTensor):
         x = dataclasses.replace(x, dtype=spec.dtype)
         structures: list[Any] = [jax.tree.structure(tree) for tree in (x, spec)]
@@ -237,7 +239,8 @@ def _zeros(spec: Spec) -> Any:
             return jnp.zeros(x.shape, x.dtype)
         # Each device writes its shard: XLA cannot compile the loop in `zeros_on_host` over a dimension with shards.
         shard = partial(zeros_on_host, x.sharding.shard_shape(x.shape), x.dtype)
-        mesh, spec = x.sharding.mesh, x.sharding.spec
+        mesh = x.sharding.mesh
+        spec = x.sharding.spec
         return jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)()
 
     return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_shardings(spec))

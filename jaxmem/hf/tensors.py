@@ -80,7 +80,8 @@ class Tensors:
     ) -> None:
         """Refuses a directory in which a tensor is missing, unexpected, of another shape or of an unknown dtype."""
         present = {name for name in self.entries if name in expected or not is_ignored(name)}
-        missing, extra = [name for name in expected if name not in present], sorted(present - expected.keys())
+        missing = [name for name in expected if name not in present]
+        extra = sorted(present - expected.keys())
         if missing or extra:
             lists = ("missing", missing), ("unexpected", extra)
             problems = ", ".join(f"{what} tensors: {abridge(names)}" for what, names in lists if names)
@@ -104,7 +105,8 @@ class Tensors:
             end = next((end for end in fused if name.endswith(f".{end}")), None)
             if end is None:
                 continue
-            how, begin = fused[end], name.removesuffix(end)
+            how = fused[end]
+            begin = name.removesuffix(end)
             parts = [f"{begin}{part}" for part in how.parts]
             if not shapes.keys() >= set(parts):
                 continue  # `expect` refuses it
@@ -125,7 +127,8 @@ class Tensors:
             return np.zeros([len(r) for r in ranges], DTYPES.get(entry.dtype, np.uint8))
         part = [slice(r.start, r.stop) for r in inside]
         if inside:
-            r, step = inside[entry.dim], entry.step
+            r = inside[entry.dim]
+            step = entry.step
             part[entry.dim] = slice(entry.start + r.start * step, entry.start + (r.stop - 1) * step + 1)
         values = self._open[entry.file].get_slice(entry.name)[tuple(part)]
         if entry.step > 1:

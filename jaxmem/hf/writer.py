@@ -89,7 +89,8 @@ def save(
 
 def _has_only_mxfp4_experts(model: models.Decoder) -> bool:
     """Whether all matrices of experts are stored in MXFP4, and have no adapters."""
-    adapters, params = _adapters(model), base_of(nnx.to_pure_dict(nnx.state(model)))
+    adapters = _adapters(model)
+    params = base_of(nnx.to_pure_dict(nnx.state(model)))
     experts = [weight for weight in decoder_weights(params) if _is_expert(weight)]
     stored = [weight.array.format for weight in experts if isinstance(weight.array, QTensor)]
     return stored == ["mxfp4"] * len(experts) and not any(weight.path in adapters for weight in experts)
@@ -105,7 +106,8 @@ def model_tensors(
 ) -> list[OutputTensor]:
     """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack. `keeps_mxfp4`: whether
     experts are written as they are stored."""
-    params, adapters = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
+    params = base_of(nnx.to_pure_dict(nnx.state(model)))
+    adapters = _adapters(model)
     if model.prompt is not None:
         raise UserError("the model has a soft prompt, which no weight can contain; use hf.save_adapter, or --adapter")
     if adapters.keys() - flatten_dict(params).keys():

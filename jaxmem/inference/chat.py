@@ -30,7 +30,8 @@ class TextGenerator:
         self._conversation = Conversation(self._generate)
         self._tokenizer = tokenizer_of(program)
         self._template_file = program.cfg.data.chat_template
-        self._tokens, self._stops = tokens, tuple(stop for stop in stops if stop)
+        self._tokens = tokens
+        self._stops = tuple(stop for stop in stops if stop)
         self.is_cut = False  # whether the last answer ended only because it had `tokens` tokens
 
     def complete(self, prompt: str) -> Iterator[str]:

@@ -56,7 +56,8 @@ def export_model(
     check_run(run)
     _check_adapters(run, model_config(run), adapter, merge)
     program, params = open_model(run)
-    cfg, base_files = program.cfg, Path(run, HF_FOLDER)
+    cfg = program.cfg
+    base_files = Path(run, HF_FOLDER)
     indices = program.model.layer_indices
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)
@@ -97,7 +98,8 @@ def export_model(
 def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:
     if adapter and merge:
         raise UserError("export: --adapter and --merge are both set; use one of them")
-    kind, has_adapters = cfg.adapter.kind, cfg.adapter.kind in (*LOW_RANK, "prompt")
+    kind = cfg.adapter.kind
+    has_adapters = cfg.adapter.kind in (*LOW_RANK, "prompt")
     if (adapter or merge) and not has_adapters:
         raise UserError(f"{run}: has no adapters; remove {'--adapter' if adapter else '--merge'}")
     if merge and kind == "prompt":

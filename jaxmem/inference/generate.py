@@ -90,7 +90,8 @@ class Generator:
         if cfg.model.family != "decoder":
             raise UserError(f"model.family={cfg.model.family} does not support generation; use a decoder")
         self._program, self._params, self._sampling = program, params, sampling
-        self._cache_format, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
+        self._cache_format = cfg.generate.kv_cache
+        self._chunk = cfg.generate.prefill_chunk
         prompt = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
         # The tokens of a soft prompt come before every text.
         self.prompt_tokens = (

@@ -72,7 +72,8 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
 
 
 def tokenizer_of(program: Program) -> Tokenizer:
-    name, vocab = program.cfg.data.tokenizer, getattr(program.cfg.model, "vocab", 0)
+    name = program.cfg.data.tokenizer
+    vocab = getattr(program.cfg.model, "vocab", 0)
     tokenizer = tokenizer_for(name)
     if tokenizer.vocab_size > vocab:
         tokens = f"{tokenizer.vocab_size} tokens, more than model.vocab={vocab}"
@@ -95,10 +96,12 @@ def _hf_config(directory: Path) -> dict[str, Any]:
 
 def _program(cfg: Config) -> Program:
     """The program of a config, on one device if the mesh does not match the number of devices of this machine."""
-    devices, mesh = jax.devices(), cfg.mesh
+    devices = jax.devices()
+    mesh = cfg.mesh
     sizes = [getattr(mesh, axis) for axis in MESH_AXES]
     if -1 not in sizes and math.prod(sizes) != len(devices):
-        cfg, devices = cfg.model_copy(update={"mesh": Mesh()}), devices[:1]
+        cfg = cfg.model_copy(update={"mesh": Mesh()})
+        devices = devices[:1]
     return program(cfg, devices)
 
 
@@ -144,7 +147,8 @@ def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Any
 def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Any:
     """The base weights from another run's checkpoint, stored as this program stores them. A new classifier head
     replaces the old one."""
-    where, here = checkpoints.directory / str(step), built.cfg
+    where = checkpoints.directory / str(step)
+    here = built.cfg
     saved = load_config(checkpoints.read(step)[1])
     if saved.adapter.kind in (*LOW_RANK, "prompt"):
         raise UserError(f"{where}: has adapters; export it with --merge, and set model.hf to the exported directory")
@@ -180,7 +184,8 @@ def initial_state(built: Program) -> TrainState:
 def _store_as(built: Program, params: Any) -> Any:
     """Weights in the formats in which this program stores them. They are converted one by one: at most one exists in
     both formats."""
-    axes, placed = flatten_dict(built.model.axes), flatten_dict(built.spec.state.params)
+    axes = flatten_dict(built.model.axes)
+    placed = flatten_dict(built.spec.state.params)
     left = flatten_dict(params)
     params.clear()
 

@@ -144,7 +144,8 @@ def cudnn_remedy() -> str | None:
     version = package_versions([package]).get(package)
     if version is not None and tuple(map(int, version.split(".")[:2])) >= CUDNN_NEEDED:
         return None
-    state, needed = f"is {version}" if version else "is missing", ".".join(map(str, CUDNN_NEEDED))
+    state = f"is {version}" if version else "is missing"
+    needed = ".".join(map(str, CUDNN_NEEDED))
     return f"{package} {state}; {needed} or newer is required; run pip install -U {package}"
 
 
@@ -153,7 +154,8 @@ def gpu_compiler_remedy() -> str | None:
     Compiling needs jax's CUDA plugin in the version of jax, and ptxas from its wheel or from a CUDA toolkit, but no
     driver."""
     cure = "pip install 'jaxmem[plan]'"
-    wheels, version = cuda_wheels(), importlib.metadata.version("jax")
+    wheels = cuda_wheels()
+    version = importlib.metadata.version("jax")
     if not any(wheel.endswith("plugin") for wheel in wheels):
         return f"compiling for GPUs requires jax's CUDA plugin; run {cure}"
     for wheel, its in wheels.items():
@@ -242,7 +244,8 @@ def spill_to_host() -> None:
     for name in _FRACTIONS:
         if (share := os.environ.get(name)) is not None and float(share) <= 1:
             raise UserError(f"{name}={share} leaves no memory for memory.spill=unified; unset it")
-    count, least = _visible(gpus_found), min(gpu["memory"] for gpu in gpus_found)
+    count = _visible(gpus_found)
+    least = min(gpu["memory"] for gpu in gpus_found)
     room = least - gpus.reserved(count) + gpus.spillable(main_memory() // count)
     if not any(name in os.environ for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = f"{room / least:.4f}"

@@ -103,7 +103,8 @@ def table(findings: dict[str, Any]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    packages, memory = findings["packages"] | findings["cuda_wheels"], findings["host_memory"]
+    packages = findings["packages"] | findings["cuda_wheels"]
+    memory = findings["host_memory"]
     kinds = Counter(device["kind"] for device in findings["devices"])
     kernels = {device["kind"]: device["kernels"] for device in findings["devices"] if device["platform"] != "cpu"}
     rows = [
@@ -123,7 +124,8 @@ def table(findings: dict[str, Any]) -> Group:
         ("memory", f"{_gib(memory['available'])} of {_gib(memory['total'])} free"),
         ("disk", f"{_gib(findings['disk']['free'])} free for {findings['disk']['path']}/"),
     ]
-    facts, works = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    facts = Table.grid(padding=(0, 2))
+    works = Table.grid(padding=(0, 2))
     for name, text in rows:
         facts.add_row(name, Text(text))
     for check in findings["works"]:
@@ -143,7 +145,9 @@ def _gpu_check(findings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_remedy(findings: dict[str, Any]) -> str:
-    driver, wheels, version = findings["driver"], findings["cuda_wheels"], findings["packages"]["jax"]
+    driver = findings["driver"]
+    wheels = findings["cuda_wheels"]
+    version = findings["packages"]["jax"]
     if driver is None and not devices.has_nvidia_gpu():
         return "this machine has no NVIDIA driver; install one, or use the CPU"
     if driver is None:
@@ -193,11 +197,13 @@ def _host_memory() -> dict[str, int]:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")
         kib[name] = int(amount.split()[0])
-    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    total = kib["MemTotal"] << 10
+    available = kib["MemAvailable"] << 10
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, available = min(total, int(text)), min(available, max(0, int(text) - used))
+        total = min(total, int(text))
+        available = min(available, max(0, int(text) - used))
     return {"total": total, "available": available}
 
 

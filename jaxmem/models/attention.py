@@ -68,14 +68,16 @@ class Attention(nnx.Module):
     inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "q_norm", "k_norm", "sinks")
 
     def __init__(self, rngs: nnx.Rngs, spec: AttentionSpec, execution: Execution = Execution()):
-        heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        heads = spec.heads * spec.head_dim
+        kv_heads = spec.kv_heads * spec.head_dim
         self.q = Linear(rngs, spec.embed, heads, ("embed", "heads"), bias=spec.bias)
         self.k = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
         self.v = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
         self.o = Linear(rngs, heads, spec.embed, ("heads", "embed"), bias=spec.output_bias)
         if spec.sinks:
             self.sinks = new_constant(0.0, (spec.heads,), ("heads",))
-        self.q_norm, self.k_norm = self._norm(spec, "heads", heads), self._norm(spec, "kv_heads", kv_heads)
+        self.q_norm = self._norm(spec, "heads", heads)
+        self.k_norm = self._norm(spec, "kv_heads", kv_heads)
         self.spec, self.execution = spec, execution
 
     def __call__(
@@ -145,7 +147,8 @@ class Attention(nnx.Module):
 
     def group_count(self, x: Float[Array, "batch time embed"]) -> int:
         """The number of groups of heads (`memory.head_groups`)."""
-        spec, parts = self.spec, 1 if (layout := current()) is None else layout.parts("activations", "heads")
+        spec = self.spec
+        parts = 1 if (layout := current()) is None else layout.parts("activations", "heads")
         if spec.joint_qk_norm:
             return 1
         return self.execution.chunking.group_count(
@@ -176,7 +179,8 @@ class Attention(nnx.Module):
         return q, k, self._split_heads(modules["v"](x, of_v), "kv_heads")
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
-        k, v = repeat_kv_heads(k), repeat_kv_heads(v)
+        k = repeat_kv_heads(k)
+        v = repeat_kv_heads(v)
         mixed = sharded_attention(q, k, v, tokens, self.spec, self.execution, sinks)
         return mixed[..., : self.spec.values]
 
@@ -207,7 +211,8 @@ def sharded_attention(
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """`kernels.attention` of arrays sharded over batch, heads and sequence."""
-    layout, segment_ids = current(), tokens.segment_ids
+    layout = current()
+    segment_ids = tokens.segment_ids
     if execution.attention == "cudnn" and spec.causal and not execution.packed:
         segment_ids = None  # padding is last, so a causal mask hides it from the tokens that have a loss
     over = () if layout is None else layout.over("activations", "time")
@@ -226,7 +231,8 @@ def sharded_attention(
     arrays = q, k, v, segment_ids, tokens.has_window, sinks
     if layout is None or (not over and execution.attention not in PER_DEVICE):
         return local(*arrays)
-    heads, rows = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
+    heads = layout.spec("activations", HEADS)
+    rows = layout.spec("activations", ("batch", "time"))
     array_specs = heads, heads, heads, rows, layout.spec("activations", ()), layout.spec("activations", ("heads",))
     specs = tuple(None if x is None else spec for x, spec in zip(arrays, array_specs, strict=True))
     return map_devices(local, specs, heads)(*arrays)

@@ -31,7 +31,8 @@ def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
     """SwiGLU as in gpt-oss: clamped at 7, a steeper sigmoid, and a hidden unit of 1 for up = 0."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    gate = jnp.minimum(gate, 7.0)
+    up = jnp.clip(up, -7.0, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
 
 
@@ -49,10 +50,8 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: Features, keys: Keys | None = None) -> Features:
         matrix_keys = fold_keys(keys, 3)
-        gate, up = (
-            checkpoint_name(self.gate(x, matrix_keys[0]), "mlp_gate"),
-            checkpoint_name(self.up(x, matrix_keys[1]), "mlp_up"),
-        )
+        gate = checkpoint_name(self.gate(x, matrix_keys[0]), "mlp_gate")
+        up = checkpoint_name(self.up(x, matrix_keys[1]), "mlp_up")
         hidden = recompute_from_inputs(GATES[self.activation], gate, up)
         hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
         return self.down(hidden, matrix_keys[2])
@@ -137,7 +136,8 @@ def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
 
 
 def _normed_mlp(modules: dict[str, Any], x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:
-    normal, (data, segment_ids) = _apply_norm(modules.get("norm"), x, "mlp_norm"), others
+    normal = _apply_norm(modules.get("norm"), x, "mlp_norm")
+    data, segment_ids = others
     segments = () if segment_ids is None else (segment_ids,)
     y = modules["mlp"](gather_time(normal, "mlp_time"), as_keys(data), *segments)
     y, router = y if isinstance(y, tuple) else (y, None)

@@ -53,7 +53,8 @@ class Chunking:
         >>> Chunking("auto").chunk_size(x, 14336), Chunking("auto").chunk_size(x, 2048), Chunking(1000).chunk_size(x, 1)
         (9344, None, 1000)
         """
-        chunk, (rows, time) = self.tokens, _per_device(x)
+        chunk = self.tokens
+        rows, time = _per_device(x)
         if chunk == "auto":
             width //= shard_count("activations", "mlp")
             token = rows * width * x.dtype.itemsize
@@ -70,7 +71,8 @@ class Chunking:
         """
         if self.head_groups != "auto":
             return self.head_groups
-        parts, (rows, time) = shard_count("activations", "heads"), _per_device(x)
+        parts = shard_count("activations", "heads")
+        rows, time = _per_device(x)
         queries = rows * time * heads // parts * head_dim * x.dtype.itemsize
         if queries <= MIN_SAVING or kv_heads % parts:
             return 1
@@ -112,7 +114,8 @@ def gather_weights(modules: Any, dtype: DTypeLike) -> tuple[Any, Tree]:
     graphdef, state = nnx.split(modules)
 
     def fetch(param: nnx.Variable) -> jax.Array:
-        value, axes = param.get_value(), param.get_metadata()["axes"]
+        value = param.get_value()
+        axes = param.get_metadata()["axes"]
         if isinstance(value, GatheredWeight):
             return value.value
         return gather(value, axes[len(axes) - value.ndim :], dtype if value.ndim > 1 else jnp.float32)
@@ -183,7 +186,8 @@ def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tre
     XLA's partitioner would reduce them after each chunk."""
     weights, x, others = saved
     inputs = jax.tree.map(chunks.split, (x, others, g))
-    over, layout = chunks.over, current()
+    over = chunks.over
+    layout = current()
     groups = (layout.size(over),) if layout is not None and over else ()
 
     def pinned(x: jax.Array) -> jax.Array:

@@ -64,7 +64,8 @@ def vocab_cross_entropy(
     """The loss per token of a decoder, from its features. The logits are computed at once, or in slices of `chunk`
     entries (see `slices_for`). With an adapter on the output projection they are computed at once. Pipeline stages
     compute it together, each in its part of the vocabulary (Yeung et al., arXiv:2411.05288)."""
-    over, weight = vocab_over(), network.projection
+    over = vocab_over()
+    weight = network.projection
     entries = network.cfg.vocab // axis_size(over)
     if over:
         # `tensor` shards the tokens of x here, so its gradient is summed over `over` in this sharding.
@@ -109,7 +110,8 @@ def slices_for(
     """Slices for these features in the current layout; None: all logits at once."""
     tokens = x.shape[0] * x.shape[1] // shard_count("activations", "vocab_batch")
     tokens //= shard_count("activations", "vocab_time")
-    stored, parts = shard_count("weights", "vocab"), shard_count("compute", "vocab")
+    stored = shard_count("weights", "vocab")
+    parts = shard_count("compute", "vocab")
     prefetch = any(set(shard_axes("weights", dim)) - set(shard_axes("compute", dim)) for dim in ("embed", "vocab"))
     width = slice_width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, max_entries)
     # If the vocabulary is stored in one part but computed in several, each device computes its part of every slice.
@@ -200,7 +202,8 @@ class SlicedLoss:
 
         def add(sums: _Sums, weight: Columns, j: jax.Array) -> _Sums:
             highest, total, label_logit, summed = sums
-            logits, entries = self.logits(x, weight), slices.entries(depend(j))
+            logits = self.logits(x, weight)
+            entries = slices.entries(depend(j))
             real = entries >= 0
             higher = jnp.maximum(highest, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
             exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
@@ -227,7 +230,8 @@ class SlicedLoss:
         the compute dtype, and its contribution to the gradient of x in float32. The contributions of the parts of the
         vocabulary are separate, so that devices along `tensor` reduce them once, after the last slice."""
         per_token = lambda value: value[..., None, None]  # noqa: E731
-        entries, s = self.slices.entries(j), self.terms.label_smoothing
+        entries = self.slices.entries(j)
+        s = self.terms.label_smoothing
         x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = self.logits(x, weight)
         probability = jnp.exp(logits - per_token(statistics.log_partition))
@@ -272,8 +276,10 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
     # Gathered before the loop over slices; inside of it, XLA would gather the features for each slice.
     x = constrain(x, "vocab_batch", "vocab_time", "embed")
     labels, g = (constrain(array, "vocab_batch", "vocab_time") for array in (labels, g))
-    weight, trainable = at if stored is None else stored, at is not None
-    slices, axes = loss.slices, loss.axes
+    weight = at if stored is None else stored
+    trainable = at is not None
+    slices = loss.slices
+    axes = loss.axes
 
     def add(sums: tuple[Any, jax.Array], columns: Columns, j: jax.Array) -> tuple[Any, jax.Array]:
         of_weight, of_x = sums

@@ -112,7 +112,8 @@ class Decoder(Network):
             width = cfg.mlp if cfg.experts is None else cfg.experts.dense_mlp
             assert width is not None
             mlp = GatedMlp(rngs, cfg.embed, width, bias=cfg.mlp_bias, activation=cfg.activation)
-        before, after = cfg.norms in ("pre", "both"), cfg.norms in ("post", "both")
+        before = cfg.norms in ("pre", "both")
+        after = cfg.norms in ("post", "both")
         pairs = [(self._norm(), self._norm()) if has_norms else (None, None) for has_norms in (before, after)]
         return Block(attention, mlp, pairs[0], cfg.dropout, pairs[1])
 
@@ -191,7 +192,8 @@ class Decoder(Network):
         self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Prepends the tokens of the prompt to each sequence. They belong to its first document."""
-        rows, length = tokens.shape[0], self.prompt.length
+        rows = tokens.shape[0]
+        length = self.prompt.length
 
         def prepend(prompt: jax.Array, x: jax.Array) -> jax.Array:
             return jnp.concatenate([jnp.broadcast_to(prompt, (rows, length)), x], axis=1)

@@ -54,16 +54,21 @@ def all_to_all(
 ) -> Float[Array, "*tokens embed"]:
     """`run` with the tokens that chose experts of this device, which stores `count` experts; returns the results of
     this device's tokens. `run` receives [devices x tokens] rows; rows without a token have the expert -1."""
-    shape, top_k, devices = x.shape, choices.shape[-1], jax.lax.axis_size(AXIS)
+    shape = x.shape
+    top_k = choices.shape[-1]
+    devices = jax.lax.axis_size(AXIS)
     x, choices, shares = (a.reshape(-1, a.shape[-1]) for a in (x, choices, shares))
-    tokens, device = x.shape[0], choices // count
+    tokens = x.shape[0]
+    device = choices // count
     is_repeated = jnp.any(jnp.tril(device[:, :, None] == device[:, None, :], -1), axis=-1)
     sent = sort_rows(jnp.where(is_repeated, devices, device), devices)
     sizes = sent.stops - sent.starts
     received = _swap(sizes)
     zeros = 0 * sizes  # jax maps a ragged all-to-all only if all of its offsets are mapped
-    block, blocks = jax.lax.axis_index(AXIS) * tokens + zeros, jnp.arange(devices, dtype=jnp.int32) * tokens + zeros
-    there, back = Slices(sent.starts, sizes, block, received), Slices(blocks, received, _swap(sent.starts), sizes)
+    block = jax.lax.axis_index(AXIS) * tokens + zeros
+    blocks = jnp.arange(devices, dtype=jnp.int32) * tokens + zeros
+    there = Slices(sent.starts, sizes, block, received)
+    back = Slices(blocks, received, _swap(sent.starts), sizes)
 
     slots = sent.starts[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     rows = sent.rows.at[slots].get(mode="clip").reshape(-1)

@@ -167,7 +167,8 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
 def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     """Rows of a matrix in host memory. The complete matrix is copied in slices; each is copied during the lookup in the
     previous slice."""
-    vocab, stored = matrix.shape[0], shard_count("weights", axes[0])
+    vocab = matrix.shape[0]
+    stored = shard_count("weights", axes[0])
     width = min(vocab // stored, max(1, SLICE_SIZE // (matrix.shape[1] * stored)))
     slices = VocabSlices(vocab, width, stored)
 
@@ -180,7 +181,8 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
 
     def step(j: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, rows = carry
-        following, positions = read(jnp.minimum(j + 1, slices.count - 1)), slices.positions(ids, j)
+        following = read(jnp.minimum(j + 1, slices.count - 1))
+        positions = slices.positions(ids, j)
         values = _lookup(rows, positions, axes, dtype)
         inside = constrain((positions < slices.size)[..., None], *RESIDUAL[:2], None)
         return jnp.where(inside, values, x), following
@@ -202,7 +204,8 @@ class _Shards:
         """The shards of a matrix with these axes; None if this lookup does not apply, since a mesh axis shards the
         columns but not the tokens (no all-to-all is needed), or the rows and the tokens."""
         rows, columns = layout.mesh_axes_each("gradients", axes)
-        batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
+        batch = layout.over("activations", "batch")
+        time = layout.over("activations", "time")
         same_tokens = set(layout.over("activations", "stream")) - set(time)
         if not set(columns) <= {*batch, *time} or not set(rows) <= same_tokens:
             return None

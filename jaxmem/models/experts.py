@@ -83,7 +83,8 @@ class ExpertLinear(Linear):
         arrays |= {} if self.bias is None else {"bias": fetch(self.bias, dtype)}
         if self.lora is None:
             return arrays
-        scale, count = self.lora.scale_in(dtype), self.weight.get_value().shape[0]
+        scale = self.lora.scale_in(dtype)
+        count = self.weight.get_value().shape[0]
         factors = {"a": 1, "b": scale, "bias": scale}
         params = {name: getattr(self.lora, name) for name in factors}
         for name, param in params.items():
@@ -109,10 +110,15 @@ class Experts(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: networks.Decoder, implementation: str = "blockwise"):
         assert model.experts is not None
-        cfg, embed, bias = model.experts, model.embed, model.mlp_bias
-        self.cfg, self.activation, self.implementation = cfg, model.activation, implementation
+        cfg = model.experts
+        embed = model.embed
+        bias = model.mlp_bias
+        self.cfg = cfg
+        self.activation = model.activation
+        self.implementation = implementation
         self.router = Router(rngs, embed, cfg.count, bias=bias)
-        into, back = (cfg.count, embed, model.mlp), (cfg.count, model.mlp, embed)
+        into = (cfg.count, embed, model.mlp)
+        back = (cfg.count, model.mlp, embed)
         self.gate = ExpertLinear(rngs, into, ("embed", "mlp"), bias=bias)
         self.up = ExpertLinear(rngs, into, ("embed", "mlp"), bias=bias)
         self.down = ExpertLinear(rngs, back, ("mlp", "embed"), bias=bias)
@@ -148,7 +154,8 @@ class Experts(nnx.Module):
         return y, constrain(statistics, "batch", "stream", None)
 
     def _route(self, x: Features, segment_ids: jax.Array | None) -> tuple[Choices, Shares, jax.Array]:
-        cfg, logits = self.cfg, self.router(x)
+        cfg = self.cfg
+        logits = self.router(x)
         probabilities = jax.nn.softmax(logits, axis=-1)
         shares, choices = jax.lax.top_k(_of_top_groups(cfg, probabilities), cfg.top_k)
         if cfg.renormalize:

@@ -131,7 +131,8 @@ class ConvBlock(nnx.Module):
     """x + two times (norm, ReLU, convolution) of x."""
 
     def __init__(self, rngs: nnx.Rngs, channels: int, dropout: float):
-        self.first_norm, self.second_norm = LayerNorm(channels), LayerNorm(channels)
+        self.first_norm = LayerNorm(channels)
+        self.second_norm = LayerNorm(channels)
         self.first = Convolution(rngs, channels, channels, ("embed", "mlp"))
         self.second = Convolution(rngs, channels, channels, ("mlp", "embed"))
         self.dropout = dropout
@@ -150,7 +151,9 @@ class Stage(nnx.Module):
     ):
         self.widen = Convolution(rngs, inputs, channels, ("channels", "embed"))
         self.blocks = stacked(lambda rngs: ConvBlock(rngs, channels, cfg.dropout), cfg.blocks, rngs)
-        self.count, self.stack, self.pool = cfg.blocks, execution.stack, pool
+        self.count = cfg.blocks
+        self.stack = execution.stack
+        self.pool = pool
 
     def __call__(self, x: Images, keys: RowKeys | None) -> Images:
         if self.pool:
@@ -208,6 +211,7 @@ class Vit(ImageNetwork):
         return jnp.mean(self.norm(x), axis=1)
 
     def _patches(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches pixels"]:
-        side, patch = self.cfg.image_size // self.cfg.patch, self.cfg.patch
+        side = self.cfg.image_size // self.cfg.patch
+        patch = self.cfg.patch
         cut = images.reshape(-1, side, patch, side, patch, self.cfg.channels)
         return cut.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, patch * patch * self.cfg.channels)

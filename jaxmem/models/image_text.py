@@ -26,7 +26,8 @@ class ImageText(nnx.Module):
 
     def __init__(self, cfg: networks.ImageText, rngs: nnx.Rngs, execution: Execution = Execution()):
         text = cfg.text.replace(tie_embeddings=True)  # so that there is no output matrix, which nothing would use
-        self.image, self.text = Vit(cfg, rngs, execution), Decoder(text, rngs, execution)
+        self.image = Vit(cfg, rngs, execution)
+        self.text = Decoder(text, rngs, execution)
         self.projection = Linear(rngs, cfg.text.embed, cfg.outputs, ("embed", "classes"))
         self.log_scale = new_constant(-math.log(START_TEMPERATURE), (), ())
 

@@ -43,7 +43,8 @@ class CacheSlot:
         `options`: the options of `kernels.attention`."""
         # The cache is written before it is read; in the other order XLA copies the caches of all layers.
         cache = self._write(self.cache[0], k), self._write(self.cache[1], v)
-        new, capacity = q.shape[1], capacity_of(cache)
+        new = q.shape[1]
+        capacity = capacity_of(cache)
         places = jnp.arange(capacity, dtype=jnp.int32)
         end = self.length + new
         if new > 1:  # rotated so that the last token is last, as a causal mask expects

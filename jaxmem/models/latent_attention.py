@@ -47,7 +47,8 @@ class LatentAttention(Attention):
     def _project(
         self, modules: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
-        latent, head_dim = self.latent, self.spec.head_dim
+        latent = self.latent
+        head_dim = self.spec.head_dim
         of_qa, of_q, of_kva, of_kvb = fold_keys(keys, 4)
         q = (
             modules["q"](x, of_q)

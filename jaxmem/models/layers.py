@@ -94,7 +94,8 @@ class LayerNorm(nnx.Module):
         self.bias = new_constant(0.0, (size,), ("norm",))
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
+        scale = fetch(self.scale, jnp.float32)
+        bias = fetch(self.bias, jnp.float32)
         return recompute_from_inputs(partial(normalize, 1e-5), x, scale, bias)
 
 

@@ -25,7 +25,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
         """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
-        frozen, w = self._frozen_quantized, None
+        frozen = self._frozen_quantized
+        w = None
         if frozen is None:
             operand, w = fetch_for(x, self.weight, x.dtype)
             y = matmul(operand, w)

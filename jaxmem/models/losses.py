@@ -68,7 +68,8 @@ def preference(margins: Float[Array, "*pairs"], label_smoothing: float = 0.0) ->
     """DPO: -log of the probability that the preferred answer of a pair is better, from the difference between the log
     probability ratios of the model and of the reference model (Rafailov et al., arXiv:2305.18290, equation 7).
     `label_smoothing` is the assumed share of pairs with swapped labels."""
-    s, margins = label_smoothing, margins.astype(jnp.float32)
+    s = label_smoothing
+    margins = margins.astype(jnp.float32)
     return (1.0 - s) * jax.nn.softplus(-margins) + s * jax.nn.softplus(margins)
 
 

@@ -53,7 +53,8 @@ class Mixture:
     scatters: bool = False  # whether the devices along `tensor` store different tokens of the result
 
     def over(self, layout: Layout) -> "Mixture":
-        tensor, stream = layout.over("compute", "mlp"), layout.over("activations", "stream")
+        tensor = layout.over("compute", "mlp")
+        stream = layout.over("activations", "stream")
         return dataclasses.replace(
             self,
             experts=layout.parts("compute", "expert"),
@@ -75,7 +76,8 @@ class Mixture:
     def _run(self, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array) -> jax.Array:
         """The weighted sum over the experts of this device, for its shard of their hidden units."""
         parts = self.experts * self.group_count
-        count, top_k = self.cfg.count // parts, self.cfg.top_k
+        count = self.cfg.count // parts
+        top_k = self.cfg.top_k
         if self.experts > 1:
             choices = choices - jax.lax.axis_index("expert").astype(choices.dtype) * count
         factor = self.cfg.capacity_factor

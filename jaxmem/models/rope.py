@@ -49,10 +49,13 @@ def frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> tuple[np
         """The (fractional) index of the pair of dimensions with this number of rotations within the original length."""
         return size * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    low = pair(rope.beta_fast)
+    high = pair(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     stretch = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
     sharpen = rope.magnitude(1.0)
     if rope.mscale is not None and rope.mscale_all_dim is not None:
@@ -98,9 +101,11 @@ def select(which: jax.Array, angles: Angles, other: Angles) -> Angles:
 
 def rotate(x: Float[Array, "batch time heads head_dim"], angles: Angles) -> Float[Array, "batch time heads head_dim"]:
     """x with dimensions i and i + r / 2 of the first r dimensions rotated, in float32."""
-    cos, sin = angles.cos[:, :, None, :], angles.sin[:, :, None, :]
+    cos = angles.cos[:, :, None, :]
+    sin = angles.sin[:, :, None, :]
     half = cos.shape[-1]
     a, b, *others = jnp.split(x, [half, 2 * half][: 1 if 2 * half == x.shape[-1] else 2], axis=-1)
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    a = a.astype(jnp.float32)
+    b = b.astype(jnp.float32)
     turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
     return jnp.concatenate([*turned, *others], axis=-1)

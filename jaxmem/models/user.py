@@ -64,7 +64,8 @@ class PlainModel:
         graphdef, params, randomness, other_state = nnx.split(  # type: ignore[misc]
             nnx.eval_shape(create), nnx.Param, nnx.RngState, ...
         )
-        params, state = flat_state(params), flat_state(other_state)
+        params = flat_state(params)
+        state = flat_state(other_state)
         shapes = {path: variable.shape for path, variable in (params | state).items()}
         layered = {path for path in shapes if any(path[: len(stack)] == stack for stack in stacks)}
         axes = {path: (None,) * len(shapes[path]) for path in state} | axes_by_rule(params, layered, by_pattern, shards)

@@ -156,7 +156,8 @@ class Blocks(Sequence[Any]):
 
     def call(self, index: int, x: Any, arguments: Any) -> Any:
         if index == 0:
-            self._arguments, self._output = arguments, self.stack(self.block, x, arguments, self._keys)
+            self._arguments = arguments
+            self._output = self.stack(self.block, x, arguments, self._keys)
         elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
             raise UserError(
                 f"layers={self.stack.name}: block {index} does not receive the output of block {index - 1}; use a "

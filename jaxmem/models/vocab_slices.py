@@ -80,7 +80,8 @@ class VocabSlices:
         quantized weight are along `embed`."""
         if isinstance(weight, QTensor):
             read = partial(self.read_columns, axes=axes, j=j)
-            codes, scale = read(weight.codes), read(weight.scale)
+            codes = read(weight.codes)
+            scale = read(weight.scale)
             offset = None if weight.offset is None else read(weight.offset)
             return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
         dim = axes.index("vocab")
@@ -111,7 +112,8 @@ class VocabSlices:
 
     def _read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
         part = x.shape[dim] // self.stored_parts
-        start, width = self._start(j) * part // self.part_size, self.width * part // self.part_size
+        start = self._start(j) * part // self.part_size
+        width = self.width * part // self.part_size
         if width == part:  # the slice is the complete part
             return self._split(fetch_from_host(x), dim)
         if self.stored_parts == 1:  # not reshaped before the copy, which keeps the layout of the array in host memory
@@ -135,10 +137,12 @@ def even_slices(vocab: int, width: int, sizes: set[int]) -> VocabSlices | None:
     >>> even_slices(128256, 4096, {128256, 768}).width, even_slices(50261, 4096, {50261})
     (4008, None)
     """
-    stored, parts = shard_count("optimizer", "vocab"), shard_count("compute", "vocab")
+    stored = shard_count("optimizer", "vocab")
+    parts = shard_count("compute", "vocab")
     if any(size % stored or vocab % size for size in sizes):
         return None
-    part, common = vocab // stored, math.gcd(*(size // stored for size in sizes))
+    part = vocab // stored
+    common = math.gcd(*(size // stored for size in sizes))
     counts = [n for n in range(1, common + 1) if common % n == 0 and vocab // n % parts == 0]
     count = _nearest(counts, part / width) if counts else 1
     return None if count == 1 else VocabSlices(vocab, part // count, stored, parts)

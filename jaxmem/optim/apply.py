@@ -203,7 +203,8 @@ def _block_seeds(
     if axes[:1] == ("layer",):
         layers = layer
         if layers is None:
-            layers, _ = places.pop(0), sizes.pop(0)
+            layers = places.pop(0)
+            _ = sizes.pop(0)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.atleast_1d(layers))
     if vocab_slice is not None:  # each block is within one row
         dim = axes.index("vocab")

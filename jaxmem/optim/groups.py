@@ -42,7 +42,8 @@ class ParameterGroup:
 
     def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
         """Returns new parameters and new state. With `layer`, these are of one layer of stacked parameters."""
-        layer, vocab_slice = extra.get("layer"), extra.get("vocab_slice")
+        layer = extra.get("layer")
+        vocab_slice = extra.get("vocab_slice")
         grads = constrain_tree(grads, self.axes, "gradients")
         # Otherwise the partitioner shards the stack from which the layer is read, and gathers all of it for each layer.
         params = constrain_tree(params, stored_axes(self.axes, params), "weights")

@@ -59,7 +59,8 @@ def gather_in_place(old: Any, new: Any, axes: Any) -> Any:
     layout = current()
     if layout is None:
         return new
-    names, arrays = jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(old)
+    names = jax.tree.leaves(axes, is_leaf=is_axes)
+    arrays = jax.tree.leaves(old)
     done, form = jax.tree.flatten(new)
     stacks = defaultdict[int, list[int]](list)  # number of layers -> the arrays to gather
     for number, leaf_axes in enumerate(names):
@@ -84,7 +85,8 @@ def _gather_layer(axes: list[Axes], _: Any, shards: list[jax.Array], __: jax.Arr
 def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
     one loop per stage, with its own conditionals: under `jax.vmap`, all stages would execute the branches of each."""
-    over, parts = shard_axes("optimizer", axis), shard_count("optimizer", axis)
+    over = shard_axes("optimizer", axis)
+    parts = shard_count("optimizer", axis)
     layers = jax.tree.leaves(stack)[0].shape[0]
     if parts == 1 or layers % parts:  # a stack that is not divisible is outside of the pipeline: replicated
         return loop(stack, read_only, jnp.zeros((), jnp.int32))
@@ -96,7 +98,8 @@ def update_rows(function: PartFunction, matrix: Any, read_only: Any, axes: Axes)
     """Applies `function` to some rows of a matrix at a time, in place, so that no device dequantizes more than 8 M
     elements at once. `matrix` and `read_only` are trees of arrays and QTensors with the same shape, these axes, and
     blocks along one dimension. A stack of layers is one loop over the parts of all layers."""
-    is_stack, zero = axes[:1] == ("layer",), jnp.zeros((), jnp.int32)
+    is_stack = axes[:1] == ("layer",)
+    zero = jnp.zeros((), jnp.int32)
     rows = int(is_stack)  # the dimension of rows
     leaves = jax.tree.leaves((matrix, read_only), is_leaf=is_quantized)
     shape = leaves[0].shape[rows:]

@@ -233,7 +233,8 @@ class _Rules:
         if step.vocab_slice is not None and not rule.is_separable(step.vocab_slice.dim):
             raise NotSeparableError
         # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
-        key, total = leaf_key(jax.random.key(self.seed), path), stack[0] if stack else step.layers
+        key = leaf_key(jax.random.key(self.seed), path)
+        total = stack[0] if stack else step.layers
 
         def update_layer(pair: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
             g, state = pair

@@ -113,7 +113,8 @@ def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | N
     rounds ties away from zero."""
     new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
-    sign, size = bits & jnp.int32(-(2**31)), bits & jnp.int32(2**31 - 1)
+    sign = bits & jnp.int32(-(2**31))
+    size = bits & jnp.int32(2**31 - 1)
     unit = 1 << (16 - 8 * remainder.dtype.itemsize)  # the unit of the remainder, in units of the last float32 bit
     if key is not None:
         size = jnp.minimum(size + jax.random.bits(key, w.shape, jnp.uint8).astype(jnp.int32) % unit, _FINITE)

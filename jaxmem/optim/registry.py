@@ -56,7 +56,8 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     the peak at the last update. With `n` counted from 1 it is `optax.warmup_cosine_decay_schedule(0, peak, warmup,
     steps, end)(n)`; so no update has the rate zero.
     """
-    peak, warmup = cfg.learning_rate, max(cfg.warmup, 1)
+    peak = cfg.learning_rate
+    warmup = max(cfg.warmup, 1)
     decay_steps = max(steps - warmup, 1)
     decay: optax.Schedule = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps, alpha=cfg.min_lr_ratio),

@@ -95,10 +95,13 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _logits(plan: Plan) -> Iterator[PlanWarning]:
-    cfg, size, total = plan.program.cfg, plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
+    cfg = plan.program.cfg
+    size = plan.breakdown.of_kind(LOGITS)
+    total = plan.bytes_per_device["total"]
     if size > LARGE_SHARE * total:
         text = f"logits and loss need {format_bytes(size)}, {size / total:.0%} of the total"
-        chunk, small = loss_chunk(cfg, plan.target.platform), LARGE_SHARE / (1 - LARGE_SHARE) * (total - size)
+        chunk = loss_chunk(cfg, plan.target.platform)
+        small = LARGE_SHARE / (1 - LARGE_SHARE) * (total - size)
         slices = max(8, 2 ** math.ceil(math.log2(size / small)))  # for logits that are a small part of the new total
         smaller = None if chunk is None or chunk < slices else f"memory.loss_chunk={chunk // slices}"
         yield PlanWarning("logits", text, _remedies(cfg, smaller, _smaller_micro_batch(cfg), "a larger mesh.tensor"))
@@ -116,7 +119,8 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
         ("optimizer state", ("optimizer", "master"), STATE_COPIES),
         ("frozen weights", ("parameters", "quantization"), COPIES),
     ):
-        on_host, copied = plan.breakdown.on_host(*parts), plan.breakdown.of_kind(kind)
+        on_host = plan.breakdown.on_host(*parts)
+        copied = plan.breakdown.of_kind(kind)
         if copied > MAX_COPIED_SHARE * on_host > 0:
             yield PlanWarning(
                 "offloaded without gain",
@@ -158,10 +162,12 @@ def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
 
 def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
     """Each layer waits for several collectives of tensor parallelism, which are many times slower between hosts."""
-    target, tensor = plan.target, plan.program.cfg.mesh.tensor
+    target = plan.target
+    tensor = plan.program.cfg.mesh.tensor
     if target.gpu is None or target.per_host % tensor == 0:
         return
-    module, extra = plan.compiled_step.module, 0.0
+    module = plan.compiled_step.module
+    extra = 0.0
     for instruction in module.walk():
         transfer = collective(instruction, target.count, target.per_host)
         # `tensor` is the innermost axis, so its groups are consecutive devices.
@@ -178,7 +184,8 @@ def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
 
 def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
     """Dimensions that are not divisible by `mesh.tensor`: their weights are replicated over it."""
-    built, tensor = plan.program, plan.program.cfg.mesh.tensor
+    built = plan.program
+    tensor = plan.program.cfg.mesh.tensor
     for name in replicated_dims(built.cfg.model, built.cfg.rules, built.cfg.mesh):
         weights = jax.tree.map(
             lambda axes, weight, name=name: weight if name in axes else None,
@@ -223,7 +230,8 @@ def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
-    cfg, model = plan.program.cfg, plan.program.model
+    cfg = plan.program.cfg
+    model = plan.program.model
     if cfg.adapter.kind not in LOW_RANK or cfg.precision.parameters != "float32":
         return
     size = bytes_on_device(model.select(plan.program.spec.state.params))
@@ -248,7 +256,8 @@ def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
 
 def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
     """Settings that make a step much longer than their neighbour, by the estimate of both."""
-    cfg, target = plan.program.resolved, plan.target
+    cfg = plan.program.resolved
+    target = plan.target
     if target.gpu is None:
         return
     used = estimate(cfg, target.platform, target.gpu, target.per_host)

@@ -114,7 +114,8 @@ class Breakdown:
                 continue
             if allocation.kind == "argument":
                 assert allocation.parameter is not None
-                path, shape = inputs[allocation.parameter].op_name, inputs[allocation.parameter].shape
+                path = inputs[allocation.parameter].op_name
+                shape = inputs[allocation.parameter].shape
                 yield NamedBuffer(part_of(path), "argument", allocation.size, path, "", shape)
             elif allocation.kind == "output":
                 largest = max(allocation.buffers, key=lambda buffer: buffer.size)
@@ -150,7 +151,8 @@ class Breakdown:
         return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region)
 
     def _part_and_kind(self, region: Region, maker: Instruction, shape: HloShape, origins: Origins) -> tuple[str, str]:
-        dims, when = sorted_dims(shape.dims), pass_of(maker.op_name)
+        dims = sorted_dims(shape.dims)
+        when = pass_of(maker.op_name)
         if origins == WEIGHTS:
             return "activations", COPIES if dims in self.known.stored else GATHERED
         if origins and not origins & ~(OPTIMIZER | OTHER):
@@ -221,11 +223,13 @@ def maker_of(instruction: Instruction, index: tuple[int, ...]) -> Instruction:
             if inner.frames:
                 return inner
             if inner.opcode == "parameter" and not instruction.frames:
-                instruction, index = instruction.operands[inner.number], ()
+                instruction = instruction.operands[inner.number]
+                index = ()
                 continue
         if instruction.frames or not instruction.operands:
             return instruction
-        instruction, index = instruction.operands[0], ()
+        instruction = instruction.operands[0]
+        index = ()
     return instruction
 
 

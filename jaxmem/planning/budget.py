@@ -64,7 +64,8 @@ def resolve_remat(
     `progress` is called with a line of text for each step that is compiled."""
     if cfg.memory.remat != "auto":
         return cfg, None
-    limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
+    limit = usable_memory(target, cfg, reserve_gib)
+    resolved = for_devices(cfg, target.count)
     platform = target.platform
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     if not layers:
@@ -120,11 +121,13 @@ def largest_that_fits(
     the estimated bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for
     which a step is compiled."""
     known: dict[int, int] = {}  # bytes of compiled candidates, by number
-    low, high = -1, len(ladder)  # candidates up to `low` fit; from `high` on they do not
+    low = -1
+    high = len(ladder)  # candidates up to `low` fit; from `high` on they do not
     while high - low > 1 and (len(known) < MAX_COMPILES or low < 0):
         if low >= 0 and ladder[low].recomputed - ladder[high - 1].recomputed < worth:
             break
-        slope, last = 1.0, list(known)[-2:]
+        slope = 1.0
+        last = list(known)[-2:]
         if len(last) == 2:  # extrapolates, since not every saved byte is in memory at the peak
             slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
@@ -141,7 +144,8 @@ def largest_that_fits(
 def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandidate], float]:
     """The candidates of a config whose mesh is resolved, ordered by bytes saved, each with less recomputation than the
     one before; and the seconds of the matmuls of all layers per sequence, forward and backward."""
-    layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
+    layers = layers_of(cfg, platform)
+    copies = rows_of(cfg) * passes_in_memory(cfg)
     rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
     without = cfg.replace(memory={"remat": "none"})
     policies = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
@@ -169,7 +173,8 @@ def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save,
         for names in itertools.combinations(known, count):
             costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]
             saved = sum(n * (boundary + size) for n, boundary, size, *_ in costs)
-            flops, elements = sum(n * flops for n, *_, flops, _ in costs), sum(n * others for n, *_, others in costs)
+            flops = sum(n * flops for n, *_, flops, _ in costs)
+            elements = sum(n * others for n, *_, others in costs)
             yield Save(save=names) if names else "full", saved, flops, elements
 
 

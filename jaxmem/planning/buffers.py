@@ -95,7 +95,8 @@ def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
     for allocation in BufferAssignmentProto.FromString(serialized).buffer_allocations:
         if (allocation.color == HOST_SPACE) != on_host:
             continue
-        is_argument, is_output = allocation.is_entry_computation_parameter, allocation.maybe_live_out
+        is_argument = allocation.is_entry_computation_parameter
+        is_output = allocation.maybe_live_out
         sizes["arguments"] += allocation.size * is_argument
         sizes["outputs"] += allocation.size * is_output
         sizes["aliased"] += allocation.size * (is_argument and is_output)
@@ -138,7 +139,8 @@ class Lifetimes:
             self._span[value.computation][0] if value.opcode == "parameter" else self._time[value]
             for value, _ in buffer.aliases
         )
-        waiting, seen = list(buffer.aliases), set(buffer.aliases)
+        waiting = list(buffer.aliases)
+        seen = set(buffer.aliases)
         while waiting:
             value, index = waiting.pop()
             following = []

@@ -88,7 +88,8 @@ def host_copy(instruction: Instruction) -> Transfer | None:
     """The copy between device and host that an instruction runs or starts; None for other instructions. A copy may read
     a slice of an array, or write a slice into one."""
     if instruction.opcode == "copy-start":
-        source, target = instruction.operands[0].shape, instruction.shape.parts[0]
+        source = instruction.operands[0].shape
+        target = instruction.shape.parts[0]
         moved = target
     else:
         inner = instruction
@@ -99,7 +100,8 @@ def host_copy(instruction: Instruction) -> Transfer | None:
         if inner.opcode not in ("copy", "dynamic-slice", "dynamic-update-slice"):
             return None
         is_update = inner.opcode == "dynamic-update-slice"
-        source, target = inner.operands[is_update].shape, inner.shape
+        source = inner.operands[is_update].shape
+        target = inner.shape
         moved = source if is_update else target
     if source.on_host == target.on_host:
         return None

@@ -7,7 +7,8 @@ def ideal_flops(built: Program) -> float:
     """FLOPs of an update without recomputation: per token, 2 FLOPs per matmul weight in the forward pass and 4 in the
     backward pass, plus the two matmuls of causal attention, half of which is masked. For images this is a lower bound:
     a convolution uses its weights once per pixel, which is not counted."""
-    cfg, model = built.cfg, built.cfg.model
+    cfg = built.cfg
+    model = built.cfg.model
     parameters = built.model.active_count
     if model.family != "decoder":
         return 6.0 * parameters * cfg.batch.global_size

@@ -136,7 +136,8 @@ def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> lis
                 durations[instruction] = duration
 
     place(breakdown.module.entry, 1.0)
-    edges, now = [0.0], 0.0
+    edges = [0.0]
+    now = 0.0
     for instruction in order:
         now += durations[instruction]
         edges.append(now)
@@ -237,9 +238,11 @@ def _filled_by(instruction: Instruction, index: tuple[int, ...]) -> Instruction:
             fusions.append(instruction)
             instruction = instruction.called[0].root
         elif instruction.opcode == "tuple" and index:
-            instruction, index = instruction.operands[index[0]], index[1:]
+            instruction = instruction.operands[index[0]]
+            index = index[1:]
         elif instruction.opcode == "get-tuple-element":
-            instruction, index = instruction.operands[0], (instruction.number, *index)
+            index = (instruction.number, *index)
+            instruction = instruction.operands[0]
         elif instruction.opcode == "dynamic-update-slice":
             instruction = instruction.operands[1]
         elif instruction.opcode in _FORWARDING or instruction.opcode.endswith("-done"):

@@ -263,7 +263,8 @@ def _call_stacks(index: Any) -> Callable[[int], tuple[Frame, ...]]:
             return ()
         frame = index.stack_frames[number - 1]
         place = index.file_locations[frame.file_location_id - 1]
-        file, function = index.file_names[place.file_name_id - 1], index.function_names[place.function_name_id - 1]
+        file = index.file_names[place.file_name_id - 1]
+        function = index.function_names[place.function_name_id - 1]
         return (Frame(file, function, place.line), *stack(frame.parent_frame_id))
 
     return stack

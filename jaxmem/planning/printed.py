@@ -25,6 +25,7 @@ class Printed:
         """A console that has recorded the table."""
         from rich.console import Console
 
-        console, table = Console(file=io.StringIO(), width=width, record=True), self.table()
+        console = Console(file=io.StringIO(), width=width, record=True)
+        table = self.table()
         console.print(table, markup=not isinstance(table, str), crop=False)
         return console

@@ -177,7 +177,8 @@ class Plan(Printed):
         return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))
 
     def __repr__(self) -> str:
-        size, limit = format_bytes(self.compiled_step.total), format_bytes(self.limit)
+        size = format_bytes(self.compiled_step.total)
+        limit = format_bytes(self.limit)
         time = f", {format_seconds(self.timeline.seconds)} per step" if self.target.gpu else ""
         return f"Plan({self.program.cfg.name} on {self.target.name}: a step needs {size} of {limit} per device{time})"
 
@@ -199,7 +200,10 @@ class Plan(Printed):
 
     def step_as_json(self) -> dict[str, Any]:
         """The part of the JSON that describes the step; no other program is compiled for it."""
-        built, target, timeline, pipeline = self.program, self.target, self.timeline, self.program.model.pipeline
+        built = self.program
+        target = self.target
+        timeline = self.timeline
+        pipeline = self.program.model.pipeline
         return {
             "model": {
                 "name": built.cfg.name,

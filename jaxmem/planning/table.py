@@ -16,10 +16,8 @@ from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 NARROW_WIDTH = 66  # characters per line; below, tables have fewer columns
-SAVINGS, MAX_FREE_SHARE = (
-    ("logits", "float32 adapters"),
-    0.2,
-)  # advice that saves memory; not shown if more of it is free
+SAVINGS = ("logits", "float32 adapters")
+MAX_FREE_SHARE = 0.2  # advice that saves memory; not shown if more of it is free
 MIN_ROW_SHARE, MAX_ROW_SHARE = 0.02, 0.99  # a kind has its own row between these shares of the total and of its part
 
 
@@ -43,7 +41,8 @@ def named_values_table(values: Sequence[NamedValue]) -> Table:
     title = r"Per layer and device, for memory.remat: {save: \[names]}"
     table = _table(title, "", "saved", "all layers", "FLOPs to recompute")
     for value in values:
-        size, flops = value.bytes_per_layer, value.flops_per_layer
+        size = value.bytes_per_layer
+        flops = value.flops_per_layer
         table.add_row(value.name, format_bytes(size), format_bytes(size * value.layers), f"{flops:.3g}")
     return table
 
@@ -53,7 +52,9 @@ class PlanTable:
     plan: Plan
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW_WIDTH
+        plan = self.plan
+        target = self.plan.target
+        wide = options.max_width >= NARROW_WIDTH
         count = plan.program.model
         trainable = "" if count.trainable_count == count.parameter_count else f", {count.trainable_count:,} trainable,"
         active = "" if count.active_count == count.parameter_count else f" ({count.active_count:,} active)"
@@ -79,7 +80,8 @@ class PlanTable:
 
     def _memory(self, *, wide: bool) -> Table:
         plan = self.plan
-        total, per_parameter = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameter_count
+        total = plan.bytes_per_device["total"]
+        per_parameter = plan.target.count / plan.program.model.parameter_count
         prediction = ("predicted", "difference") if wide else ()
         table = _table("Memory per device, planned", "", "compiled", *prediction, "bytes per\nparameter")
 
@@ -119,7 +121,8 @@ class PlanTable:
         return Text(f"does not fit in host memory: {host}", style="red")
 
     def _time(self) -> Iterator[Text]:
-        plan, time = self.plan, self.plan.timeline
+        plan = self.plan
+        time = self.plan.timeline
         ratio = time.flops / plan.ideal_flops_per_device
         yield Text(f"arithmetic: {format_count(time.flops)}FLOP per step and device, {ratio:.2f} x the minimum")
         if plan.estimated_step_seconds is not None:
@@ -129,7 +132,8 @@ class PlanTable:
             )
 
     def _communication(self, *, wide: bool) -> Iterator[RenderableType]:
-        time, network = self.plan.timeline, self.plan.timeline.network
+        time = self.plan.timeline
+        network = self.plan.timeline.network
         table = _table("Communication per device and step", "", *(("count",) if wide else ()), "bytes", "exposed")
         for kind, traffic in sorted(time.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
             if kind in COLLECTIVES:
@@ -140,7 +144,8 @@ class PlanTable:
             yield Text(f"{network.exposed_share:.1%} of {format_seconds(network.seconds)} of communication is exposed")
 
     def _host_copies(self) -> Text:
-        size, copies = format_bytes(self.plan.compiled_step.host_total), self.plan.timeline.host_copies
+        size = format_bytes(self.plan.compiled_step.host_total)
+        copies = self.plan.timeline.host_copies
         text = f"offloaded: {size} of host memory per device; {format_bytes(copies.wire_bytes)} copied per step"
         if self.plan.estimated_step_seconds is not None:
             text += f" in {format_seconds(copies.seconds)}, {1 - copies.exposed_share:.1%} overlapped"

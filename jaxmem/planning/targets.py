@@ -94,7 +94,8 @@ def parse_target(text: str) -> Target:
 
 def local_target(seen: Sequence[Any]) -> Target:
     """The target of local devices, of this process or of all processes of a run."""
-    first, count = seen[0], len(seen)
+    first = seen[0]
+    count = len(seen)
     per_host = max(1, sum(device.process_index == first.process_index for device in seen))
     if first.platform == "cpu":
         share = devices.main_memory() // per_host
@@ -130,7 +131,8 @@ def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None)
             "memory.spill=unified must be set up before jax starts; `jaxmem train` does it, a Python program calls"
             " jaxmem.machine.devices.spill_to_host() first"
         )
-    free, budget = target.memory - reserved_memory(target, reserve_gib), cfg.memory.budget
+    free = target.memory - reserved_memory(target, reserve_gib)
+    budget = cfg.memory.budget
     return free if budget is None else min(free, int(budget * gpus.GIB))
 
 

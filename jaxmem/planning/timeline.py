@@ -52,7 +52,8 @@ class Transmission:
 
     @property
     def traffic(self) -> Traffic:
-        seconds, sent = self.ends - self.begins, self.executed * self.message.wire_bytes
+        seconds = self.ends - self.begins
+        sent = self.executed * self.message.wire_bytes
         exposed_share = self.exposed / seconds if seconds else 1.0  # the speed of the device may be unknown
         exposed = round(sent * exposed_share)
         return Traffic(self.executed, round(sent), exposed, self.executed * seconds, self.executed * self.exposed)
@@ -119,7 +120,8 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
     executions are counted, and all communication is exposed."""
     simulation = _Simulation(module, gpu, devices, per_host)
     result = simulation.timeline
-    result.seconds, result.flops = simulation.run(module.entry), total_flops(module)
+    result.seconds = simulation.run(module.entry)
+    result.flops = total_flops(module)
     return result
 
 
@@ -167,7 +169,8 @@ class _Simulation:
         """Seconds of one run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
         if computation in self.known:
             return self.known[computation]
-        clock, times = _Clock(), self.module.executions[computation]
+        clock = _Clock()
+        times = self.module.executions[computation]
         executed = float(times) if times % 1 else int(times)
         for instruction in computation.instructions:
             before = clock.now
@@ -245,7 +248,8 @@ def _written_bytes(root: Instruction) -> int:
 
 def _read(parameter: Instruction) -> int:
     """Bytes that a fusion reads of a parameter."""
-    total, waiting = 0, list(parameter.users)
+    total = 0
+    waiting = list(parameter.users)
     sources = {parameter}
     while waiting:
         user = waiting.pop()

@@ -93,7 +93,8 @@ class Codebook:
             nearest = _count_below(x, (values[1:] + values[:-1]) / 2)
         else:
             above = _count_below(x, values).clip(1, len(values) - 1)
-            low, high = jnp.asarray(values)[above - 1], jnp.asarray(values)[above]
+            low = jnp.asarray(values)[above - 1]
+            high = jnp.asarray(values)[above]
             nearest = jnp.where(x - low > draws * (high - low), above, above - 1)
         return jnp.asarray(self._order)[nearest]
 

@@ -41,8 +41,11 @@ def unpack(packed: jax.Array, bits: int, axis: int, size: int) -> jax.Array:
 
 def _regroup(words: jax.Array, bits: int, new_bits: int, axis: int) -> jax.Array:
     """The same stream of bits along `axis` in words of `new_bits` bits, each word in a uint8."""
-    dim, group = words.ndim + axis, math.lcm(bits, new_bits)
-    before, size, after = words.shape[:dim], words.shape[dim], words.shape[dim + 1 :]
+    dim = words.ndim + axis
+    group = math.lcm(bits, new_bits)
+    before = words.shape[:dim]
+    size = words.shape[dim]
+    after = words.shape[dim + 1 :]
     grouped = words.reshape(*before, size * bits // group, group // bits, *after)
     inputs = [jax.lax.index_in_dim(grouped, i, dim + 1, keepdims=False) for i in range(group // bits)]
 

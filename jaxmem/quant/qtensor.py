@@ -138,10 +138,12 @@ def quantize(
         high = jnp.max(values, axis=over, keepdims=True, initial=-jnp.inf) - low
         values = values - low
     else:
-        low, high = None, jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
+        low = None
+        high = jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
     stored = high
     if isinstance(form, Microscaled):
-        stored, double_quant = form.scale_codes(high), False
+        stored = form.scale_codes(high)
+        double_quant = False
         high = power_of_two(stored)
     inverse = jnp.where(high > 0, 1 / jnp.where(high > 0, high, 1), 0)  # 0 for a block of zeros
     codes = _join_blocks(form.encode(values * inverse, _draws(key, seeds, values, dim)), along, size)
@@ -198,7 +200,8 @@ def _quantize_scales(scale: jax.Array, axis: int, group: int) -> QTensor:
 
 def _split_blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
     """The dimension `axis` as [blocks, block]. A short last block repeats its last value."""
-    dim, padding = x.ndim + axis, -x.shape[axis] % block
+    dim = x.ndim + axis
+    padding = -x.shape[axis] % block
     if padding:
         x = jnp.pad(x, [(0, padding if d == dim else 0) for d in range(x.ndim)], mode="edge")
     return x.reshape(*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])

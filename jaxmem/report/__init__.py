@@ -32,7 +32,8 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     too."""
     run = Path(run)
     plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
-    config, metrics = run / "config.yaml", run / "metrics.jsonl"
+    config = run / "config.yaml"
+    metrics = run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
     rows = [row for line in lines if (row := parse_row(line)) is not None]
     target = run / "report.html" if path is None else Path(path)

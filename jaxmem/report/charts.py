@@ -106,7 +106,8 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> li
     points_kept: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        low, high = min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])
+        low = min(part, key=lambda point: point[1])
+        high = max(part, key=lambda point: point[1])
         points_kept += sorted({part[0], low, high, part[-1]})
     return points_kept
 

@@ -50,7 +50,8 @@ def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
         "bytes": format_bytes, "seconds": format_seconds, "time": time, "kind": _kind, "numbered": enumerate
     }  # fmt: skip
     html, style, script = (files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js"))
-    parts, phases = _parts(plan), {phase: size for phase, size in plan["phases"].items() if size is not None}
+    parts = _parts(plan)
+    phases = {phase: size for phase, size in plan["phases"].items() if size is not None}
     return environment.from_string(html).render(
         # Plans of earlier versions lack these three keys.
         plan={"kernels": {}, "remat_why": None, "schedule": None} | dict(plan),
@@ -86,7 +87,8 @@ def _operations(plan: Json) -> list[tuple[str, str, str]]:
 
 
 def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str, str]]:
-    peak, limit = max(size for size in plan["phases"].values() if size is not None), plan["target"]["limit_bytes"]
+    peak = max(size for size in plan["phases"].values() if size is not None)
+    limit = plan["target"]["limit_bytes"]
     if limit >= peak:
         verdict = f"{format_bytes(limit - peak)} free" if plan["fits"] else "too little host memory"
     else:
@@ -105,7 +107,9 @@ def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str
 
 def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, Any]:
     """A chart of memory over a step by band, stacked, with its peak, and the limit if it is near."""
-    columns, (at_peak, *peak), limit = memory["columns"], memory["peak"], plan["target"]["limit_bytes"]
+    columns = memory["columns"]
+    at_peak, *peak = memory["peak"]
+    limit = plan["target"]["limit_bytes"]
     drawn = limit if limit <= MAX_LIMIT_RATIO * sum(peak) else None
     top = 1.04 * max(sum(peak), drawn or 0)
     bands = {band: n for n, band in enumerate(memory["bands"], 1) if any(column[n] for column in columns)}
@@ -138,7 +142,8 @@ def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, A
 
 def _kind(buffer: Json) -> str:
     """The band of a buffer, and its kind if it differs from the band."""
-    band, kind = buffer["band"], buffer["kind"].removeprefix("weights: ")
+    band = buffer["band"]
+    kind = buffer["kind"].removeprefix("weights: ")
     return band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
 
 
@@ -168,7 +173,8 @@ def _curves(rows: Sequence[Json]) -> list[tuple[Chart, str, str]]:
 
 def _curve(series: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[Chart, str, str]:
     everything = [point for points in series.values() for point in points]
-    first, last = min(x for x, _ in everything), max(x for x, _ in everything)
+    first = min(x for x, _ in everything)
+    last = max(x for x, _ in everything)
     top = 1.05 * max(y for _, y in everything) or 1.0
 
     def at(step: float) -> float:

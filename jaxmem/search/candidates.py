@@ -53,7 +53,8 @@ class Candidate:
     seconds: float = field(init=False)  # seconds of a step
 
     def __post_init__(self) -> None:
-        self.total, self.seconds = self.estimate.total, self.estimate.seconds or 0.0
+        self.total = self.estimate.total
+        self.seconds = self.estimate.seconds or 0.0
 
     @property
     def changes(self) -> Change:
@@ -103,7 +104,8 @@ def difference(old: Config, new: Config) -> dict[str, Any]:
     the optimizer of `new`, and its values that are not its defaults."""
     changes: dict[str, Any] = {}
     for section, fields in new.model_dump(mode="json").items():
-        before, after = getattr(old, section), getattr(new, section)
+        before = getattr(old, section)
+        after = getattr(new, section)
         if before == after:
             continue
         if not isinstance(fields, dict) or type(before) is not type(after):
@@ -163,7 +165,8 @@ class Space:
         a layer uses them (Jia et al., arXiv:1807.05358). Between two kinds the residual stream is always sharded in
         the same way, so the cost of a kind does not depend on the choices for earlier kinds. Only candidates on
         the Pareto front of bytes and seconds are extended by choices for the next kind."""
-        candidates, front = [], [candidate]
+        candidates = []
+        front = [candidate]
         for choices in self._rules:
             new = [other for kept in front for other in self._new(kept.cfg, choices)]
             candidates += new
@@ -186,9 +189,11 @@ class Space:
                 settings = {key: value_of(other, key) for key in self._keys}
                 distance = sum(value != value_of(self._given, key) for key, value in settings.items())
                 try:
-                    guess, error = estimated(other, self._target), None
+                    guess = estimated(other, self._target)
+                    error = None
                 except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
-                    guess, error = Estimate({}, {}, None), one_line(failure)
+                    guess = Estimate({}, {}, None)
+                    error = one_line(failure)
                 candidates.append(Candidate(other, self._given, settings, distance, guess, error))
         return candidates
 

@@ -47,7 +47,8 @@ class MethodSearch:
     @property
     def trials(self) -> Trials:
         """The candidates of both kinds."""
-        first, second = self._on_device.trials, self._offloading.trials
+        first = self._on_device.trials
+        second = self._offloading.trials
         return Trials(first.target, first.limit, [*first.all, *second.all])
 
     def compile(self) -> None:
@@ -101,7 +102,8 @@ class MethodResult:
         if self.candidate is None:
             return f"{self.name}: {self.reason}"
         about = "" if self.candidate.cost else "about "
-        size, seconds = format_bytes(self.candidate.total), format_seconds(self.candidate.seconds)
+        size = format_bytes(self.candidate.total)
+        seconds = format_seconds(self.candidate.seconds)
         return f"{self.name}: {about}{size}, {seconds} per step"
 
 
@@ -171,7 +173,8 @@ class Comparison(Printed):
 
         from jaxmem.planning.table import NARROW_WIDTH
 
-        cfg, is_wide = self.given, options.max_width >= NARROW_WIDTH
+        cfg = self.given
+        is_wide = options.max_width >= NARROW_WIDTH
         size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"
         head = f"{cfg.name} on {self.target.name}: {format_bytes(self.limit)} per device, {size}"
         yield Text(head, style="bold")
@@ -235,7 +238,8 @@ def compare(
 ) -> Comparison:
     """Compares `methods`, by default all. `config(method=NAME)` returns the config of a method; a method whose config
     equals `current` is left out."""
-    start, target = time.perf_counter(), compilers.target
+    start = time.perf_counter()
+    target = compilers.target
     searched: dict[str, MethodSearch | str] = {}
     for name in methods or METHODS:
         try:

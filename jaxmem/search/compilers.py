@@ -156,7 +156,8 @@ class _CompilerProcess:
         answer = self._process.stdout.readline()
         if answer.endswith("\n"):
             return json.loads(answer)
-        needs, code = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory", self._process.wait()
+        needs = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
+        code = self._process.wait()
         if code < 0:  # killed by the kernel for its memory, or by a crash in XLA: only this config is refused
             raise RefusedError(f"the compiler process was killed by {signal.Signals(-code).name}; {needs}")
         raise UserError(f"a compiler process exited with code {code}; its output is above; {needs}")

@@ -111,7 +111,9 @@ class Search:
     """A search among all configs that differ from one config in the settings of some knobs."""
 
     def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
-        self._space, self._compilers, self._progress = Space(cfg, compilers.target, knobs), compilers, progress
+        self._space = Space(cfg, compilers.target, knobs)
+        self._compilers = compilers
+        self._progress = progress
         limit = usable_memory(compilers.target, cfg, compilers.reserve_gib)
         self.trials = Trials(compilers.target, limit, self._space.start())
         if self._space.is_sampled:
@@ -145,7 +147,8 @@ class Search:
     def _look_around(self) -> None:
         """Add all configs that differ in a single setting from the best of a sample, until no added config is
         better."""
-        seen, trials = set[Config](), self.trials
+        seen = set[Config]()
+        trials = self.trials
         while new := [
             candidate
             for candidate in trials.front(trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS]
@@ -176,7 +179,9 @@ class Search:
 
     def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
         for candidate, cost in self._compile(chosen, self._compilers.step):
-            candidate.cost, candidate.total, candidate.seconds = cost, cost.total, cost.seconds
+            candidate.cost = cost
+            candidate.total = cost.total
+            candidate.seconds = cost.seconds
         self.trials.update_estimates()
         for candidate in chosen:
             cost = f"{format_bytes(candidate.total)}, {format_seconds(candidate.seconds)} per step"

@@ -40,7 +40,8 @@ class Fit(Printed):
     def __repr__(self) -> str:
         best = "nothing fits"
         if self.best:
-            seconds, size = format_seconds(self.best.seconds), format_bytes(self.best.total)
+            seconds = format_seconds(self.best.seconds)
+            size = format_bytes(self.best.total)
             best = f"{size} of {format_bytes(self.trials.limit)}, {seconds} per step: {self.best.description}"
         return f"Fit({self.given.name} on {self.target.name}: {best})"
 
@@ -128,7 +129,8 @@ class Fit(Printed):
         from rich.table import Table
         from rich.text import Text
 
-        trials, compiled = self.trials, self.trials.compiled
+        trials = self.trials
+        compiled = self.trials.compiled
         counts = f"{len(trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
         parts: list[Any] = [
             Text(f"{self.given.name} on {self.target.name}", style="bold"),
@@ -180,10 +182,8 @@ class Fit(Printed):
                     color,
                     label=label,
                 )
-            steps, sizes = (
-                [candidate.seconds for candidate in self.front],
-                [candidate.total / GIB for candidate in self.front],
-            )
+            steps = [candidate.seconds for candidate in self.front]
+            sizes = [candidate.total / GIB for candidate in self.front]
             axes.plot(steps, sizes, "o-", c="tab:orange", label="front")
             axes.axhline(trials.limit / GIB, c="tab:red", ls="--", label="device memory")
             title = [f"{self.given.name} on {self.target.name}"]

@@ -133,7 +133,8 @@ def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
 
 def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
     """All weights trainable, LoRA, and QLoRA. Other kinds of adapters train other parameters, so they are not tried."""
-    given, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
+    given = cfg.adapter
+    low_rank = cfg.adapter.kind in LOW_RANK
     for kind in ("none", "lora", "qlora"):
         base = given.replace(base=None, double_quant=True) if low_rank and kind != "none" else Adapter()
         adapter = given if kind == given.kind else base.replace(kind=kind)

@@ -113,10 +113,8 @@ class Largest(Printed):
         from jaxmem.report.figure import figure
 
         with figure(path) as drawn:
-            values, total = (
-                [point.value for point in self.points],
-                [point.candidate.total / GIB for point in self.points],
-            )
+            values = [point.value for point in self.points]
+            total = [point.candidate.total / GIB for point in self.points]
             memory, rate = drawn.subplots(1, 2)
             memory.plot(values, total, "o-")
             memory.axhline(self.limit / GIB, c="tab:red", ls="--", label="device memory")
@@ -156,7 +154,8 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
     search = _Search(cfg, key, allow, compilers)
     search.run()
     points = tuple(sorted(search.points.values(), key=lambda point: point.value))
-    limit, seconds = search.trials.limit, time.perf_counter() - start
+    limit = search.trials.limit
+    seconds = time.perf_counter() - start
     return Largest(cfg, key, compilers.target, limit, points, compilers.compiled, seconds)
 
 
@@ -164,8 +163,11 @@ class _Search:
     """A search for the largest value. Values are counted in units of the key."""
 
     def __init__(self, cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> None:
-        self._raw, self._key, self._compilers = cfg.model_dump(mode="json"), key, compilers
-        self._knobs, target = allowed(allow), compilers.target
+        self._raw = cfg.model_dump(mode="json")
+        self._key = key
+        self._compilers = compilers
+        self._knobs = allowed(allow)
+        target = compilers.target
         self.trials = Trials(target, usable_memory(target, cfg, compilers.reserve_gib))
         self._unit = UNITS[key]
         if key == BATCH:  # one sequence per micro-batch on each device that shards the batch
@@ -198,7 +200,8 @@ class _Search:
         top = low + 1 if high is None else high
         while high is None and self._fits_by_estimate(top):
             top *= 2
-        bottom, last = low, top if high is None else high - 1
+        bottom = low
+        last = top if high is None else high - 1
         while top - bottom > 1:
             middle = (bottom + top) // 2
             bottom, top = (middle, top) if self._fits_by_estimate(middle) else (bottom, middle)
@@ -235,7 +238,9 @@ class _Search:
             value, candidate = chosen[cfg]
             if isinstance(cost, RefusedError):
                 raise UserError(f"{self._key}={value}: {cost}")
-            candidate.cost, candidate.total, candidate.seconds = cost, cost.total, cost.seconds
+            candidate.cost = cost
+            candidate.total = cost.total
+            candidate.seconds = cost.seconds
             if self.trials.fits(candidate):
                 try:
                     candidate.total = max(candidate.total, *self._compilers.phases(cfg).values())

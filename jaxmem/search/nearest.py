@@ -60,7 +60,8 @@ class Nearest:
 def nearest_fitting(plan: Plan) -> Iterator[Nearest]:
     """Up to MAX_SUGGESTIONS configs, each as soon as it is compiled: configs with the fewest changes first, other
     methods of training last. After MAX_SECONDS the search ends, also while a config is being compiled."""
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     promising = itertools.islice(_fitting_by_estimate(plan), MAX_COMPILES)
     with CompilerPool(_other_process(plan.target), plan.reserve_gib) as compilers:
         timer = threading.Timer(MAX_SECONDS, compilers.kill)
@@ -81,7 +82,8 @@ def nearest_fitting(plan: Plan) -> Iterator[Nearest]:
                 for cfg, answer in compilers.ask_all(compiled, chosen):
                     if isinstance(answer, RefusedError):
                         continue
-                    (cost, total), (candidate, method) = answer, chosen[cfg]
+                    cost, total = answer
+                    candidate, method = chosen[cfg]
                     if count < MAX_SUGGESTIONS and _fits(plan, total, cost.host):
                         changes = overrides(difference(plan.program.cfg, cfg))
                         yield Nearest(
@@ -126,7 +128,8 @@ def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
     """For each set of keys that may change, the fastest config that is estimated to fit; then the second fastest for
     each set, and so on; at the end the fastest config of each other method, with the name of the method. Changes of one
     key are estimated first, then changes of two, then all, since there may be thousands."""
-    cfg, knobs = plan.program.cfg, [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
+    cfg = plan.program.cfg
+    knobs = [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
     seen = set[Config]()
     for count in (1, 2, len(knobs)):
         for group in itertools.combinations(knobs, min(count, len(knobs))):

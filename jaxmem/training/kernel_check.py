@@ -132,7 +132,8 @@ def _error(x: np.ndarray, y: np.ndarray) -> str | None:
         limits = f"limits 1 and {MAX_CHANGED_CODES:.1%}"
         return None if within else f"up to {steps.max()} quantization levels, in {share:.2%} of the elements ({limits})"
     limit = MAX_ERROR_EPS * float(jnp.finfo(y.dtype).eps)
-    x, y = x.astype(np.float32), y.astype(np.float32)
+    x = x.astype(np.float32)
+    y = y.astype(np.float32)
     error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
     return None if error <= limit else f"{error:.2g} of the largest value (limit {limit:.2g})"  # NaN <= limit is false
 
@@ -162,7 +163,8 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
     from jaxmem.kernels.grouped_matmul import triton
 
     form, dtype = kind.split()
-    w, chosen = _random_normal(EXPERTS, ROWS, COLUMNS, dtype=dtype), np.random.default_rng(0).random((LENGTH, EXPERTS))
+    w = _random_normal(EXPERTS, ROWS, COLUMNS, dtype=dtype)
+    chosen = np.random.default_rng(0).random((LENGTH, EXPERTS))
     groups = sort_rows(jnp.asarray(np.argsort(chosen, axis=1)[:, :2], jnp.int32), EXPERTS)
     q = None if form == "dense" else quantize(w, form, FORMATS[form].block_size, -2)
     dense = w if q is None else q.dequantize(dtype)
@@ -183,10 +185,12 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
 
 
 def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
-    values, g = _random_normal(ROWS, COLUMNS), _random_normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
+    values = _random_normal(ROWS, COLUMNS)
+    g = _random_normal(COLUMNS, ROWS, dtype=jnp.bfloat16).T
     results: dict[str, jax.Array] = {}
     if "adamw8bit" in kind:
-        m, v = quantize(values, "dynamic8", 256, -1), quantize(values**2, "udynamic8", 256, -1)
+        m = quantize(values, "dynamic8", 256, -1)
+        v = quantize(values**2, "udynamic8", 256, -1)
         state = kernels.Moments8(m.codes, jnp.maximum(v.codes, 1), m.scale, v.scale)
         update = jax.jit(lambda *a: kernels.adam8_update(*a, implementation=implementation))
         u, new = update(g, state, jnp.asarray([0.5, 0.5]))

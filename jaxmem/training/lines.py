@@ -32,14 +32,17 @@ def work_of(built: Program) -> Work:
 
 def model_line(built: Program) -> str:
     """The model and the devices of a run, before it is compiled."""
-    model, mesh, count = built.model, built.layout.mesh, built.model.parameter_count
+    model = built.model
+    mesh = built.layout.mesh
+    count = built.model.parameter_count
     trainable = "all" if model.trainable_count == count else f"{model.trainable_count:,}"
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform.upper()} device{'s'[: mesh.devices.size > 1]}"
     extra = pipeline.stored - pipeline.layers if (pipeline := model.pipeline) else 0
     padding = f", {extra} identity layers pad the pipeline stages" if extra else ""
     active = "" if model.active_count == count else f" ({model.active_count:,} active)"
-    name, mesh_axes = built.cfg.name, f" ({axes})" if axes else ""
+    name = built.cfg.name
+    mesh_axes = f" ({axes})" if axes else ""
     return f"{name}: {count:,} parameters{active}, {trainable} trainable, on {devices}{mesh_axes}{padding}"
 
 
@@ -75,7 +78,8 @@ def plan_line(plan: Plan, step: int) -> str:
 def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
     """The passes that a run makes over its data, with a warning if they are many, or if short documents leave
     sequences padded. None if a sequence is not filled with documents. `tokens`: mean length of a document."""
-    data, source = cfg.data, corpus.sources[0]
+    data = cfg.data
+    source = corpus.sources[0]
     if not tokens or len(corpus.sources) > 1 or data.buckets or source.documents_per_record > 1:
         return None
     most = data.documents_per_row if data.packing else 1

@@ -63,7 +63,8 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in (message := str(error)):
             raise
-        in_use, requested = device_memory().get("bytes_in_use"), _requested(message)
+        in_use = device_memory().get("bytes_in_use")
+        requested = _requested(message)
         budget = _available(plan, in_use, requested) / GIB
         observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
         observed += f"; {format_bytes(requested)} more were requested" if requested else ""

@@ -64,7 +64,8 @@ class Progress:
         self._enabled, self._clock = enabled, clock
         self._console = console or PipeSafeConsole(highlight=False)
         self._step = self._first = spec.step
-        self._seconds, self._paused = spec.seconds, 0.0
+        self._seconds = spec.seconds
+        self._paused = 0.0
         self._start = self._last = clock()
         self._parts: list[str] = []
         self._live: Live | None = None
@@ -91,7 +92,9 @@ class Progress:
         if self.spec.peak_flops:
             row["mfu"] = self._since.flops / working / self.spec.peak_flops
         row |= device_memory()
-        self._since, self._last, self._paused = Work(0), now, 0.0
+        self._since = Work(0)
+        self._last = now
+        self._paused = 0.0
         self._parts = self._shown(row, now)
         if self._live is None:
             self.say(f"step {step}/{self.spec.total_steps}  {'  '.join(self._parts)}")

@@ -54,7 +54,8 @@ def refuse_another_run(
     if latest is None:
         return 0, {}
     step, position, before = latest
-    cfg, after = built.cfg, built.cfg.model_dump(mode="json")
+    cfg = built.cfg
+    after = built.cfg.model_dump(mode="json")
     before = load_config(before).model_dump(mode="json")  # adds settings that did not exist when it was saved
     if position:
         refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
@@ -100,7 +101,8 @@ class Rollback:
 
     def __call__(self, error: DivergedError, state: TrainState) -> tuple[int, TrainState]:
         """Step and state to continue from; raises the error if the run must stop."""
-        train, latest = self._built.cfg.train, self._checkpoints.latest()
+        train = self._built.cfg.train
+        latest = self._checkpoints.latest()
         self._times = self._times + 1 if latest == self._to else 1
         self._to = latest
         if getattr(train, error.key) != "rollback" or latest is None or self._times > train.max_skipped:

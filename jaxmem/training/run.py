@@ -121,7 +121,9 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     cfg = _check_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
     built = program(resolved, devices)
-    cfg, elastic, directory = built.cfg, lines.elastic_line(cfg, built.cfg), Path(cfg.output, cfg.name)
+    elastic = lines.elastic_line(cfg, built.cfg)
+    directory = Path(cfg.output, cfg.name)
+    cfg = built.cfg
     checkpoint_path = checkpoint_directory(cfg, directory)
     refuse_links(directory)
     refuse_links(checkpoint_path)
@@ -161,7 +163,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
-        stop, largest_signal = stack.enter_context(StopSignal()), DelayedMax()
+        stop = stack.enter_context(StopSignal())
+        largest_signal = DelayedMax()
         held_out: dict[str, float] = {}
 
         def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
@@ -278,7 +281,8 @@ def _flush(telemetry: Telemetry, loader: Loader) -> None:
 
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
     """The progress of a run. `last`: the last row that was logged before a resume."""
-    cfg, devices = built.cfg, built.layout.mesh.devices
+    cfg = built.cfg
+    devices = built.layout.mesh.devices
     peak = peak_flops(devices.flat[0])
     spec = RunSpec(
         cfg.steps,

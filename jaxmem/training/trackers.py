@@ -73,7 +73,9 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | Path, step: int = 0, *, retry: bool = False) -> None:
-        self.path, self._retry, self._unwritten = Path(path), retry, b""
+        self.path = Path(path)
+        self._retry = retry
+        self._unwritten = b""
         self.last = self._open_after(step)
 
     def _open_after(self, step: int) -> dict[str, Any]:

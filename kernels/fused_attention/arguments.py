@@ -111,7 +111,8 @@ def check_arguments(
         soft_cap = CHECKS.number("soft_cap", soft_cap)
         _require(soft_cap > 0, f"soft_cap is {soft_cap!r}; it should be above 0")
     scale = dim**-0.5 if read("scale") is None else CHECKS.number("scale", read("scale"))
-    segment_ids, kv_segment_ids = read("segment_ids"), read("kv_segment_ids")
+    segment_ids = read("segment_ids")
+    kv_segment_ids = read("kv_segment_ids")
     if kv_segment_ids is None and k.shape[1] == queries:
         kv_segment_ids = segment_ids
     _require(
@@ -171,7 +172,8 @@ def pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
 
     def below(end: int) -> int:
         """Keys that the queries at positions below `end` attend to."""
-        full, rising = max(end - reach, 0), max(min(end, reach), 0)
+        full = max(end - reach, 0)
+        rising = max(min(end, reach), 0)
         return full * reach + rising * (rising + 1) // 2
 
     return below(keys) - below(keys - queries)

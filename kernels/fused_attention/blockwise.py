@@ -80,7 +80,8 @@ def gradients(
     # cotangent of the log-sum-exp. The log-sum-exp of a row without keys, -inf, is replaced by 0, so
     # that p = exp(-inf) = 0.
     # The sum is a matmul with ones, because a sum of so few numbers takes 15 times as long with XLA:CPU of jax 0.10.
-    both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
+    both = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    ones = jnp.ones(out.shape[-1:], jnp.float32)
     inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).swapaxes(1, 2)
     inner = inner if d_lse is None else inner - d_lse
     rows = (x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), inner))
@@ -137,7 +138,8 @@ def _put(x: jax.Array, part: jax.Array, start: Any, dim: int) -> jax.Array:
 
 
 def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Rows]:
-    block_q, block_k = _block(problem.queries), _block(problem.keys)
+    block_q = _block(problem.queries)
+    block_k = _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
 
     def visit(i: Any, j: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -156,7 +158,8 @@ def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
 def _visit_backward(
     problem: Problem, q: Queries, k: Keys, v: Keys, d_out: Queries, lse: Rows, inner: Rows
 ) -> tuple[Any, ...]:
-    block_q, block_k = _block(problem.queries), _block(problem.keys)
+    block_q = _block(problem.queries)
+    block_k = _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
     d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
     k_transposed = jnp.swapaxes(k, 2, 3)
@@ -188,7 +191,8 @@ def _fitted(
     """Arrays and segment ids, padded to complete blocks; the problem keeps the original lengths."""
     mine, theirs = problem.extras[:2]
     if mine is not None and theirs is not None:
-        mine, theirs = _padded(mine, 1, block_q), _padded(theirs, 1, block_k)
+        mine = _padded(mine, 1, block_q)
+        theirs = _padded(theirs, 1, block_k)
     problem = problem._replace(extras=problem.extras._replace(segment_ids=mine, kv_segment_ids=theirs))
     return problem, (_padded(q, 3, block_q), _padded(k, 2, block_k), _padded(v, 2, block_k))
 
@@ -211,7 +215,8 @@ def _scores(problem: Problem, q: Queries, k: Keys, tile: Tile, *, by_keys: bool 
     slope: Any = options.scale
     if options.soft_cap is not None:
         capped = jnp.tanh(s / options.soft_cap)
-        s, slope = capped * options.soft_cap, options.scale * (1.0 - capped * capped)
+        s = capped * options.soft_cap
+        slope = options.scale * (1.0 - capped * capped)
     seen = _seen(problem, tile, by_keys=by_keys)
     return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
 
@@ -277,7 +282,8 @@ def _seen(problem: Problem, tile: Tile, *, by_keys: bool) -> Bool[Array, "..."] 
         over = ((1, 2, 3), (1, 3, 4)) if by_keys else ((1, 2, 4), (1, 2, 3))
         return tuple(jnp.expand_dims(x, dims) for x, dims in zip((queries, keys), over, strict=True))
 
-    options, extras = problem.options, problem.extras
+    options = problem.options
+    extras = problem.extras
     positions = (first + jnp.arange(count, dtype=jnp.int32) for first, count in (tile[:2], tile[2:]))
     query, key = along(*(x[None] for x in positions))
     parts = [visible(query, key, offset=problem.offset, causal=options.causal, window=options.window)]

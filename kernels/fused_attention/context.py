@@ -44,7 +44,8 @@ def attention_over(
 ) -> jax.Array:
     """Causal attention of a sequence over all devices of `axis`. Options are those of `attention`."""
     _, options, extras = check_arguments(q, k, v, causal=True, **arguments)
-    devices, time = jax.lax.axis_size(axis), q.shape[1]
+    devices = jax.lax.axis_size(axis)
+    time = q.shape[1]
     window = arguments.get("window")
     options = dataclasses.replace(options, window=window)  # the window may be longer than this device's part
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
@@ -70,7 +71,8 @@ def _ulysses(shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras) ->
 
 
 def _ulysses_backward(shard: ShardedAttention, inputs: Any, out: Any, lse: Any, d_out: Any) -> Any:
-    axis, (q, k, v, extras) = shard.axis, inputs
+    axis = shard.axis
+    q, k, v, extras = inputs
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
     here = _of_sequence(axis, extras)
     *gradients, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, None, shard.options, here)
@@ -116,7 +118,8 @@ def _halo(kernel: Implementation, axis: str, options: Options, q: Any, k: Any, v
     if ids is None:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
     ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0: keys that no device sent
-    devices, time = jax.lax.axis_size(axis), q.shape[1]
+    devices = jax.lax.axis_size(axis)
+    time = q.shape[1]
     assert options.window is not None
     count = min(options.window - 1, (devices - 1) * time)  # keys before the first of this device
     parts = [(k, v, ids)]

@@ -88,7 +88,8 @@ def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> tuple
     """The properties of a call, and its documents if it has several in a sequence."""
     batch, length, heads, dim = q.shape
     segments = (options.max_segments if extras.segment_ids is not None else 1) or 1
-    masked, window = options.causal or options.window is not None, options.window
+    masked = options.causal or options.window is not None
+    window = options.window
     call = CudnnCall(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, window, segments)
     return call, None if segments == 1 or extras.segment_ids is None else PackedDocuments.of(call, extras.segment_ids)
 
@@ -101,7 +102,8 @@ def _gradients_by_heads(
     lse: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """dq, dk and dv of packed sequences, for one part of the query heads after the other."""
-    part, group = backward_part(call), call.heads // call.kv_heads
+    part = backward_part(call)
+    group = call.heads // call.kv_heads
     size = part.heads
     keys = max(1, size // group)  # key heads of a part, repeated for its query heads
     summed = jnp.float32 if size < group else by_key[0].dtype  # several parts add to the gradients of a key head
@@ -205,7 +207,8 @@ def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Pa
     heads_first = [jax.ShapeDtypeStruct((x.shape[0], *(x.shape[d] for d in (2, 1, 3))), x.dtype) for x in (q, k, v)]
     if forward:
         stats = jax.ShapeDtypeStruct((call.slots, call.heads, call.length), jnp.float32)
-        shapes, transposed = [heads_first[0], stats], 1
+        shapes = [heads_first[0], stats]
+        transposed = 1
     else:
         shapes, transposed = heads_first, 3
     size = 0 if forward else workspace(call, q.dtype.itemsize)

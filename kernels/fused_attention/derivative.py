@@ -72,7 +72,8 @@ def row_products(out: jax.Array, d_out: jax.Array) -> jax.Array:
 
 def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: Extras) -> Any:
     """`run` with the window or, where `has_window` is false, without it."""
-    share, has_window = options.window_share, extras.has_window
+    share = options.window_share
+    has_window = extras.has_window
     extras = extras._replace(has_window=None, sinks=None)
     if has_window is None:
         return run(options, extras)

@@ -49,8 +49,10 @@ def block_ranges(
         if by_keys:
             high, all_high = (np.clip(x + window, 0, length) for x in (last, first))
         else:
-            low, all_low = first - window + 1, last - window + 1
-    begin, end = np.maximum(low, 0) // size, -(-high // size)
+            low = first - window + 1
+            all_low = last - window + 1
+    begin = np.maximum(low, 0) // size
+    end = -(-high // size)
     all_begin = np.clip(-(-np.maximum(all_low, 0) // size), begin, np.maximum(begin, end))
     all_end = np.clip(all_high // size, all_begin, np.maximum(all_begin, end))
     return np.stack([begin, all_begin, all_end, end], axis=1).astype(np.int32)
@@ -152,7 +154,8 @@ def call_for(
     kernel: tuple[str, str], options: Options, q: jax.Array, k: jax.Array, min_block: int = 16
 ) -> AttentionCall:
     """The call of a kernel, a key of BLOCKS. `min_block`: the least number of positions of a block."""
-    table, wide = BLOCKS[kernel], next_power_of_2(q.shape[3])
+    table = BLOCKS[kernel]
+    wide = next_power_of_2(q.shape[3])
     most = table[min(key for key in table if key >= (q.dtype.itemsize, wide))]
     fitted = most._replace(
         queries=block_size(most.queries, q.shape[1], min_block), keys=block_size(most.keys, k.shape[1], min_block)
@@ -173,10 +176,12 @@ def backward_rows(
 
 def mask_arrays(call: AttentionCall, extras: Extras, batch: int, *, by_keys: bool) -> MaskArrays:
     table = call.ranges(by_keys=by_keys)
-    ids, kv_ids = extras.segment_ids, extras.kv_segment_ids
+    ids = extras.segment_ids
+    kv_ids = extras.kv_segment_ids
     if ids is None or kv_ids is None:
         return MaskArrays(None, None, jnp.broadcast_to(table, (batch, *table.shape)))
-    mine, theirs = _id_range(ids, call.blocks.queries), _id_range(kv_ids, call.blocks.keys)
+    mine = _id_range(ids, call.blocks.queries)
+    theirs = _id_range(kv_ids, call.blocks.keys)
     (low, high), (other_low, other_high) = (theirs, mine) if by_keys else (mine, theirs)
     meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
     begin = jnp.argmax(meets, axis=2).astype(jnp.int32)

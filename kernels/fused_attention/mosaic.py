@@ -47,7 +47,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: E
     call = flash.call_for(("mosaic", "forward"), options, q, k, COMPUTE_WARPGROUPS * ROWS)
     batch, queries, heads, _ = q.shape
     arrays = q, k, v = _pad_width(q, k, v)
-    ids, size = extras.segment_ids is not None, call.blocks.queries
+    ids = extras.segment_ids is not None
+    size = call.blocks.queries
     rows = jax.ShapeDtypeStruct((batch, heads, pl.cdiv(queries, size) * size), jnp.float32)
     memory = ForwardMemory(
         fixed=_fixed(q, of=1, ids=ids),
@@ -67,7 +68,9 @@ def gradients(
         return triton.gradients(saved, d_out, d_lse, options, extras)
     call = flash.call_for(("mosaic", "gradients"), options, saved.q, saved.k, COMPUTE_WARPGROUPS * ROWS)
     q, k, *others = _pad_width(*saved[:3], d_out)
-    ids, size, half = extras.segment_ids is not None, call.blocks.queries, q.shape[3] // COMPUTE_WARPGROUPS
+    ids = extras.segment_ids is not None
+    size = call.blocks.queries
+    half = q.shape[3] // COMPUTE_WARPGROUPS
     rows = (_pad_rows(x, size) for x in flash.backward_rows(saved, d_out, d_lse, options))
     line = min(128, 2 * half)
     ds = plgpu.SMEM((2, COMPUTE_WARPGROUPS, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
@@ -93,8 +96,10 @@ def _run(
     flops: float,
 ) -> list[jax.Array]:
     """The outputs; for the backward pass also dq in float32, without the factor `scale`."""
-    (batch, _, heads, wide), kv_heads = arrays[0].shape, arrays[1].shape[2]
-    by_keys, count = program is gradients_program, len(arrays)
+    batch, _, heads, wide = arrays[0].shape
+    kv_heads = arrays[1].shape[2]
+    by_keys = program is gradients_program
+    count = len(arrays)
     masks = flash.mask_arrays(call, extras, batch, by_keys=by_keys)
     ids = {"ids": _pad_rows(masks.ids, call.blocks.queries), "kv_ids": _pad_rows(masks.kv_ids, call.blocks.keys)}
     present = {name: x for name, x in masks._replace(**ids)._asdict().items() if x is not None}

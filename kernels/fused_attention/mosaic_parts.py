@@ -26,7 +26,8 @@ COMPUTE_WARPGROUPS = 2  # number of warpgroups that compute
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
 WGMMA = plgpu.Layout.WGMMA
-BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+BY_ROW = WGMMA.reduce(1)
+BY_COLUMN = WGMMA.reduce(0)
 
 
 class BlockRange(NamedTuple):

@@ -79,7 +79,8 @@ def forward(
 
         def visit(j: Any, state: Any, *, masked: bool) -> Any:
             out, p, top, total = state
-            slot, before = parts.slot_of(call, j - begin), parts.slot_of(call, j - 1 - begin)
+            slot = parts.slot_of(call, j - begin)
+            before = parts.slot_of(call, j - 1 - begin)
             plgpu.barrier_wait(keys.arrived.at[slot])
             plgpu.barrier_wait(values.arrived.at[before])
             plgpu.barrier_wait(turns.at[number])
@@ -119,7 +120,8 @@ def forward(
     @pl.when(number == COMPUTE_WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(parts.COPY_REGISTERS, action="decrease")
-        kv_head, size = lax.div(head, jnp.int32(groups)), call.blocks.keys
+        kv_head = lax.div(head, jnp.int32(groups))
+        size = call.blocks.keys
 
         @pl.loop(begin, end)
         def _(j: Any) -> None:
@@ -160,7 +162,8 @@ def gradients(
         def of_head(g: Any, sums: Any) -> Any:
             def visit(i: Any, sums: Any, *, masked: bool) -> Any:
                 n = g * count + i - begin
-                slot, zero = parts.slot_of(call, n), parts.opaque_zero(n)
+                slot = parts.slot_of(call, n)
+                zero = parts.opaque_zero(n)
                 k, v = (x.at[number + zero] for x in fixed.blocks[:2])
                 plgpu.barrier_wait(queries.arrived.at[slot])
                 q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.blocks)
@@ -206,8 +209,10 @@ def gradients(
         plgpu.set_max_registers(parts.COPY_REGISTERS, action="decrease")
 
         def copy_block(g: Any, i: Any) -> None:
-            at, head = pl.ds(i * size, size), kv_head * groups + g
-            here, rows = (batch, at, head), (batch, head, at)
+            at = pl.ds(i * size, size)
+            head = kv_head * groups + g
+            here = (batch, at, head)
+            rows = (batch, head, at)
             sources = q_ref.at[here], d_out_ref.at[here], lse_ref.at[rows], inner_ref.at[rows]
             ids = parts.slice_ids(masks.ids, i * size, size)
             parts.copy_next(call, queries, g * count + i - begin, *sources, ids)
@@ -230,7 +235,8 @@ def _add_to_dq(
         for part in range(COMPUTE_WARPGROUPS):
             plgpu.wgmma(dq, both.at[part].transpose((1, 0)), keys.at[part, :, half])
         plgpu.wgmma(dk[0], ds, dk[1])
-        gradient, out = plgpu.wgmma_accumulator_load(dq, wait_n=1), together.dq.at[number]
+        gradient = plgpu.wgmma_accumulator_load(dq, wait_n=1)
+        out = together.dq.at[number]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out[...] = gradient
         plgpu.commit_smem()

@@ -17,7 +17,8 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
     s = jnp.einsum("bqngd,bknd->bngqk", grouped, k.astype(wide)) * options.scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
-    query, key = jnp.arange(queries, dtype=jnp.int32)[:, None], jnp.arange(keys, dtype=jnp.int32)
+    query = jnp.arange(queries, dtype=jnp.int32)[:, None]
+    key = jnp.arange(keys, dtype=jnp.int32)
     seen = visible(query, key, offset=keys - queries, causal=options.causal, window=options.window)
     if seen is not None:
         s = jnp.where(seen, s, -jnp.inf)

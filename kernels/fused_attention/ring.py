@@ -63,7 +63,8 @@ def forward(
             state = _put(rows, state, _merged(_half(rows, state), part))
         return state
 
-    all_seen, local = dataclasses.replace(shard.options, causal=False), (k, v, ids)
+    all_seen = dataclasses.replace(shard.options, causal=False)
+    local = (k, v, ids)
     out, lse = _visited(shard.axis, meet, local, attend((q, ids), local, shard.options), gathered)
     return out.astype(q.dtype), lse
 
@@ -99,7 +100,8 @@ def backward(
         return dq, _store(d_keys, d_block, _device(axis, step)) if gathered else d_block
 
     q, k, v, ids = *inputs[:3], inputs[3].segment_ids
-    all_seen, mine = dataclasses.replace(shard.options, causal=False), (q, ids, out, lse, d_out)
+    all_seen = dataclasses.replace(shard.options, causal=False)
+    mine = (q, ids, out, lse, d_out)
     dq, d_keys = gradients(mine, (k, v, ids), shard.options)
     if gathered:
         every = jax.tree.map(lambda x: jnp.zeros((jax.lax.axis_size(axis), *x.shape), x.dtype), d_keys)

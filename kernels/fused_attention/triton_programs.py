@@ -20,7 +20,8 @@ def capped_scores(raw, s: tl.constexpr):
     """Scores in units of `s.unit`, and the derivative of soft-capping. exp2 may overflow to infinity or underflow to 0;
     tanh is then correctly 1 or -1."""
     if s.tanh_factor is None:
-        score, slope = raw * s.factor, raw
+        score = raw * s.factor
+        slope = raw
     else:
         score = 1.0 - 2.0 / (tl.exp2(raw * s.tanh_factor) + 1.0)
         slope = 1.0 - score * score
@@ -42,7 +43,8 @@ def seen_in_block(query, key, mine, theirs, s: tl.constexpr):
 @program
 def load_block(ptr, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
     """Rows from `first` on of a matrix with this stride. The offset of the first row needs 64 bits."""
-    row, column = tl.arange(0, size), tl.arange(0, s.wide)
+    row = tl.arange(0, size)
+    column = tl.arange(0, s.wide)
     mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
     ptr += first.to(tl.int64) * stride
     return tl.load(ptr + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
@@ -50,7 +52,8 @@ def load_block(ptr, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.c
 
 @program
 def store_block(ptr, x, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
-    row, column = tl.arange(0, size), tl.arange(0, s.wide)
+    row = tl.arange(0, size)
+    column = tl.arange(0, s.wide)
     mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
     ptr += first.to(tl.int64) * stride
     tl.store(ptr + row[:, None] * stride + column[None, :], x.to(ptr.dtype.element_ty), mask=mask)
@@ -101,7 +104,8 @@ def attention_forward(
     q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, out_ptr, lse_ptr, s: tl.constexpr
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the last blocks take longest and start first
-    head, batch = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
     row = batch * s.heads + head
     first = block * s.rows
     at = first + tl.arange(0, s.rows)
@@ -117,7 +121,8 @@ def attention_forward(
     total = tl.zeros((s.rows,), tl.float32)
     ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for part in tl.static_range(1 if s.segments else 3):
-        start, stop = tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)
+        start = tl.load(ranges_ptr + part)
+        stop = tl.load(ranges_ptr + part + 1)
         out, top, total = forward_over(
             start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
         )  # fmt: skip
@@ -154,7 +159,8 @@ def attention_d_queries(
     s: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
     row = batch * s.heads + head
     first = block * s.rows
     at = first + tl.arange(0, s.rows)
@@ -172,7 +178,8 @@ def attention_d_queries(
     dq = tl.zeros((s.rows, s.wide), tl.float32)
     ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for part in tl.static_range(1 if s.segments else 3):
-        start, stop = tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)
+        start = tl.load(ranges_ptr + part)
+        stop = tl.load(ranges_ptr + part + 1)
         dq = d_queries_over(
             start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
         )  # fmt: skip
@@ -210,7 +217,9 @@ def attention_d_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, dk_ptr,
     dv_ptr, s: tl.constexpr,
 ):  # fmt: skip
-    block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2)
     first = block * s.columns
     key = first + tl.arange(0, s.columns)
     kv_place = (batch.to(tl.int64) * s.keys * s.kv_heads + kv_head) * s.dim
@@ -226,7 +235,8 @@ def attention_d_keys(
         place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
         first_row = (batch * s.heads + head).to(tl.int64) * s.queries
         for part in tl.static_range(1 if s.segments else 3):
-            start, stop = tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)
+            start = tl.load(ranges_ptr + part)
+            stop = tl.load(ranges_ptr + part + 1)
             dk, dv = d_keys_over(
                 start, stop, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row,
                 inner_ptr + first_row, ids_ptr, theirs, key, part != 1, s,

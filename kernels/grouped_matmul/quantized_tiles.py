@@ -28,7 +28,8 @@ class TileSizes(NamedTuple):
 
 
 MIN_TILE = 16
-FORWARD, BACKWARD = TileSizes(64, 32, 128, 8, 3), TileSizes(64, 32, 64, 8, 3)
+FORWARD = TileSizes(64, 32, 128, 8, 3)
+BACKWARD = TileSizes(64, 32, 64, 8, 3)
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +43,8 @@ class QuantizedMatrices:
 
     def arrays(self) -> tuple[list[jax.Array], dict[str, Any]]:
         """The arrays that a program reads, and the properties of `GroupedTiling` that they determine."""
-        call, double = self.call, isinstance(self.scale, QuantizedScales)
+        call = self.call
+        double = isinstance(self.scale, QuantizedScales)
         unused = jnp.zeros((1, 1), jnp.float32)  # passed for pointers that the program does not read
         scales, groups, mean = self.scale if double else (self.scale, unused, unused)
         properties = {
@@ -62,7 +64,8 @@ class QuantizedMatrices:
     def tile_sizes(self, most: TileSizes) -> TileSizes:
         """Sizes up to `most`. A tile of codes is inside one block, or has a power of two of blocks, unless this leaves
         too few rows for the tensor cores."""
-        call, together = self.call, self.call.form.together
+        call = self.call
+        together = self.call.form.together
         rows = block_size(most.rows, -(-call.inputs // together))
         if call.unit >= rows or call.unit & (call.unit - 1):
             even = math.gcd(rows, call.unit)

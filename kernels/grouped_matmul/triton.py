@@ -156,7 +156,8 @@ def _prepare(
 ) -> tuple[GroupedTiling, list[jax.Array], dict[str, Any]]:
     """Compile-time values, the arrays of the tiles and of the weight, and the warps and stages."""
     _, inputs, outputs = _sizes(weight)
-    length, count = groups.rows.shape[0], groups.starts.shape[0]
+    length = groups.rows.shape[0]
+    count = groups.starts.shape[0]
     properties: dict[str, Any]
     if isinstance(weight, QuantizedMatrices):
         sizes = weight.tile_sizes(FORWARD if name == "grouped_matmul" else BACKWARD)

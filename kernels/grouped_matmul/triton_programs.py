@@ -159,7 +159,8 @@ def grouped_matmul_of_weights(x_ptr, source_ptr, g_ptr, edges_ptr, out_ptr, s: t
     group = tl.program_id(2)
     inner = tl.program_id(0) * s.rows + tl.arange(0, s.rows)
     output = tl.program_id(1) * s.tile_outputs + tl.arange(0, s.tile_outputs)
-    start, stop = tl.load(edges_ptr + group), tl.load(edges_ptr + s.groups + group)
+    start = tl.load(edges_ptr + group)
+    stop = tl.load(edges_ptr + s.groups + group)
     total = tl.zeros((s.rows, s.tile_outputs), tl.float32)
     for first in range(start, stop, s.tile_tokens):
         row = first + tl.arange(0, s.tile_tokens)

@@ -82,7 +82,8 @@ def check_arguments(
     outputs = codes.shape[1]
     if inputs is None:
         inputs = codes.shape[0] * form.together if transposed else x.shape[-1]
-    inputs, block = checks.whole_number("inputs", inputs), checks.whole_number("block_size", block_size)
+    inputs = checks.whole_number("inputs", inputs)
+    block = checks.whole_number("block_size", block_size)
     wide = outputs if transposed else inputs
     checks.require(x.shape[-1] == wide, f"x has shape {x.shape}; its last dimension should be the {wide} {last}")
     rows = -(-inputs // form.together)

@@ -42,6 +42,7 @@ def decoded(call: MatmulCall, codes: jax.Array, scale: Any, dtype: DTypeLike) ->
 def block_scales(scale: Any) -> Float[Array, "blocks outputs"]:
     if not isinstance(scale, QuantizedScales):
         return scale
-    blocks, groups = scale.codes.shape[0], scale.scale.shape[0]
+    blocks = scale.codes.shape[0]
+    groups = scale.scale.shape[0]
     of_block = jnp.repeat(scale.scale, -(-blocks // groups), axis=0)[:blocks]
     return jnp.asarray(dynamic_code(8, signed=True), jnp.float32)[scale.codes] * of_block + scale.mean

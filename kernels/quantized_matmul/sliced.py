@@ -52,7 +52,8 @@ def of_activations(
     scales = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's elements
 
     def put(result: jax.Array, first: Any, count: int) -> jax.Array:
-        some, together = replace(call, inputs=count), call.form.together
+        some = replace(call, inputs=count)
+        together = call.form.together
         rows = jax.lax.dynamic_slice_in_dim(codes, first // together, -(-count // together))
         lines = jax.lax.dynamic_slice_in_dim(scales, first // call.block, -(-count // call.block))
         part = g @ decoded(some, rows, lines, g.dtype).T

@@ -107,7 +107,8 @@ def adam8_update(
     numbers = {"m": (state.m, "uint8"), "v": (state.v, "uint8")}
     scales = {"m_scale": (state.m_scale, "float32"), "v_scale": (state.v_scale, "float32")}
     g, arrays, blocks = check_arguments(checks, "g", g, numbers, scales, axis, block_size)
-    state, unbiased = Moments8(**arrays), checks.array("unbiased", unbiased, None, ("float32",))
+    state = Moments8(**arrays)
+    unbiased = checks.array("unbiased", unbiased, None, ("float32",))
     checks.require(unbiased.shape == (2,), f"unbiased has shape {unbiased.shape}; it should be (2,)")
     is_adam = isinstance(adam, AdamHyperparameters)
     checks.require(is_adam, f"adam is {describe(adam)}; it should be AdamHyperparameters")
@@ -134,7 +135,8 @@ def int8_add(
 
     `seeds`: a random word per block. The number drawn for an element depends on this word and on the position in the
     block, so blocks with the same word draw the same numbers in any part of an array."""
-    numbers, scales = {"codes": (codes, "int8")}, {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
+    numbers = {"codes": (codes, "int8")}
+    scales = {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
     checks = Validator("int8_add")
     update, checked, blocks = check_arguments(checks, "update", update, numbers, scales, axis, block_size)
     arrays = checked["codes"], checked["scale"], update, checked["seeds"]

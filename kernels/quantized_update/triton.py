@@ -75,7 +75,8 @@ def _run(
     in_place: tuple[int, ...],
     adam: AdamHyperparameters | None = None,
 ) -> list[jax.Array]:
-    along_columns, columns = blocks.along == -1, like.shape[-1]
+    along_columns = blocks.along == -1
+    columns = like.shape[-1]
     padded = next_power_of_2(blocks.size)
     if padded > MAX_BLOCK:
         raise ValueError(

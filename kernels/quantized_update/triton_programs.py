@@ -22,7 +22,8 @@ def tile(s: tl.constexpr):
         mask = (place < s.size) & block_mask[:, None]
     else:
         across = (s.columns + s.count - 1) // s.count
-        row, column = tl.program_id(0) // across, tl.program_id(0) % across * s.count + tl.arange(0, s.count)
+        row = tl.program_id(0) // across
+        column = tl.program_id(0) % across * s.count + tl.arange(0, s.count)
         place = tl.arange(0, s.padded)[:, None]
         first_block = row.to(tl.int64) * s.columns
         first = first_block * s.size

@@ -98,7 +98,8 @@ def zero(step: Step) -> Row:
     """Weights, their float32 copy and moments are arguments of the step; gradients are the values at its peak."""
     compiled = step.compiled()
     parts = compiled.bytes_per_device
-    state, gradients = parts["parameters"] + parts["master"] + parts["optimizer"], parts["gradients"]
+    state = parts["parameters"] + parts["master"] + parts["optimizer"]
+    gradients = parts["gradients"]
     sizes = {"weights, optimizer": state, "gradients": gradients, "sum": state + gradients, "step": parts["total"]}
     return {f"{name}, GB": size / 1e9 for name, size in sizes.items()}
 

@@ -56,7 +56,8 @@ class Contestant:
         """The median, minimum and maximum of work per second, and the times. `by_host`: whether enqueuing took more
         than half of the time, so that the host limits the speed."""
         rates = [self.amount / seconds for seconds in self.seconds]
-        seconds, enqueued = statistics.median(self.seconds), statistics.median(self.enqueued)
+        seconds = statistics.median(self.seconds)
+        enqueued = statistics.median(self.enqueued)
         return {
             "unit": self.unit,
             "rate": self.rate,
@@ -75,7 +76,8 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
         with _record_failure(contestant, say):
             contestant.burst(1)  # warms up
             bursts[id(contestant)] = max(1, round(BURST_SECONDS / contestant.burst(3)[0]))
-    end, turn = time.perf_counter() + seconds, 0
+    end = time.perf_counter() + seconds
+    turn = 0
     while turn < MIN_BURSTS or time.perf_counter() < end:
         left = [contestant for contestant in contestants if contestant.failed is None]
         if not left:

@@ -133,7 +133,8 @@ def check_selection(operation: str, selection: BenchSelection) -> BenchOperation
 
 def device_facts(_: None, **__: Any) -> Iterator[Row]:
     """The device, the versions of its software, and the time."""
-    device, gpus = jax.devices()[0], devices.nvidia_gpus()
+    device = jax.devices()[0]
+    gpus = devices.nvidia_gpus()
     yield {
         "device": device.device_kind,
         "dry_run": device.platform == "cpu",

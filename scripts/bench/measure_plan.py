@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     gpus = devices.nvidia_gpus() if devices.has_nvidia_gpu() else []
     if not gpus:
         print("no GPU on this machine: tiny shapes on the CPU, without measurements", file=sys.stderr)
-    start, rows = time.monotonic(), list[dict[str, Any]]()
+    start = time.monotonic()
+    rows = list[dict[str, Any]]()
     for raw in configs(tiny=not gpus)[: args.first]:
         left = 60 * args.minutes - (time.monotonic() - start)
         row = measure_apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}

@@ -44,7 +44,8 @@ def attention_work(shape: AttentionShape, dtype: Any = jnp.bfloat16, **options: 
     def exact(q: Any, k: Any, v: Any) -> jax.Array:
         return reference.attend(q, k, v, checked, extras)[0]
 
-    step, forward = float(jnp.finfo(dtype).eps), shape.flops / 1e12
+    step = float(jnp.finfo(dtype).eps)
+    forward = shape.flops / 1e12
     passes = {
         "forward": BenchPass(run, exact, forward, step),
         "backward": BenchPass(run, exact, 2.5 * forward, step, gradients=(0, 1, 2)),
@@ -139,7 +140,8 @@ def _adam8(shape: UpdateShape) -> BenchWork:
 
     def exact(g: Any, state: Any, unbiased: Any) -> Any:
         old_m, old_v = (x.astype(jnp.float64) for x in moments(state))
-        new_m, new_v = 0.9 * old_m + 0.1 * g, 0.95 * old_v + 0.05 * g**2
+        new_m = 0.9 * old_m + 0.1 * g
+        new_v = 0.95 * old_v + 0.05 * g**2
         return new_m / unbiased[0] / (jnp.sqrt(new_v / unbiased[1]) + 1e-8), new_m, new_v
 
     def dequantized(result: Any) -> Any:
@@ -154,7 +156,8 @@ def _adam8(shape: UpdateShape) -> BenchWork:
 def _int8_add(shape: UpdateShape) -> BenchWork:
     """The update of int8 weights. With stochastic rounding the error is up to one step of the largest block."""
     w, update = _draws(shape.dims, shape.dims)
-    q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
+    q = quantize(w, "int8", shape.block, shape.along)
+    update = update * jnp.asarray(0.01, BF16)
 
     def dequantized(result: Any) -> Any:
         codes, scale = result

@@ -46,7 +46,9 @@ class Method(NamedTuple):
     learning_rates: tuple[float, float, float]
 
 
-FULL, ADAPTER, PROJECTED = (1e-5, 3e-5, 1e-4), (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3)
+FULL = (1e-5, 3e-5, 1e-4)
+ADAPTER = (1e-4, 3e-4, 1e-3)
+PROJECTED = (1e-4, 3e-4, 1e-3)
 _BFLOAT16 = "precision.parameters=bfloat16 precision.rounding=stochastic"
 _LORA = "adapter.kind=lora adapter.alpha=16"
 MAIN = {

@@ -29,7 +29,8 @@ def main() -> None:
         for layers in args.depths:
             row = backward(policy, layers, args.target, {}, 2048, trained=True)
             rows.append({**row, "ideal": ideal.setdefault(layers, row["flops"])})
-            size, ratio = row["temporaries"] / 2**30, row["flops"] / ideal[layers]
+            size = row["temporaries"] / 2**30
+            ratio = row["flops"] / ideal[layers]
             print(f"{policy:10} {layers:4} layers: {size:7.3f} GiB, {ratio:6.3f} x", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"target": args.target, "rows": rows}, indent=1) + "\n")

@@ -23,7 +23,8 @@ from scripts.course.common import CONFIGS, rows_of, train_all
 from scripts.course.docstrings import questions, source_files
 from scripts.course.table import Bars, Row, Table
 
-BASE, KINDS = CONFIGS["adapters"]["base"], rows_of("adapters", "kinds")
+BASE = CONFIGS["adapters"]["base"]
+KINDS = rows_of("adapters", "kinds")
 STEPS = 60  # updates of each fine-tuning run
 
 
@@ -45,7 +46,8 @@ def measure() -> Findings:
 def _fine_tune() -> tuple[float, list[Row]]:
     """The loss before fine-tuning, and a row for each kind."""
     with tempfile.TemporaryDirectory() as place:
-        texts, base = Path(place, "answers"), f"{place}/base"
+        texts = Path(place, "answers")
+        base = f"{place}/base"
         texts.mkdir()
         for number, (question, answer) in enumerate(questions(*source_files()).items()):
             (texts / f"{number}.txt").write_text(f"{question}\n{answer}\n", encoding="utf-8")
@@ -90,7 +92,8 @@ def compare_subsets() -> Iterator[Row]:
     order = np.random.default_rng(1).permutation(64)
     permuted = images.reshape(-1, 64)[:, order].reshape(images.shape)
     labels = jnp.asarray(digits.labels, jnp.int32)
-    seen, unseen = slice(0, -HELD_OUT), slice(-HELD_OUT, None)
+    seen = slice(0, -HELD_OUT)
+    unseen = slice(-HELD_OUT, None)
 
     graphdef, state = nnx.split(models.build(Mlp(layers=4, embed=WIDTH, mlp=2 * WIDTH), nnx.Rngs(0)))
 
@@ -136,14 +139,16 @@ def compare_subsets() -> Iterator[Row]:
 def _train(apply: Apply, trainable: Params, data: Data, rate: float) -> tuple[Params, Any]:
     """The trained parameters, and the compiled step."""
     images, labels = data
-    tx, trainable = optim.adam(rate), jax.tree.map(jnp.copy, trainable)  # a copy, because updates are in place
+    tx = optim.adam(rate)
+    trainable = jax.tree.map(jnp.copy, trainable)  # a copy, because updates are in place
 
     def step(trainable: Params, state: Any, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
         grads = jax.grad(lambda trainable: jnp.mean(cross_entropy(apply(trainable)(x), y)))(trainable)
         updates, state = tx.update(grads, state, trainable)
         return optax.apply_updates(trainable, updates), state
 
-    state, draws = tx.init(trainable), np.random.default_rng(0)
+    state = tx.init(trainable)
+    draws = np.random.default_rng(0)
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(trainable, state, images[:ROWS], labels[:ROWS]).compile()
     for _ in range(SUBSET_STEPS):
         rows = draws.integers(0, len(images), ROWS)

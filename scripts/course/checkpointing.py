@@ -62,7 +62,8 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
         for name, row in offloaded.items()
     ]
     by_policy = {row["remat"]: row for row in rows}
-    memory, arithmetic = f"{depths[-1]} layers, MiB", f"{depths[-1]} layers, arithmetic"
+    memory = f"{depths[-1]} layers, MiB"
+    arithmetic = f"{depths[-1]} layers, arithmetic"
     none, root, constant = (by_policy[policy] for policy in ("none", "sqrt", "constant"))
     sizes = {
         name: [(layers, row["temporaries"] / 2**20) for layers, row in by_layers.items()]
@@ -135,7 +136,8 @@ def backward(
         lowered = jax.jit(jax.grad(loss, argnums)).lower(*arguments)
         return compile_all(lowered, {}, here=aim.is_here, code=aim.is_here)[0]
 
-    frozen, measured = compiled(1), None
+    frozen = compiled(1)
+    measured = None
     if aim.is_here:
         ones = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), arguments)
         measured = common.seconds(frozen.executable, *ones)

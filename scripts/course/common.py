@@ -164,7 +164,8 @@ def measure_peak(cfg: Config) -> dict[str, Any]:
     if not plan.fits:
         raise UserError(f"{built.cfg.name} does not fit on this machine; it needs {-plan.room:,} bytes more")
     batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
-    state, metrics = initial_state(built), None
+    state = initial_state(built)
+    metrics = None
     for _ in range(STEPS):
         state, metrics = plan.step(state, batch)
     jax.block_until_ready(metrics)

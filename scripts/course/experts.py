@@ -15,8 +15,10 @@ from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, compile_for, rows_of, train_all
 from scripts.course.table import Bars, Row, Table
 
-BASE, RUNS = CONFIGS["experts"]["base"], rows_of("experts", "runs")
-TOKENS, COUNTS = 2048, (32, 128)
+BASE = CONFIGS["experts"]["base"]
+RUNS = rows_of("experts", "runs")
+TOKENS = 2048
+COUNTS = (32, 128)
 IMPLEMENTATIONS = ("ragged_dot", "blockwise", "triton")
 
 

@@ -24,14 +24,16 @@ from scripts.course.docstrings import kinds, source_files, write_conversations, 
 from scripts.course.table import LinePlot, Table
 
 PLACE = "runs/tour-finetune"
-PRETRAIN, FINETUNE = CONFIGS["finetune"]["pretrain"], CONFIGS["finetune"]["tune"]
+PRETRAIN = CONFIGS["finetune"]["pretrain"]
+FINETUNE = CONFIGS["finetune"]["tune"]
 VOCAB = PRETRAIN["model"]["vocab"]
 QUESTIONS = 40  # the number of held-out questions that are answered at the end
 PROMPT, NEW = "def ", 16  # the text that transformers continues, and the number of tokens
 
 
 def measure() -> Findings:
-    place, rows = Path(PLACE), []
+    place = Path(PLACE)
+    rows = []
     move_aside(place)
     start = time.process_time()
     for step, result in steps(place):
@@ -50,7 +52,8 @@ def measure() -> Findings:
 def steps(place: Path) -> Iterator[tuple[str, str]]:
     """(step, result); each step leaves a file or directory in `place`."""
     files, root = source_files()
-    chats, output = place / "chats.jsonl", {"output": str(place)}
+    chats = place / "chats.jsonl"
+    output = {"output": str(place)}
     write_tokenizer(files, place / "tokenizer", VOCAB)
     pairs = kinds(files, root)
     write_conversations(pairs, chats)
@@ -59,7 +62,8 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     data = {**PRETRAIN["data"], "tokenizer": str(place / "tokenizer")}
     train = {**PRETRAIN["train"], "evaluate_every": PRETRAIN["train"]["steps"]}
     result = run(load_config({**PRETRAIN, **output, "name": "pretrained", "data": data, "train": train}))
-    size, loss = result.plan.program.model.parameter_count / 1e6, result.held_out["loss"]
+    size = result.plan.program.model.parameter_count / 1e6
+    loss = result.held_out["loss"]
     yield "a Llama, pretrained on the standard library", f"{size:.1f} M parameters, held-out loss {loss:.2f}"
     export_model(place / "pretrained", place / "base")
     yield "exported for transformers", compare_transformers(place / "base")
@@ -68,7 +72,8 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
     overrides = [f"batch.global_size={FINETUNE['batch']['global_size']}", f"data={json.dumps(data)}"]
     yield "held-out answers, before", f"loss {evaluate(place / 'base', overrides=overrides)['loss']:.2f} nats per token"
     cfg = load_config({**FINETUNE, **output, "name": "tuned", "model": {"hf": str(place / "base")}, "data": data})
-    trainable, loss = run(cfg).plan.program.model.trainable_count, evaluate(place / "tuned")["loss"]
+    trainable = run(cfg).plan.program.model.trainable_count
+    loss = evaluate(place / "tuned")["loss"]
     yield (
         f"held-out answers, after {cfg.steps} steps of QLoRA",
         f"loss {loss:.2f}; {trainable:,} trainable parameters, frozen weights in {cfg.base_precision.parameters}",

@@ -47,11 +47,13 @@ def _parameters(width: int, layers: int) -> int:
     """The number of parameters of a shape."""
     shape = _fields(width, layers)
     attention = 2 * width * (width + shape["kv_heads"] * HEAD)
-    norms, vocab = 2 * layers + 1, PRESETS["llama3-8b"]["vocab"]
+    norms = 2 * layers + 1
+    vocab = PRESETS["llama3-8b"]["vocab"]
     return width * (layers * 3 * shape["mlp"] + norms + 2 * vocab) + layers * attention
 
 
-BASE, METHODS = common.CONFIGS["frontier"]["base"], common.rows_of("frontier", "methods")
+BASE = common.CONFIGS["frontier"]["base"]
+METHODS = common.rows_of("frontier", "methods")
 
 
 def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
@@ -98,7 +100,9 @@ def _row_of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int
     overrides = [*overrides, *(f"model.{name}={size}" for name, size in shape.items())]
     overrides.append(f"batch.global_size={aim.count}")
     cfg = for_devices(load_config(BASE, overrides), aim.count)
-    size, predicted, limit = _parameters(width, layers), estimated(cfg, aim).total, usable_memory(aim, cfg)
+    size = _parameters(width, layers)
+    predicted = estimated(cfg, aim).total
+    limit = usable_memory(aim, cfg)
     return {**shape, "overrides": overrides, "parameters": size, "predicted": predicted, "limit": limit}
 
 

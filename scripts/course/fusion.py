@@ -20,7 +20,8 @@ from scripts.course.table import Bars, Row, Table, gib
 TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # sizes of llama3-8b
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze")  # operations that copy nothing
-BASE, CHUNKS = common.CONFIGS["fusion"]["base"], common.rows_of("fusion", "chunks")
+BASE = common.CONFIGS["fusion"]["base"]
+CHUNKS = common.rows_of("fusion", "chunks")
 MOVED = ("one by one, MB", "fused, MB", "minimum, MB")
 
 
@@ -51,7 +52,8 @@ def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tup
         return (wide * scale).astype(x.dtype), summed
 
     half: Any = numbers(1, TOKENS, DIM // 2, dtype=jnp.float32)
-    wide, gates = numbers(TOKENS, EMBED), (numbers(TOKENS, MLP), numbers(TOKENS, MLP))
+    wide = numbers(TOKENS, EMBED)
+    gates = (numbers(TOKENS, MLP), numbers(TOKENS, MLP))
     yield "rms_norm and residual", norm, (wide, wide, numbers(EMBED, dtype=jnp.float32)), (0, 2)
     yield "swiglu", lambda gate, up: jax.nn.silu(gate) * up, gates, (0, 1)
     yield "rope", rotate, (numbers(1, TOKENS, HEADS, DIM), Angles(half, half)), (0,)

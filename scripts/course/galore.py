@@ -7,8 +7,10 @@ from scripts.course import Findings, common, main
 from scripts.course.table import Bars, Row, Table, gib
 
 CONFIGS = common.CONFIGS["galore"]
-BASE, SMALL = CONFIGS["base"], CONFIGS["small"]
-STEPS, RUNS = common.rows_of("galore", "steps"), common.rows_of("galore", "runs")
+BASE = CONFIGS["base"]
+SMALL = CONFIGS["small"]
+STEPS = common.rows_of("galore", "steps")
+RUNS = common.rows_of("galore", "runs")
 
 
 def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
@@ -31,7 +33,8 @@ def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
 
 def _row(name: str, plan: Mapping[str, Any]) -> Row:
     parts = plan["bytes_per_device"]
-    weights, state = parts["parameters"] + parts["quantization"], parts["optimizer"] + parts["master"]
+    weights = parts["parameters"] + parts["quantization"]
+    state = parts["optimizer"] + parts["master"]
     return {
         "optimizer": name,
         "weights, GiB": gib(weights),

@@ -19,8 +19,10 @@ from scripts.course import Findings, common, main
 from scripts.course.sliding_max import HOST, requested_bytes, sliding_max
 from scripts.course.table import Bars, LinePlot, Row, Table, gib
 
-NUMBERS, WINDOW = 1 << 17, 256
-SIZE, TILES = 8192, (16, 32, 64, 128, 256)
+NUMBERS = 1 << 17
+WINDOW = 256
+SIZE = 8192
+TILES = (16, 32, 64, 128, 256)
 TYPES = {"float32": 4, "bfloat16": 2}
 STEP = common.CONFIGS["gpu"]["step"]
 # The part of a step that a kernel belongs to, by its source file (innermost frame first). Others: matmuls, elementwise.
@@ -132,8 +134,10 @@ def _windows(bandwidth: float) -> Iterator[Row]:
         return {"algorithm": name, "operations": operations, **least, "here, ms": here and 1e3 * here}
 
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
-    listed, x = numbers.tolist(), jnp.asarray(numbers)
-    brute, levels = NUMBERS * WINDOW, int(np.log2(WINDOW))
+    listed = numbers.tolist()
+    x = jnp.asarray(numbers)
+    brute = NUMBERS * WINDOW
+    levels = int(np.log2(WINDOW))
     # To add a number to a heap of w and remove one: two comparisons for each of log2 w levels.
     operations = {"brute force": brute, "heap": 2 * NUMBERS * levels, "monotonic deque": 2 * NUMBERS}
     for name, run in HOST.items():

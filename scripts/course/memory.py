@@ -61,7 +61,9 @@ def _overrides(rows: Iterable[Technique]) -> Iterator[tuple[Technique, tuple[str
 
 
 def _row(technique: Technique, plan: dict[str, Any], overrides: Sequence[str]) -> Row:
-    parameters, parts, predicted = plan["model"]["parameters"], plan["bytes_per_device"], plan["predicted"]["total"]
+    parameters = plan["model"]["parameters"]
+    parts = plan["bytes_per_device"]
+    predicted = plan["predicted"]["total"]
     return {
         "technique": technique.name,
         "weights + gradients + state": technique.formula,

@@ -42,7 +42,8 @@ def row(topic: str) -> str:
 def main(topics: list[str]) -> None:
     for topic in topics or STOPS:
         print(topic, flush=True)
-        script, page = Path(__file__).with_name(f"{topic}.py"), DOCS / f"tour/{topic}.md"
+        script = Path(__file__).with_name(f"{topic}.py")
+        page = DOCS / f"tour/{topic}.md"
         subprocess.run([sys.executable, str(script), "--write", str(page)], check=True)
     (DOCS / "tour.md").write_text(HEAD + "".join(map(row, STOPS)), encoding="utf-8")
 

@@ -10,7 +10,8 @@ from scripts.course.parameter_server import busiest_link
 from scripts.course.table import Bars, Row, Table, Ticks, gib
 
 GPUS = 8
-BASE, LAYOUTS = common.CONFIGS["parallel"]["base"], common.rows_of("parallel", "layouts")
+BASE = common.CONFIGS["parallel"]["base"]
+LAYOUTS = common.rows_of("parallel", "layouts")
 SIZE = 256  # rows and columns of the matrices of the sharded matmul
 PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
@@ -77,7 +78,8 @@ def sharded_matmuls() -> Iterator[Row]:
     draws = np.random.default_rng(0)
     x, w = (draws.standard_normal((SIZE, SIZE)).astype(np.float32) for _ in range(2))
     exact = x.astype(np.float64) @ w.astype(np.float64)
-    n, size = comm.size, 4 * SIZE * SIZE
+    n = comm.size
+    size = 4 * SIZE * SIZE
     columns = comm.put(np.stack([x @ part for part in np.split(w, n, axis=1)]))
     rows = comm.put(np.stack([a @ b for a, b in zip(np.split(x, n, axis=1), np.split(w, n, axis=0), strict=True)]))
     gathered = np.concatenate(np.asarray(comm.all_gather(columns)), axis=1)

@@ -72,7 +72,8 @@ class ParameterServer:
     def pull(self, worker: int, to: jax.Device) -> Any:
         """The weights, copied to device `to`. Waits until this worker is at most `staleness` steps ahead."""
         with self._changed:
-            clock, staleness = self._clocks[worker], self.staleness
+            clock = self._clocks[worker]
+            staleness = self.staleness
             self._wait(lambda: self.updates == clock if staleness is None else clock - min(self._clocks) <= staleness)
             self._pulled[worker] = self.updates
             self.worst_lead = max(self.worst_lead, clock - min(self._clocks))

@@ -10,9 +10,13 @@ from scripts.course.table import Bars, Row, Table
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 UPDATE, UPDATES = 1e-3, 1000  # the update of a weight of 1, and the number of updates
-GRADIENT, SCALE = 1e-8, 2.0**16  # a gradient, stored without and with this loss scale
-BASE, RUNS = common.CONFIGS["precision"]["base"], common.rows_of("precision", "runs")
-SUM, SMALL, SCALED = f"1 + {UPDATES} x {UPDATE:g}", f"{GRADIENT:g}", f"{GRADIENT:g}, loss scaled"
+GRADIENT = 1e-8
+SCALE = 2.0**16  # a gradient, stored without and with this loss scale
+BASE = common.CONFIGS["precision"]["base"]
+RUNS = common.rows_of("precision", "runs")
+SUM = f"1 + {UPDATES} x {UPDATE:g}"
+SMALL = f"{GRADIENT:g}"
+SCALED = f"{GRADIENT:g}, loss scaled"
 
 
 def measure() -> Findings:

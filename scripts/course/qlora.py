@@ -9,7 +9,8 @@ from jaxmem.estimate.state import state_of
 from scripts.course import Findings, common, main
 from scripts.course.table import Bars, Row, Table, gib
 
-BASE, BASES = common.CONFIGS["qlora"]["base"], common.rows_of("qlora", "bases")
+BASE = common.CONFIGS["qlora"]["base"]
+BASES = common.rows_of("qlora", "bases")
 
 
 def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides = BASES) -> Findings:
@@ -18,7 +19,8 @@ def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides
         f"{common.title(base)} with adapters on {target}",
         [_row(base, base_name, bases[base_name], plans[base_name]) for base_name in bases],
     )
-    first, small = table.rows[0], min(table.rows, key=lambda row: row["total, GiB"])
+    first = table.rows[0]
+    small = min(table.rows, key=lambda row: row["total, GiB"])
     shrunk = {name: first[name] / small[name] for name in ("frozen layers, GiB", "total, GiB")}
     trainable = plans[small["stored as"]]["model"]["trainable"]
     return Findings(

@@ -51,7 +51,8 @@ def measure() -> Findings:
         ("bits",),
     )
     rows = {row["stored as"]: row for row in schemes.rows}
-    trained, even = networks.rows[0]["symmetric"], [row for row in networks.rows if row["affine"] is not None]
+    trained = networks.rows[0]["symmetric"]
+    even = [row for row in networks.rows if row["affine"] is not None]
     fewest = min(row["bits"] for row in even if row["symmetric"] >= trained - 0.01)
     points = {name: [(row["bits per weight"], row["mean error"])] for name, row in rows.items() if row["mean error"]}
     curves = {name: [(row["bits"], row[name]) for row in even] for name in ("symmetric", "affine")}

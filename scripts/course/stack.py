@@ -31,11 +31,13 @@ BASE = CONFIGS["stack"]["base"]
 
 def bare_loop(cfg: Config) -> list[float]:
     """jax, flax and optax."""
-    digits, draws = Digits(), np.random.default_rng(0)
+    digits = Digits()
+    draws = np.random.default_rng(0)
     images = digits.images[..., None] / np.float32(MAX_BRIGHTNESS)
     graphdef, params = nnx.split(models.build(cfg.model, nnx.Rngs(0)))
     tx = optax.adamw(cfg.optimizer.learning_rate, weight_decay=cfg.optimizer.weight_decay)
-    state, losses = tx.init(params), []
+    state = tx.init(params)
+    losses = []
 
     @jax.jit
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
@@ -57,7 +59,8 @@ def library_loop(cfg: Config, devices: Sequence[Any]) -> list[float]:
     """The planned step of the library, in a loop of your own."""
     built = program(cfg, devices)
     plan = plan_program(built)  # its memory is known before anything is allocated
-    state, losses = built.initialise(), []
+    state = built.initialise()
+    losses = []
     with Loader(built.cfg) as loader:
         for _ in range(cfg.steps):
             state, metrics = plan.step(state, built.place(next(loader)))
@@ -73,7 +76,9 @@ def by_config(cfg: Config, devices: Sequence[Any]) -> list[float]:
 
 
 def measure() -> Findings:
-    first, eight, steps = jax.devices()[:1], jax.devices()[:SIMULATED], BASE["train"]["steps"]
+    first = jax.devices()[:1]
+    eight = jax.devices()[:SIMULATED]
+    steps = BASE["train"]["steps"]
     with tempfile.TemporaryDirectory() as place:
 
         def config(name: str, *overrides: str) -> Config:

@@ -105,7 +105,8 @@ class Table:
             return None
         for i in sorted(range(len(widths)), key=lambda i: full[i] - widths[i]):
             growth = min(full[i] - widths[i], spare)
-            widths[i], spare = widths[i] + growth, spare - growth
+            widths[i] = widths[i] + growth
+            spare = spare - growth
         return widths
 
 
@@ -137,7 +138,8 @@ class Bars:
             bars = axes.barh(at, values, height, left=None if self.grouped else left, label=part)
             left = [a + b for a, b in zip(left, values, strict=True)]
             if self.grouped or part == self.parts[-1]:
-                shown, white = format_column(values if self.grouped else left), {"fc": "white", "ec": "none", "pad": 1}
+                shown = format_column(values if self.grouped else left)
+                white = {"fc": "white", "ec": "none", "pad": 1}
                 axes.bar_label(bars, shown, fontsize=7, padding=2, bbox=white if self.limits else None)
         middle = (0.8 - height) / 2 if self.grouped else 0.0
         names = [str(next(iter(row.values()))) for row in self.table.rows]

@@ -45,7 +45,8 @@ class ScaledByProjection(MatrixRule):
         return dim != self.side.projected_dim
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
-        wide, side = g.astype(jnp.float32), self.side
+        wide = g.astype(jnp.float32)
+        side = self.side
         key = jax.random.fold_in(context.key, (context.count - 1) // self.settings.refresh_every)
         low = side.project(projection.random_projection(key, *side.basis_shape), wide)
         m, v = next_moments(self.settings, state["m"], state["v"], low)
@@ -55,16 +56,19 @@ class ScaledByProjection(MatrixRule):
         )
         if self.per_matrix:
             after, before, square = context.sums(*((x, None) for x in (*squares, wide * wide)))
-            u, ratio = wide, jnp.sqrt(after) / (jnp.sqrt(before) + TINY)
+            u = wide
+            ratio = jnp.sqrt(after) / (jnp.sqrt(before) + TINY)
             length = ratio * jnp.sqrt(square)
         else:
             after, before = squares
-            u, ratio = wide * (jnp.sqrt(after) / (jnp.sqrt(before) + TINY)), jnp.float32(1)
+            u = wide * (jnp.sqrt(after) / (jnp.sqrt(before) + TINY))
+            ratio = jnp.float32(1)
             length = jnp.sqrt(context.sums((u * u, None))[0])
         # The norm growth is limited before the bias of the moments is corrected.
         most = jnp.where(state["length"] > 0, GROWTH * (state["length"] + TINY), jnp.inf)
         shrink = jnp.minimum(1.0, most / jnp.maximum(length, TINY))
-        beta1, beta2 = self.settings.beta1, self.settings.beta2
+        beta1 = self.settings.beta1
+        beta2 = self.settings.beta2
         unbiased = jnp.sqrt(bias_correction(beta2, context.count)) / bias_correction(beta1, context.count)
         return u * (ratio * shrink * unbiased * self.settings.scale**0.5), {"m": m, "v": v, "length": length * shrink}
 

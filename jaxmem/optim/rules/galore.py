@@ -52,7 +52,8 @@ class GaLoreRule(MatrixRule):
         return Side(self.spec, self.rank)
 
     def init(self, spec: ParameterSpec) -> State:
-        basis, low = self.side.basis_spec, self.side.projected_spec
+        basis = self.side.basis_spec
+        low = self.side.projected_spec
         inner = self.inner_for(low).init(low)
         if self.similarity is None:
             return {"basis": basis.zeros(dtype=self.spec.dtype), "inner": inner}
@@ -66,9 +67,11 @@ class GaLoreRule(MatrixRule):
         return False  # the range finder multiplies with the gradient and its transpose several times
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
-        key, scale = jax.random.fold_in(context.key, context.count), self.settings.scale
+        key = jax.random.fold_in(context.key, context.count)
+        scale = self.settings.scale
         every: Any = self.settings.refresh_every  # an array within `optax.inject_hyperparams`
-        layer, layers = context.layer, context.layers
+        layer = context.layer
+        layers = context.layers
         basis_state = {name: x for name, x in state.items() if name != "inner"}
         if self.similarity is None:
             turn = (context.count - 1 - layer * every // layers) % every == 0
@@ -104,8 +107,10 @@ class GaLoreRule(MatrixRule):
             return {"basis": new.astype(basis_state["basis"].dtype)}
         q: QTensor = basis_state["basis"]
         same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
-        every, interval = self.settings.refresh_every, basis_state["interval"]
-        is_first, interval = interval == 0, jnp.where(interval == 0, every, interval)
+        every = self.settings.refresh_every
+        interval = basis_state["interval"]
+        is_first = interval == 0
+        interval = jnp.where(interval == 0, every, interval)
         # The first intervals differ between layers, so that layers are never refreshed in the same update.
         stagger = jnp.where(is_first, context.layer * every // context.layers, 0)
         interval = jnp.where(same, 2 * interval, interval)

@@ -109,13 +109,15 @@ def next_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Both moments after a gradient (Kingma and Ba, arXiv:1412.6980). `squares` replaces the square of the gradient."""
     squares = g * g if squares is None else squares
-    beta1, beta2 = settings.beta1, settings.beta2
+    beta1 = settings.beta1
+    beta2 = settings.beta2
     return beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * squares
 
 
 def direction(settings: AdamSettings, m: jax.Array, v: jax.Array, count: jax.Array) -> jax.Array:
     """The update from both moments, corrected for their bias towards zero."""
-    first, second = bias_correction(settings.beta1, count), bias_correction(settings.beta2, count)
+    first = bias_correction(settings.beta1, count)
+    second = bias_correction(settings.beta2, count)
     return m / first / (jnp.sqrt(v / second) + settings.epsilon)
 
 
@@ -148,7 +150,10 @@ class Lion(MatrixRule):
         return {"m": spec.zeros()}
 
     def update(self, g: jax.Array, state: State, _: UpdateContext, /) -> tuple[jax.Array, State]:
-        g, m, beta1, beta2 = g.astype(jnp.float32), state["m"], self.settings.beta1, self.settings.beta2
+        g = g.astype(jnp.float32)
+        m = state["m"]
+        beta1 = self.settings.beta1
+        beta2 = self.settings.beta2
         return jnp.sign(beta1 * m + (1 - beta1) * g), {"m": beta2 * m + (1 - beta2) * g}
 
 

@@ -37,7 +37,8 @@ class Side:
 
     @property
     def basis_spec(self) -> ParameterSpec:
-        axis, dim = self.spec.axes[self.projected_dim], self.spec.dims[self.projected_dim]
+        axis = self.spec.axes[self.projected_dim]
+        dim = self.spec.dims[self.projected_dim]
         return ParameterSpec(self.basis_shape, self.spec.dtype, (axis, PROJECTED), (dim, PROJECTED))
 
     @property

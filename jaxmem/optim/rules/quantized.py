@@ -65,7 +65,9 @@ class FusedAdam8bit(Quantized):
     elementwise: ClassVar = False
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
-        m, v, settings = state["m"], state["v"], self.rule.settings  # type: ignore[attr-defined]
+        m = state["m"]
+        v = state["v"]
+        settings = self.rule.settings  # type: ignore[attr-defined]
         run = partial(
             kernels.adam8_update,
             adam=kernels.AdamHyperparameters(settings.beta1, settings.beta2, settings.epsilon),
@@ -211,5 +213,6 @@ def _above_zero(q: QTensor) -> QTensor:
         return q
     if FORMATS[q.format].bits == 8:
         return dataclasses.replace(q, codes=jnp.maximum(q.codes, 1))
-    first, second = q.codes & 0xF0, q.codes & 0x0F  # two codes per byte
+    first = q.codes & 0xF0
+    second = q.codes & 0x0F  # two codes per byte
     return dataclasses.replace(q, codes=jnp.maximum(first, 0x10) | jnp.maximum(second, 0x01))

@@ -54,7 +54,8 @@ def brute_force(x: Sequence[float], window: int) -> list[float]:
 
 
 def with_heap(x: Sequence[float], window: int) -> list[float]:
-    maxima, heap = [], [(-value, i) for i, value in enumerate(x[: window - 1])]
+    maxima = []
+    heap = [(-value, i) for i, value in enumerate(x[: window - 1])]
     heapq.heapify(heap)
     for i in range(window - 1, len(x)):
         heapq.heappush(heap, (-x[i], i))
