@@ -23,8 +23,9 @@ def quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name, value in {"RECORDS": tmp_path / "records", "WORK": tmp_path / "runs", "STEPS": 3}.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "PACKAGES", ("json", "optax"))
+    monkeypatch.setattr(module, "PACKAGES", ("json", "concurrent", "optax"))
     monkeypatch.setattr(module, "HELD_OUT", ("json",))
+    monkeypatch.setattr(module, "VALIDATION", ("concurrent",))
     write_file("llama", tmp_path / "model.gguf")
     return module
 
@@ -44,12 +45,28 @@ def test_the_best_learning_rate_is_trained_at_full_length(
     monkeypatch.setitem(quality.METHODS, "qlora-16", quality.METHODS["qlora-16"]._replace(learning_rates=(1e-3, 1e-2)))
     quality.train_all(["qlora-16"], tmp_path / "model.gguf")
     records = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "records").iterdir()}
-    search = {rate: records[f"qlora-16-{rate:g}-2-0"]["held_out"] for rate in (1e-3, 1e-2)}
+    search = {rate: records[f"qlora-16-{rate:g}-2-0"]["loss"] for rate in (1e-3, 1e-2)}
+    assert records["qlora-16-0.001-2-0"]["evaluated"] == "validation"
     best = min(search, key=lambda rate: search[rate])
     assert f"qlora-16-{best:g}-3-0" in records
+    assert records[f"qlora-16-{best:g}-3-0"]["evaluated"] == "held-out"
     assert records[f"qlora-16-{best:g}-3-0"]["planned_bytes_per_parameter"]["optimizer"] > 0
     assert not list((tmp_path / "runs").glob("qlora*"))
     monkeypatch.setattr(quality, "train", pytest.fail)  # nothing is trained again
     quality.train_all(["qlora-16"], tmp_path / "model.gguf")
     quality.print_table(["qlora-16"])
     assert f"| qlora-16 | {best:g} | 1 |" in capsys.readouterr().out
+
+
+def test_parts_of_the_corpus_share_no_document(quality: ModuleType) -> None:
+    digests = quality.write_corpus()
+    parts = [set((quality.WORK / f"{name}.jsonl").read_text().splitlines()) for name in digests]
+    assert all(parts)
+    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
+
+
+def test_records_of_another_corpus_are_refused(quality: ModuleType) -> None:
+    quality.RECORDS.mkdir()
+    (quality.RECORDS / "adamw.json").write_text(json.dumps({"corpus": {"train": "0"}}))
+    with pytest.raises(SystemExit, match="other versions"):
+        quality.write_corpus()
