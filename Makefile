@@ -4,6 +4,7 @@
 # make test-all    the tests of make test and all others
 # make mutations   plant faults, run the tests that must notice them
 # make lint        ruff, mypy, words, generated pages, planned figures
+# make docs        the documentation as a site in build/site; a dead link ends it
 # make clean       remove what these made
 # Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
 
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo chat test test-all mutations lint clean
+.PHONY: demo chat test test-all mutations lint docs clean
 
 demo: $(VENV)/installed
 	@$(BIN)/jaxmem train configs/demo.yaml --simulate 2
@@ -38,9 +39,12 @@ lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tests/support/check_words.py
-	@$(BIN)/python scripts/api.py --check
+	@$(BIN)/python scripts/config_reference.py --check
 	@$(BIN)/python tests/support/check_numbers.py
 	@$(BIN)/mypy
+
+docs: $(VENV)/installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) build *.egg-info .*_cache .hypothesis
@@ -61,4 +65,8 @@ $(VENV)/installed-gguf: $(VENV)/made pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/made pyproject.toml
 	@$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: $(VENV)/made pyproject.toml
+	@$(INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/installed

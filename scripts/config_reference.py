@@ -1,62 +1,26 @@
-"""The reference of the Python API, from signatures and docstrings: an index and one page per public module in docs/api;
-of the config, from its schema: docs/config.md; and a table of the files in configs/.
+"""The reference of the config, from its schema: docs/config.md; and configs/README.md, a table of the files there.
 
-python scripts/api.py            # writes the pages
-python scripts/api.py --check    # names the pages that are out of date; exit code 1 if there are any
+python scripts/config_reference.py            # writes the pages
+python scripts/config_reference.py --check    # names the pages that are out of date; exit code 1 if there are any
 """
 
-import importlib
-import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.config.recompute import NUMBERED
 
-UNIONS = {"ArrayLike": ArrayLike, "DTypeLike": DTypeLike}
 DOCS = Path(__file__).parents[1] / "docs"
-MODULES = {  # the public names of each; None: its `__all__`
-    "jaxmem": (
-        "load_config",
-        "plan",
-        "fit",
-        "train",
-        "evaluate",
-        "simulate",
-        "register_model",
-        "register_optimizer",
-        "UserError",
-    ),
-    "jaxmem.optim": None,
-    "jaxmem.quant": None,
-    "jaxmem.adapters": None,
-    "jaxmem.hf": None,
-    "jaxmem.kernels": None,
-    "jaxmem.models.losses": ("cross_entropy",),
-    "jaxmem.distributed.communicator": ("Communicator",),
-}
-HEAD = """# Python API
-
-This is the reference of the functions for your own training loop. There is one page per module, which
-`python scripts/api.py` writes from signatures and docstrings; the tests run the examples. The config has its
-[own reference](../config.md).
-
-| module | names |
-| --- | --- |
-"""
-
 
 CONFIG = """# Config
 
 Every key of a config file. `jaxmem train CONFIG section.key=value` sets a key on the command line. An unknown key, a
 wrong value or a key without effect is an error before the run starts. `jaxmem schema` prints the keys as a JSON schema,
-for completion in editors. `python scripts/api.py` writes this page.
+for completion in editors. `python scripts/config_reference.py` writes this page.
 """
 
 
@@ -143,7 +107,7 @@ CONFIGS = """# Configs
 
 Each file begins with its commands, the data that it needs and the memory of its plan. DIR is a Hugging Face directory:
 without `model='{hf: DIR}'` weights are random. Planned memory is that of one GPU, as `jaxmem plan CONFIG --target GPU`
-compiles it; nothing has run on a GPU yet. `python scripts/api.py` writes this page from the files.
+compiles it; nothing has run on a GPU yet. `python scripts/config_reference.py` writes this page from the files.
 """
 
 
@@ -161,94 +125,20 @@ def configs_page() -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of each file in docs/, by its name."""
-    index, texts = HEAD, {}
-    for name, names in MODULES.items():
-        module = importlib.import_module(name)
-        entries = {
-            entry: getattr(module, entry) for entry in names or module.__all__ if callable(getattr(module, entry))
-        }
-        file = f"{name.removeprefix('jaxmem.')}.md"
-        index += f"| [{name}]({file}) | {', '.join(f'`{entry}`' for entry in entries)} |\n"
-        parts = [f"# {name}", _markdown(module.__doc__)]
-        for public_name, value in entries.items():
-            parts += _entry(public_name, value)
-        texts[f"api/{file}"] = "\n\n".join(part for part in parts if part) + "\n"
-    return {"api/README.md": index, **texts, "config.md": config_page(), "../configs/README.md": configs_page()}
-
-
-def _entry(name: str, value: Any) -> Iterator[str]:
-    yield f"## `{name}`"
-    yield f"```python\n{_signature(name, value)}\n```"
-    yield _markdown(_docstring(value))
-    if inspect.isclass(value):
-        members = [(key, member) for key, member in vars(value).items() if not key.startswith("_")]
-        methods = [(key, member) for key, member in members if inspect.isfunction(member) and inspect.getdoc(member)]
-        yield "\n".join(f"- `{_signature(key, member)}`: {_summary(member)}" for key, member in methods)
-
-
-def _signature(name: str, value: Any) -> str:
-    try:
-        signature = inspect.signature(value)
-    except ValueError:  # a class with annotations only
-        return name
-    # A function as a default has an address, which differs from run to run.
-    parameters = [
-        parameter.replace(default=...) if inspect.isfunction(parameter.default) else parameter
-        for parameter in signature.parameters.values()
-        if parameter.name != "self"
-    ]
-    text = _clean(f"{name}{signature.replace(parameters=parameters)}").replace(" -> None", "")
-    if len(text) <= 100:
-        return text
-    lines = textwrap.indent(",\n".join(_clean(str(parameter)) for parameter in parameters), "    ")
-    return f"{name}(\n{lines},\n){text.rpartition(')')[2]}"
-
-
-def _clean(text: str) -> str:
-    """A signature with short names of types: jax.Array, Config, ArrayLike."""
-    text = _without_packages(text)
-    for name, union in UNIONS.items():  # a union has other texts in Python 3.12
-        text = text.replace(_without_packages(inspect.formatannotation(union)), name)
-    return text.replace("Callable[[ArrayLike], ArrayLike]", "optax.Schedule")
-
-
-def _without_packages(text: str) -> str:
-    def short(match: re.Match[str]) -> str:
-        package, _, _ = match[0].partition(".")
-        return {"jax": "jax.", "numpy": "np.", "optax": "optax.", "flax": "nnx."}.get(package, "")
-
-    text = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])", short, text.replace("'", "").replace("Ellipsis", "..."))
-    return re.sub(r"\*<class (\w+)>", r"Unpack[\1]", text)
-
-
-def _docstring(value: Any) -> str | None:
-    """Its own docstring; None if it is inherited or written by dataclasses."""
-    text = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
-    return None if text and text.startswith(f"{getattr(value, '__name__', '')}(") else text
-
-
-def _markdown(docstring: str | None) -> str:
-    """A docstring with its examples in a block of code."""
-    prose, mark, example = inspect.cleandoc(docstring or "").partition(">>> ")
-    return "\n\n".join(part for part in (prose.strip(), f"```python\n{mark}{example}\n```" if mark else "") if part)
-
-
-def _summary(value: Any) -> str:
-    return " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    """The text of each file, by its name from docs/."""
+    return {"config.md": config_page(), "../configs/README.md": configs_page()}
 
 
 def main(*arguments: str) -> int:
     made = pages()
-    names = {*made, *(f"api/{path.name}" for path in DOCS.glob("api/*.md"))}
-    here = {name: (DOCS / name).read_text(encoding="utf-8") for name in names if (DOCS / name).exists()}
-    stale = sorted(name for name in made.keys() | here.keys() if made.get(name) != here.get(name))
+    stale = [name for name, text in made.items() if (DOCS / name).read_text(encoding="utf-8") != text]
     if arguments == ("--check",):
         for name in stale:
-            print(f"{(DOCS / name).resolve().relative_to(DOCS.parent)} is out of date; run python scripts/api.py")
+            file = (DOCS / name).resolve().relative_to(DOCS.parent)
+            print(f"{file} is out of date; run python scripts/config_reference.py")
         return int(bool(stale))
     for name in stale:
-        (DOCS / name).unlink() if name not in made else (DOCS / name).write_text(made[name], encoding="utf-8")
+        (DOCS / name).write_text(made[name], encoding="utf-8")
     return 0
 
 
