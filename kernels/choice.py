@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxmem.kernels.typing import Tree
+
 from .validation import Validator, describe
 
 # Keys are the names that devices report.
@@ -51,7 +53,7 @@ class Operation:
         self,
         implementation: Any,
         call: Callable[[Any], Result],
-        arrays: tuple[Any, ...],
+        arrays: tuple[Tree, ...],
         refusal: Callable[[str], str | None] = lambda _: None,
     ) -> Result:
         """Runs `call` with the named implementation; None: the portable implementation. `arrays`: all inputs of the

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.kernels.typing import Tree
+
 FLOATS = ("float32", "bfloat16", "float16")
 # Implementations in plain JAX, which XLA's partitioner can shard. It cannot shard kernels.
 PLAIN = ("blockwise", "reference", "sliced")
@@ -67,7 +69,7 @@ class Validator:
         self.require(isinstance(value, bool | np.bool_), f"{name} is {describe(value)}; it should be True or False")
         return bool(value)
 
-    def unsharded(self, implementation: str, arrays: tuple[Any, ...]) -> None:
+    def unsharded(self, implementation: str, arrays: tuple[Tree, ...]) -> None:
         """ValueError if the argument of a kernel is a sharded array. The sharding of a traced array is known only with
         explicit mesh axes; otherwise, under `jax.jit`, XLA gathers the array on every device without a warning."""
         if implementation in PLAIN:

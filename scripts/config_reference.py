@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from jaxmem.config.recompute import NUMBERED
+from jaxmem.typing import JsonDict
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -48,7 +49,7 @@ def config_page() -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _keys(name: str, sections: dict[str, Any]) -> Iterator[str]:
+def _keys(name: str, sections: JsonDict) -> Iterator[str]:
     section = sections[name]
     yield " ".join(section["description"].split())
     required = section.get("required", ())
@@ -61,13 +62,13 @@ def _keys(name: str, sections: dict[str, Any]) -> Iterator[str]:
     yield _table(("key", "values", "default", ""), rows)
 
 
-def _section(key: dict[str, Any]) -> str:
+def _section(key: JsonDict) -> str:
     """The name of a key's section, if it is one."""
     refs = [key, *key.get("anyOf", ())]
     return next((ref["$ref"].rpartition("/")[2] for ref in refs if "$ref" in ref and "Save" not in ref["$ref"]), "")
 
 
-def _type(value: dict[str, Any]) -> str:
+def _type(value: JsonDict) -> str:
     if "enum" in value or "const" in value:
         return ", ".join(
             f"`{_value(choice)}`" for choice in value.get("enum", [value.get("const")]) if choice is not None
@@ -94,7 +95,7 @@ def _value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def _settings(fields: dict[str, Any]) -> str:  # without `kernel`: its default in a config is that of the section
+def _settings(fields: JsonDict) -> str:  # without `kernel`: its default in a config is that of the section
     return ", ".join(f"`{key}: {_value(value)}`" for key, value in fields.items() if key != "kernel")
 
 

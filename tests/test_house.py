@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up; a module imports from its own line and those above it.
 LAYERS = (
-    ("errors", "lazy"),
+    ("errors", "lazy", "typing"),
     ("machine",),
     ("config",),
     ("kernels", "quant"),

@@ -11,7 +11,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network
 from jaxmem.sharding import constrain
 from jaxmem.sharding.weights import store_new
+from jaxmem.typing import Tree
 
 NAMES = ("lora", "prompt")  # the attributes of modules that contain adapters
 
@@ -122,7 +122,7 @@ def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | 
             tokens(model, cfg.token_indices)
 
 
-def base_of(tree: Any) -> Any:
+def base_of(tree: Tree) -> Tree:
     """A nested dict of parameters, or of a value for each parameter, without adapters.
 
     >>> base_of({"q": {"weight": 1, "lora": {"a": 2}}})

@@ -27,6 +27,7 @@ from jaxmem.checkpoint.retention import Retention
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError, abridge, one_of
+from jaxmem.typing import JsonDict, JsonView, Tree
 
 CHUNK_BYTES = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP_PATTERN = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
@@ -82,9 +83,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def save(
         self,
         step: int,
-        state: Any,
-        position: Mapping[str, Any],
-        config: Mapping[str, Any],
+        state: Tree,
+        position: JsonView,
+        config: JsonView,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
@@ -132,12 +133,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
 
-    def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(self, step: int) -> tuple[JsonDict, JsonDict]:
         """Data position and config, without the arrays, to refuse a resume before anything is compiled."""
         record = read_record(self._path(step))
         return record["position"], record["config"]
 
-    def read_latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    def read_latest(self) -> tuple[int, JsonDict, JsonDict] | None:
         """Step, data position and config of the newest checkpoint with an undamaged record. `restore_latest` reports
         damaged checkpoints."""
         for step in reversed(self.steps()):
@@ -145,22 +146,22 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 return step, *self.read(step)
         return None
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, JsonDict, JsonDict]:
         """State, data position, config. `abstract_state`: the state's tree with a jax.ShapeDtypeStruct and its sharding
         on the present mesh for each array, or a function that returns it for the config of the checkpoint."""
         record = read_record(self._path(step))
         abstract = abstract_state(record["config"]) if callable(abstract_state) else abstract_state
         return self._arrays(step, abstract, record["leaves"]), record["position"], record["config"]
 
-    def restore_params(self, step: int, abstract_params: Any) -> Any:
+    def restore_params(self, step: int, abstract_params: Tree) -> Tree:
         """Only the parameters; the optimizer state is not read."""
         leaves = read_record(self._path(step))["leaves"]
         saved = {name: leaf for name, leaf in leaves.items() if name.startswith("params.")}
         return self._arrays(step, {"params": abstract_params}, saved)["params"]
 
     def restore_latest(
-        self, abstract_state: Any, report: Callable[[str], None] = print
-    ) -> tuple[int, Any, dict[str, Any], dict[str, Any]] | None:
+        self, abstract_state: Tree, report: Callable[[str], None] = print
+    ) -> tuple[int, Tree, JsonDict, JsonDict] | None:
         """(step, state, position, config) of the newest complete checkpoint; None if there is no checkpoint.
 
         A damaged checkpoint is reported and renamed, and the one before is used. If all are damaged, an error is
@@ -273,7 +274,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             f"checkpoint {self.directory / str(step)} could not be written ({complete}): {root_cause(error)}"
         )
 
-    def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
+    def _arrays(self, step: int, abstract: Tree, saved: JsonDict) -> Tree:
         path = self.directory / str(step)
         leaves = in_names_of(saved, named_leaves(abstract))
         check_leaves(path, saved, leaves)

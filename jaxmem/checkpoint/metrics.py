@@ -1,12 +1,13 @@
 """The rows of `metrics.jsonl` of a run, which may have been damaged or edited since they were logged."""
 
 import json
-from typing import Any
+
+from jaxmem.typing import JsonDict
 
 MAX_METRIC = 1e300
 
 
-def parse_row(line: str) -> dict[str, Any] | None:
+def parse_row(line: str) -> JsonDict | None:
     """A row: its step, and a number or null for each metric; None for any other line, such as an incomplete last
     line."""
     try:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, root_cause
 from jaxmem.errors import UserError, abridge
+from jaxmem.typing import JsonDict, JsonView, Tree
 
 
 class DamagedError(UserError):
@@ -28,13 +29,13 @@ def damaged(checkpoint: epath.Path, reason: str) -> DamagedError:
     return DamagedError(f"checkpoint {checkpoint} is damaged: {reason}")
 
 
-def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> dict[str, Any]:
+def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> JsonDict:
     saved = {name: [x.shape, str(x.dtype), checksum(x)] for name, x in leaves.items()}
     record = json.loads(json.dumps({**sections, "leaves": saved}))
     return {**record, "crc32": _crc(record)}
 
 
-def read_record(checkpoint: epath.Path) -> dict[str, Any]:
+def read_record(checkpoint: epath.Path) -> JsonDict:
     try:
         record = json.loads((checkpoint / "run" / "metadata").read_text())  # where Orbax's JsonSave stores `run`
     except ORBAX_EXCEPTIONS as error:
@@ -46,11 +47,11 @@ def read_record(checkpoint: epath.Path) -> dict[str, Any]:
     return record
 
 
-def _crc(record: Mapping[str, Any]) -> int:
+def _crc(record: JsonView) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Tree) -> dict[str, Any]:
     """The arrays of a tree by path, such as params.layers.q.weight."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -76,7 +77,7 @@ def in_names_of(saved: Collection[str], leaves: Mapping[str, Any]) -> dict[str, 
     return {name if name in saved else earlier.get(name, name): leaf for name, leaf in leaves.items()}
 
 
-def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_leaves(checkpoint: epath.Path, saved: JsonView, expected: JsonView) -> None:
     """Refuses a checkpoint whose arrays have other names, shapes or dtypes than those of the run."""
     if unplaced := [name for name, leaf in expected.items() if leaf.sharding is None]:
         # Orbax would use the sharding that the array was saved with.

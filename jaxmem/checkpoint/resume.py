@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any
 
 from jaxmem.errors import UserError, as_yaml
+from jaxmem.typing import JsonDict, JsonView
 
 # All other fields may change: settings of the machine (mesh, zero, memory, batch.accumulate, precision.compute; the
 # state is resharded, and losses agree to rounding), of the training (train, learning rate, betas, dropout, smoothing),
@@ -42,8 +43,8 @@ CHANGEABLE_KEYS = (
 
 
 def changed(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
+    old: JsonView,
+    new: JsonView,
     fields: Sequence[str] = FIXED_KEYS,
     without: Sequence[str] = CHANGEABLE_KEYS,
 ) -> list[str]:
@@ -62,8 +63,8 @@ def changed(
 
 
 def refuse_changes(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
+    old: JsonView,
+    new: JsonView,
     directory: str | PathLike[str],
     fingerprints: tuple[str, str] | None = None,
 ) -> None:
@@ -82,13 +83,13 @@ def _is_in(field: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(field, pattern) or fnmatchcase(field, f"{pattern}.*") for pattern in patterns)
 
 
-def _value(fields: Mapping[str, Any], field: str) -> Any:
+def _value(fields: JsonView, field: str) -> Any:
     """The value of a field; false if it is absent, since configs of earlier versions lack later settings."""
     value = fields.get(field)
     return None if value is False else value
 
 
-def _flat(value: Any, field: str = "") -> dict[str, Any]:
+def _flat(value: Any, field: str = "") -> JsonDict:
     """Values by dotted field; lists of sections are numbered. A list of numbers is one value, and a tuple is a list,
     as in JSON; an absent field equals one that is None or empty."""
     if isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):

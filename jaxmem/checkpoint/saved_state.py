@@ -8,14 +8,13 @@ then each layer is sent to its stage. In addition to the state, one array at a t
 """
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import KeyPath
 
 from jaxmem.config.names import is_last_stack
 from jaxmem.config.networks import pipelined_layers
@@ -25,6 +24,7 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Role, is_axes, path_name
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
+from jaxmem.typing import AxesTree, JsonView, Tree
 
 
 class SavedState:
@@ -39,20 +39,20 @@ class SavedState:
         """The part of a state that is saved."""
         return dataclasses.replace(state, params=self._saved(state.params))
 
-    def shapes(self, config: Mapping[str, Any]) -> TrainState:
+    def shapes(self, config: JsonView) -> TrainState:
         """Shapes and shardings to restore a checkpoint into."""
         state = self.of(self._spec.state)
         params = self._shapes(config, "weights", self._saved(self._spec.param_axes), state.params)
         opt_state = self._shapes(config, "optimizer", self._spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
-    def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
+    def restored(self, saved: TrainState, config: JsonView) -> TrainState:
         """The state of the program, from the arrays that were restored into `shapes`."""
         params = self.restored_params(saved.params, config)
         opt_state = self._reordered(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
-    def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
+    def restored_params(self, params: Params, config: JsonView) -> Params:
         axes = self._saved(self._spec.param_axes)
         shapes = self._saved(self._spec.state.params)
         params = self._reordered(config, axes, params, shapes)
@@ -71,7 +71,7 @@ class SavedState:
 
         return fingerprint(self._hf) if self._hf is not None and self._has_external_base else None
 
-    def check_base(self, position: Mapping[str, Any], where: object) -> None:
+    def check_base(self, position: JsonView, where: object) -> None:
         """Refuses a checkpoint that was trained on frozen weights other than those of `model.hf`."""
         if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
@@ -87,7 +87,7 @@ class SavedState:
     def _has_external_base(self) -> bool:
         return self._hf is not None and bool(self._program.cfg.trainable_patterns)
 
-    def _saved(self, params: Any) -> Any:
+    def _saved(self, params: Tree) -> Tree:
         if not self._has_external_base:
             return params
         every = flatten_dict(params)
@@ -95,7 +95,7 @@ class SavedState:
         # `layer_scale` of adapters is not trained, but the base does not contain it.
         return unflatten_dict({path: every[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
 
-    def _orders(self, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    def _orders(self, config: JsonView) -> tuple[np.ndarray, np.ndarray] | None:
         """The layer at each position of a stack in the checkpoint and in the program; None: they are equal."""
         layers = pipelined_layers(self._program.cfg.model)
         cfg = self._program.cfg
@@ -103,12 +103,12 @@ class SavedState:
         here = order(cfg.model_dump(mode="json"), layers)
         return None if np.array_equal(saved, here) else (saved, here)
 
-    def _shapes(self, config: Mapping[str, Any], role: Role, axes: Any, shapes: Any) -> Any:
+    def _shapes(self, config: JsonView, role: Role, axes: AxesTree, shapes: Tree) -> Tree:
         """Shapes and shardings of the arrays of the checkpoint, with which they can be reordered."""
         if (orders := self._orders(config)) is None:
             return shapes
 
-        def as_saved(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def as_saved(path: KeyPath, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if not self._is_ordered(path, axes):
                 return x
             shape = (len(orders[0]), *x.shape[1:])
@@ -117,11 +117,11 @@ class SavedState:
 
         return jax.tree_util.tree_map_with_path(as_saved, axes, shapes, is_leaf=is_axes)
 
-    def _is_ordered(self, path: Any, axes: Axes) -> bool:
+    def _is_ordered(self, path: KeyPath, axes: Axes) -> bool:
         """Whether an array is a stack of layers that pipeline stages share."""
         return axes[:1] == ("layer",) and is_last_stack(path_name(path), self._program.cfg.model.layers)
 
-    def _reordered(self, config: Mapping[str, Any], axes: Any, arrays: Any, shapes: Any) -> Any:
+    def _reordered(self, config: JsonView, axes: AxesTree, arrays: Tree, shapes: Tree) -> Tree:
         if (orders := self._orders(config)) is None:
             return arrays
         positions = {layer: position for position, layer in enumerate(orders[0].tolist())}
@@ -132,13 +132,13 @@ class SavedState:
             is_layer = (sources >= 0).reshape(-1, *[1] * (x.ndim - 1))
             return jnp.where(is_layer, x[np.maximum(sources, 0)], jnp.zeros((), x.dtype))
 
-        def reorder(path: Any, axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        def reorder(path: KeyPath, axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
             return jax.jit(pick, out_shardings=shape.sharding)(x) if self._is_ordered(path, axes) else x
 
         return jax.tree_util.tree_map_with_path(reorder, axes, arrays, shapes, is_leaf=is_axes)
 
 
-def order(config: Mapping[str, Any], layers: int) -> np.ndarray:
+def order(config: JsonView, layers: int) -> np.ndarray:
     """The layer at each position of a stack, from a config as JSON; numbers from `layers` on are identity layers.
 
     >>> order({"mesh": {"stage": 2}, "pipeline": {"rounds": 1}}, 3).tolist()

@@ -19,6 +19,7 @@ from jaxmem.cli import options
 from jaxmem.cli.start import only_json, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
+from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
     from jaxmem.config import Config
@@ -124,7 +125,7 @@ def fit(
 
     For a model, compare all training methods, or those of --method full,lora. If nothing fits, the exit code is 3.
     """
-    sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
+    sizes: JsonDict = {"method": method, "sequence_length": sequence_length, "batch": batch}
     _check_files({"--write": write, "--png": png})
     first, *others = (name.strip() for name in method.split(",")) if method else [None]
     cfg = _config(source, overrides, target, None, **sizes | {"method": first})
@@ -133,7 +134,7 @@ def fit(
     from jaxmem.config.methods import is_model
     from jaxmem.search import comparison, fit, largest
 
-    limits: dict[str, Any] = {"reserve_gib": reserve}
+    limits: JsonDict = {"reserve_gib": reserve}
     if allow is not None:
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None

@@ -3,20 +3,21 @@
 import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
 from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, StoredFormat, Texts, setting
 from jaxmem.config.names import split_layers, split_stack
 from jaxmem.config.networks import Convnet, Decoder, Family
+from jaxmem.typing import JsonDict
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
 EMBEDDING_ROWS = "embedding.lora.trained"  # the parameter of `adapter.token_indices`
 
 
-class HashableDict(dict[str, Any]):
+class HashableDict(JsonDict):
     """A dict that is never changed, so that the section that contains it is hashable."""
 
     def __hash__(self) -> int:  # type: ignore[override]

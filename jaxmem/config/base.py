@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from jaxmem.errors import one_of
+from jaxmem.typing import JsonDict
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # arrays are indexed with int32
 Total = Annotated[int, Field(ge=1, lt=2**63)]
@@ -70,7 +71,7 @@ class NameIn:
     def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonDict:
         return {"enum": list(self.table), "type": "string"}
 
     def _check(self, value: Any) -> str:

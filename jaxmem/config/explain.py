@@ -11,6 +11,7 @@ from jaxmem.config.base import literals, must_be
 from jaxmem.config.sections import Config
 from jaxmem.config.tables import read_table
 from jaxmem.errors import as_yaml
+from jaxmem.typing import JsonView
 
 _NAMES = read_table("other_names")
 ELSEWHERE = {name: setting for setting, names in _NAMES["elsewhere"].items() for name in names}
@@ -18,7 +19,7 @@ HINTS: dict[str, str] = _NAMES["missing"]  # what to do if a required key is mis
 Key = tuple[int | str, ...]
 
 
-def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
+def explain(error: ValidationError, raw: JsonView) -> str:
     """The message of a validation error of these settings, with one line per problem."""
     errors: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
@@ -38,7 +39,7 @@ def key_of_option(option: str) -> str:
     return "" if "expected one of" in hint else hint.removeprefix("; ")
 
 
-def _key(error: ErrorDetails, raw: Mapping[str, Any]) -> Key:
+def _key(error: ErrorDetails, raw: JsonView) -> Key:
     """The location of an error in the settings, without what pydantic inserts for a union."""
     key: list[int | str] = []
     value: Any = raw
@@ -54,7 +55,7 @@ def _is_missing(errors: Sequence[ErrorDetails]) -> bool:
     return errors[0]["type"] == "missing"
 
 
-def _line(key: Key, errors: Sequence[ErrorDetails], raw: Mapping[str, Any]) -> str:
+def _line(key: Key, errors: Sequence[ErrorDetails], raw: JsonView) -> str:
     name = _dotted(key)
     kind = errors[0]["type"]
     if _is_missing(errors):

@@ -18,6 +18,7 @@ from jaxmem.config.gguf_tokenizer import special_token_ids, tokenizer_config, to
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.errors import UserError, one_line
 from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.typing import JsonDict, JsonView
 
 FILE = "model.gguf"  # name of the link in the directory
 FORMAT = "2"  # changes if the same file results in another directory
@@ -31,7 +32,7 @@ class Architecture:
 
     name: str
     keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json, by keys of the file
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # values that files do not state, as llama.cpp has them
+    fixed: JsonView = field(default_factory=dict)  # values that files do not state, as llama.cpp has them
     layers_27b: int | None = None  # number of layers of the size whose query_pre_attn_scalar is another one
 
 
@@ -99,7 +100,7 @@ class GgufTensor:
 @dataclass(frozen=True)
 class GgufFile:
     file: Path
-    metadata: Mapping[str, Any]
+    metadata: JsonView
     tensors: Mapping[str, GgufTensor]
 
     @property
@@ -168,7 +169,7 @@ def gguf_directory(name: str, key: str) -> str:
     return str(directory)
 
 
-def directory_contents(file: Path) -> dict[str, dict[str, Any]]:
+def directory_contents(file: Path) -> dict[str, JsonDict]:
     """The JSON files of the directory of a file, by name."""
     opened = read_gguf(file)
     try:
@@ -182,7 +183,7 @@ def directory_contents(file: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{file}: {error}") from None
 
 
-def settings_of(opened: GgufFile) -> dict[str, Any]:
+def settings_of(opened: GgufFile) -> JsonDict:
     """The config.json of the model of a file."""
     name = opened.architecture
     metadata = opened.metadata
@@ -223,7 +224,7 @@ def settings_of(opened: GgufFile) -> dict[str, Any]:
     return settings | _rope_scaling(opened, values, settings)
 
 
-def _add_heads(settings: dict[str, Any], values: Mapping[str, Any], architecture: Architecture) -> None:
+def _add_heads(settings: JsonDict, values: JsonView, architecture: Architecture) -> None:
     """The dimension of heads, if a file does not state it, and what depends on it."""
     width = read(settings, "hidden_size", Size) // read(settings, "num_attention_heads", Size)
     rotated = read(values, "rope.dimension_count", Size, settings.get("head_dim", width))
@@ -239,7 +240,7 @@ def _add_heads(settings: dict[str, Any], values: Mapping[str, Any], architecture
         settings["query_pre_attn_scalar"] = width if is_27b else settings["head_dim"]
 
 
-def _rope_scaling(opened: GgufFile, values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_scaling(opened: GgufFile, values: JsonView, settings: JsonView) -> JsonDict:
     """`rope_scaling` of config.json, from keys or from the tensors that divide frequencies by a factor each."""
     tensors = opened.tensors
     original = values.get("rope.scaling.original_context_length")
@@ -266,7 +267,7 @@ def _rope_scaling(opened: GgufFile, values: Mapping[str, Any], settings: Mapping
     return {"rope_scaling": yarn}
 
 
-def _llama3_scaling(opened: GgufFile, settings: Mapping[str, Any], original: int) -> dict[str, Any]:
+def _llama3_scaling(opened: GgufFile, settings: JsonView, original: int) -> JsonDict:
     """The scaling of Llama 3.1, of whose parameters a file has only the factors that result from them."""
     stated = np.array(factors(opened.tensors["rope_freqs.weight"]), np.float64)
     head_dim = settings["head_dim"]
@@ -291,7 +292,7 @@ def factors(tensor: GgufTensor) -> list[float]:
     return [plain(x) for x in tensor.data.tolist()]
 
 
-def _present(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _present(values: JsonView, names: Mapping[str, str]) -> JsonDict:
     return {new: values[old] for old, new in names.items() if old in values}
 
 

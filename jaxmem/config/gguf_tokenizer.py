@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmem.config.hf_values import UnsupportedError
+from jaxmem.typing import JsonDict, JsonView
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
 MAX_TOKENS = 1 << 20
@@ -51,7 +52,7 @@ _PARTS = (
 )
 
 
-def pre_tokenizer_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+def pre_tokenizer_name(pre_tokenizer: JsonView | None) -> str | None:
     """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None: it has none."""
     text = json.dumps(pre_tokenizer, ensure_ascii=False)
     for part, other, name in _PARTS:
@@ -62,7 +63,7 @@ def pre_tokenizer_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     return None if '"Split"' in text else "gpt-2"
 
 
-def tokenizer_json(metadata: Mapping[str, Any], size: int) -> dict[str, Any]:
+def tokenizer_json(metadata: JsonView, size: int) -> JsonDict:
     """The tokenizer.json of a file. `size`: the number of embeddings."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -104,7 +105,7 @@ def _check_tokens(tokens: Sequence[str], types: Sequence[int], size: int) -> Non
         raise UnsupportedError(f"tokens {numbers[tokens[second]]} and {second} are equal; use another file")
 
 
-def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], _: Sequence[int]) -> dict[str, Any]:
+def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[int]) -> JsonDict:
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedError(
@@ -114,8 +115,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], _: S
     if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
         raise UnsupportedError(f"tokenizer.ggml.merges: {' '.join(wrong[0])[:60]!r} does not result in a token")
     split = PRE_TOKENIZERS[name]
-    bytes_of: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    before: dict[str, Any] | None = None
+    bytes_of: JsonDict = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    before: JsonDict | None = None
     if split == DIGITS:
         before = {"type": "Digits", "individual_digits": True}
     elif split is not None:
@@ -129,7 +130,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], _: S
     }
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], types: Sequence[int]) -> dict[str, Any]:
+def _sentencepiece(metadata: JsonView, vocabulary: Mapping[str, int], types: Sequence[int]) -> JsonDict:
     scores = _list_of(metadata, "scores", float)
     if len(scores) != len(vocabulary):
         raise UnsupportedError(f"tokenizer.ggml.scores has {len(scores):,} values for {len(vocabulary):,} tokens")
@@ -156,7 +157,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], t
     }
 
 
-def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
+def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], **options: Any) -> JsonDict:
     defaults = {
         "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
@@ -164,7 +165,7 @@ def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], **optio
     return {"type": "BPE", **defaults, **options, "vocab": vocabulary, "merges": merges}
 
 
-def _begin_token(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str | None:
+def _begin_token(metadata: JsonView, tokens: Sequence[str]) -> str | None:
     """The token before each document."""
     is_usual = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in WITH_BEGIN
     if not metadata.get("tokenizer.ggml.add_bos_token", is_usual):
@@ -173,7 +174,7 @@ def _begin_token(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str | No
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
 
 
-def _template(token: str, number: int) -> dict[str, Any]:
+def _template(token: str, number: int) -> JsonDict:
     begin = {"SpecialToken": {"id": token, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB"))
     return {
@@ -184,16 +185,16 @@ def _template(token: str, number: int) -> dict[str, Any]:
     }
 
 
-def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def special_token_ids(metadata: JsonView) -> JsonDict:
     """Keys of config.json: the token before a document, and the tokens that end an answer."""
     numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = sorted({number for number in numbers if isinstance(number, int)})
     begin = metadata.get("tokenizer.ggml.bos_token_id")
-    ids: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    ids: JsonDict = {"eos_token_id": ends} if ends else {}
     return ids | ({"bos_token_id": begin} if isinstance(begin, int) else {})
 
 
-def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_config(metadata: JsonView) -> JsonDict:
     """The tokenizer_config.json of a file: its chat template, and the texts of the tokens that templates use."""
     tokens = _list_of(metadata, "tokens", str)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -208,7 +209,7 @@ def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return settings | ({"chat_template": template} if isinstance(template, str) else {})
 
 
-def _list_of(metadata: Mapping[str, Any], name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+def _list_of(metadata: JsonView, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise UnsupportedError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}; use a file with a tokenizer")

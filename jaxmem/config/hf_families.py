@@ -10,6 +10,7 @@ from pydantic import Field
 from jaxmem.config.hf_modules import CONCATENATED, INTERLEAVED, Fused
 from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, read
 from jaxmem.config.networks import Decoder
+from jaxmem.typing import JsonDict, JsonView
 
 # Names of `model.activation` in files.
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "swiglu_clamped": "silu"}
@@ -30,8 +31,8 @@ WINDOWS = Literal["sliding_attention", "full_attention"]
 @dataclass(frozen=True)
 class HfFamily:
     model_type: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # the values of absent keys
-    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` with the same value in all its models
+    defaults: JsonView = field(default_factory=dict)  # the values of absent keys
+    fields: JsonView = field(default_factory=dict)  # fields of `model` with the same value in all its models
     keys: Mapping[str, str] = field(default_factory=dict)  # further fields of `model`, and their keys in config.json
     biased: bool | None = None  # whether queries, keys and values have biases; None: `attention_bias` decides
     biased_output: bool = True  # whether `attention_bias` includes the output projection
@@ -72,7 +73,7 @@ class HfFamily:
         """Whether config.json may describe layers without experts."""
         return self.experts is not None and self.experts[1] != "intermediate_size" and not self.is_latent
 
-    def expert_fields(self, settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    def expert_fields(self, settings: JsonView, layers: int) -> JsonDict:
         """The fields of a mixture of experts: `experts`, and the hidden width of an expert as `mlp`."""
         if self.experts is None:
             return {}
@@ -96,11 +97,11 @@ class HfFamily:
                 experts |= {"every": every, "dense_layers": dense, "dense_mlp": dense_mlp}
         return {"mlp": read(settings, width, Size), "experts": experts}
 
-    def _deepseek_experts(self, settings: Mapping[str, Any], layers: int, width: int) -> dict[str, Any]:
+    def _deepseek_experts(self, settings: JsonView, layers: int, width: int) -> JsonDict:
         first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0)], 0)
         if first >= layers:
             raise UnsupportedError(f"first_k_dense_replace={first} leaves no layer with experts; set it below {layers}")
-        fields: dict[str, Any] = {
+        fields: JsonDict = {
             "shared": width * read(settings, "n_shared_experts", Size),
             "shared_gate": False,
             "scale": read(settings, "routed_scaling_factor", Number, 1.0),
@@ -111,7 +112,7 @@ class HfFamily:
             fields |= {"groups": read(settings, "n_group", Size), "top_groups": read(settings, "topk_group", Size)}
         return fields
 
-    def latent_fields(self, settings: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    def latent_fields(self, settings: JsonView, heads: int) -> JsonDict:
         """The fields of multi-head latent attention."""
         if not self.is_latent:
             return {}
@@ -121,20 +122,20 @@ class HfFamily:
         latent["q_rank"] = None if settings["q_lora_rank"] is None else read(settings, "q_lora_rank", Size)
         return {"head_dim": read(settings, "qk_nope_head_dim", Size) + latent["rope_dim"], "latent": latent}
 
-    def latent_settings(self, model: Decoder) -> dict[str, Any]:
+    def latent_settings(self, model: Decoder) -> JsonDict:
         """The inverse: the keys of config.json for latent attention."""
         if not self.is_latent or (latent := model.latent) is None:
             return {}
         settings = {key: getattr(latent, name) for name, key in LATENT.items()}
         return settings | {"qk_nope_head_dim": model.head_dim - latent.rope_dim, "head_dim": latent.rope_dim}
 
-    def expert_settings(self, model: Decoder) -> dict[str, Any]:
+    def expert_settings(self, model: Decoder) -> JsonDict:
         """The inverse: the keys of config.json for a mixture of experts."""
         if self.experts is None or model.experts is None:
             return {}
         count, width = self.experts
         experts = model.experts
-        settings: dict[str, Any] = {count: experts.count, width: model.mlp, "num_experts_per_tok": experts.top_k}
+        settings: JsonDict = {count: experts.count, width: model.mlp, "num_experts_per_tok": experts.top_k}
         settings |= {} if self.shared is None else {self.shared: experts.shared}
         if self.has_dense_layers and experts.dense_mlp is not None:
             settings |= {"decoder_sparse_step": experts.every, "mlp_only_layers": list(experts.dense_layers)}
@@ -167,14 +168,14 @@ _TEXT_PREFIXES = {
 }
 
 
-def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_settings(settings: JsonView) -> JsonView:
     """The config.json of the text model, if the model also reads images; otherwise the same one."""
     names = read(settings, "architectures", list[str], [])
     architecture = next((TEXT_MODELS[name] for name in names if name in TEXT_MODELS), None)
     return (
         settings
         if architecture is None
-        else {**read(settings, "text_config", dict[str, Any]), "architectures": [architecture]}
+        else {**read(settings, "text_config", JsonDict), "architectures": [architecture]}
     )
 
 

@@ -1,15 +1,16 @@
 """The `quantization_config` of a config.json: how another tool quantized matrices, and the stored format that these
 codes map onto."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 from jaxmem.config.hf_families import text_settings
 from jaxmem.config.hf_modules import EXPERTS, LATENT, MODULES, match_names
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.config.networks import Experts
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_COMPARISONS = 10_000_000  # limit on comparing module names with patterns of a file, which is not trusted
 GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # what is added to the zero points of a file, by `checkpoint_format`
@@ -35,14 +36,14 @@ class HfScheme:
         return self.listed or f"{'' if self.is_symmetric else 'u'}int{self.bits}"
 
 
-def scheme_of(settings: Mapping[str, Any]) -> HfScheme | None:
+def scheme_of(settings: JsonView) -> HfScheme | None:
     """The scheme of the model that a config.json describes; None: its weights are not quantized."""
     section = next(
         (candidate for candidate in (settings, text_settings(settings)) if candidate.get("quantization_config")), None
     )
     if section is None:
         return None
-    config = read(section, "quantization_config", dict[str, Any])
+    config = read(section, "quantization_config", JsonDict)
     try:
         method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
         if method not in _SCHEMES:
@@ -55,7 +56,7 @@ def scheme_of(settings: Mapping[str, Any]) -> HfScheme | None:
         raise UnsupportedError(f"quantization_config: {error}") from None
 
 
-def quantization_fields(scheme: HfScheme, settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_fields(scheme: HfScheme, settings: JsonView, model: JsonView) -> JsonDict:
     """The section `model.quantization` of a model with these settings and fields."""
     dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     widest = max(model["embed"], model["mlp"], model["heads"] * model["head_dim"])
@@ -68,7 +69,7 @@ def quantization_fields(scheme: HfScheme, settings: Mapping[str, Any], model: Ma
     }
 
 
-def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
+def _quantized_modules(scheme: HfScheme, model: JsonView) -> list[str]:
     """The layers, by their names in jaxmem, that are quantized in at least one layer of the stack."""
     if scheme.method == "mxfp4":  # only experts
         return [f"blocks.mlp.{name}" for name in ("gate", "up", "down")]
@@ -101,7 +102,7 @@ def _quantized_modules(scheme: HfScheme, model: Mapping[str, Any]) -> list[str]:
     return [path for path, names in every.items() if not skipped.issuperset(names)]
 
 
-def _bitsandbytes(config: Mapping[str, Any]) -> HfScheme:
+def _bitsandbytes(config: JsonView) -> HfScheme:
     # Without a list, bitsandbytes does not quantize the output projection.
     skipped = tuple(read(config, "llm_int8_skip_modules", list[str], ["lm_head"]))
     if read(config, "load_in_8bit", bool, False):
@@ -117,7 +118,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> HfScheme:
     )
 
 
-def _gptq(config: Mapping[str, Any]) -> HfScheme:
+def _gptq(config: JsonView) -> HfScheme:
     if config.get("dynamic"):
         raise UnsupportedError("dynamic is not supported; quantize all layers alike")
     form = read(config, "checkpoint_format", Literal["gptq", "gptq_v2"], "gptq")
@@ -132,7 +133,7 @@ def _gptq(config: Mapping[str, Any]) -> HfScheme:
     )
 
 
-def _awq(config: Mapping[str, Any]) -> HfScheme:
+def _awq(config: JsonView) -> HfScheme:
     read(config, "version", Literal["gemm", "GEMM"], "gemm")
     read(config, "zero_point", Literal[True], True)
     return HfScheme(
@@ -144,9 +145,9 @@ def _awq(config: Mapping[str, Any]) -> HfScheme:
     )
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> HfScheme:
-    groups = read(config, "config_groups", dict[str, dict[str, Any]])
-    weights = [read(group, "weights", dict[str, Any]) for group in groups.values()]
+def _compressed_tensors(config: JsonView) -> HfScheme:
+    groups = read(config, "config_groups", dict[str, JsonDict])
+    weights = [read(group, "weights", JsonDict) for group in groups.values()]
     if not weights or any(group != weights[0] for group in weights):
         raise UnsupportedError("config_groups: groups with different weights are not supported; expected one group")
     form = next((group["format"] for group in groups.values() if group.get("format")), config.get("format"))
@@ -165,11 +166,11 @@ def _compressed_tensors(config: Mapping[str, Any]) -> HfScheme:
     )
 
 
-def _group_size(config: Mapping[str, Any], key: str) -> int | None:
+def _group_size(config: JsonView, key: str) -> int | None:
     return None if config.get(key) == -1 else read(config, key, Size)
 
 
-_SCHEMES: dict[str, Callable[[Mapping[str, Any]], HfScheme]] = {
+_SCHEMES: dict[str, Callable[[JsonView], HfScheme]] = {
     "bitsandbytes": _bitsandbytes,
     "gptq": _gptq,
     "awq": _awq,

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmem.config.hf_families import WINDOWS, HfFamily
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read
 from jaxmem.config.networks import Rope
+from jaxmem.typing import JsonDict, JsonView
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Scalings of rotary positions, with the fields of `model.rope` that each has besides `factor`: key and default.
@@ -29,7 +30,7 @@ ROPE: dict[str, dict[str, tuple[str, Any]]] = {
         **_SCORES,
     },
 }
-_KINDS: dict[str, Any] = {"truncate": bool, "short_factors": list[Number], "long_factors": list[Number]}
+_KINDS: JsonDict = {"truncate": bool, "short_factors": list[Number], "long_factors": list[Number]}
 _KINDS |= dict.fromkeys(_OPTIONAL, Number | None)  # types of values; others are numbers
 FIXED_ROPE: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
@@ -43,12 +44,12 @@ UNDERSTOOD_ROPE = {"rope_type", "type", "rope_theta", "factor", "attention_facto
 }
 
 
-def rope_fields(settings: Mapping[str, Any], family: HfFamily, windows: Mapping[str, Any]) -> dict[str, Any]:
+def rope_fields(settings: JsonView, family: HfFamily, windows: JsonView) -> JsonDict:
     """The fields `rope` and `sliding_rope`. `rope_parameters` has an object for each kind of layer if they differ."""
     if family.sliding_theta is None:
         return {"rope": _rope_fields(settings, family)}
-    by_kind = read(settings, "rope_parameters", dict[WINDOWS, dict[str, Any] | None], {})
-    full = {**(by_kind.get("full_attention") or {}), **read(settings, "rope_scaling", dict[str, Any], {})}
+    by_kind = read(settings, "rope_parameters", dict[WINDOWS, JsonDict | None], {})
+    full = {**(by_kind.get("full_attention") or {}), **read(settings, "rope_scaling", JsonDict, {})}
     theta = read(settings, "rope_local_base_freq", Number, family.sliding_theta)
     sliding = {"rope_theta": theta, "rope_scaling": by_kind.get("sliding_attention"), "rope_parameters": None}
     ropes = [
@@ -60,7 +61,7 @@ def rope_fields(settings: Mapping[str, Any], family: HfFamily, windows: Mapping[
     return {"rope": ropes[windows["window"] is not None]}
 
 
-def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any]:
+def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
     """The fields of `model.rope`, from `rope_theta` and `rope_scaling`, or from `rope_parameters` (since transformers
     5). If a file has both, `rope_scaling` is used, as in transformers."""
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
@@ -71,7 +72,7 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
     if not isinstance(kind, str) or kind not in ROPE:
         raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
     check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.without_user(FIXED_ROPE), section="rope_scaling.")
-    rope: dict[str, Any] = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
+    rope: JsonDict = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
     if family.has_partial_rope and (share := read({**settings, **scaling}, "partial_rotary_factor", Number, 1.0)) != 1:
         rope["share"] = share
     if kind == "default":
@@ -94,11 +95,11 @@ def _rope_fields(settings: Mapping[str, Any], family: HfFamily) -> dict[str, Any
     return {**rope, "factor": read(scaling, "factor", Number, longer)}
 
 
-def scaling_json(rope: Rope) -> dict[str, Any] | None:
+def scaling_json(rope: Rope) -> JsonDict | None:
     """The inverse: `rope_scaling` of a config.json."""
     if rope.scaling == "none":
         return None
-    settings: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    settings: JsonDict = {"rope_type": rope.scaling, "factor": rope.factor}
     settings |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
     settings = {key: list(x) if isinstance(x, tuple) else x for key, x in settings.items() if x is not None}
     if rope.scaling != "linear":

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from jaxmem.config.base import Count, must_be
 from jaxmem.errors import UserError
 from jaxmem.machine.files import read_file
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
 Size = Count
@@ -24,7 +25,7 @@ class UnsupportedError(Exception):
     """A setting is not supported, or a value has the wrong type. The caller adds the name of the file."""
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> JsonDict:
     """The object that a JSON file contains."""
     try:
         text = read_file(file, MAX_BYTES)
@@ -40,7 +41,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_keys(
-    settings: Mapping[str, Any],
+    settings: JsonView,
     understood: Collection[str],
     fixed: Mapping[str, tuple[Any, ...]],
     without_effect: Collection[str] = (),
@@ -64,7 +65,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
+def read(settings: JsonView, key: str, kind: Any, default: Any = None) -> Any:
     """The value of a key, which pydantic checks to be of a type; the default if the key is absent or null."""
     value = settings.get(key)
     value = default if value is None else value

@@ -4,7 +4,6 @@
 with another scaling of rotary positions, or another kind of layer or activation.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -16,6 +15,7 @@ from jaxmem.config.hf_rope import ORIGINAL_LENGTH, rope_fields, scaling_json
 from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError, one_of
+from jaxmem.typing import JsonDict, JsonView
 
 SHAPE = {
     "vocab": "vocab_size",
@@ -61,7 +61,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def decoder_fields(directory: str) -> dict[str, Any]:
+def decoder_fields(directory: str) -> JsonDict:
     """The fields of `model` that the config.json of a directory describes."""
     place = Path(directory).expanduser()
     if not place.is_dir():
@@ -75,7 +75,7 @@ def decoder_fields(directory: str) -> dict[str, Any]:
         raise UserError(f"{file}: {error}") from None
 
 
-def family_of(settings: Mapping[str, Any]) -> HfFamily:
+def family_of(settings: JsonView) -> HfFamily:
     """The architecture that a config.json names; the text model's, if it also reads images."""
     settings = text_settings(settings)
     architectures = read(settings, "architectures", list[str], [])
@@ -93,7 +93,7 @@ def family_of(settings: Mapping[str, Any]) -> HfFamily:
     return family
 
 
-def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(settings: JsonView) -> JsonDict:
     scheme = scheme_of(settings)
     family = family_of(settings)
     settings = text_settings(settings)
@@ -123,7 +123,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
 
 
-def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict[str, Any]:
+def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
     """The fields `window` and `layer_types`, the latter as the shortest list that is repeated."""
     types = read(settings, "layer_types", list[WINDOWS], [])
     if types and len(types) != layers:
@@ -155,7 +155,7 @@ def _windows(settings: Mapping[str, Any], family: HfFamily, layers: int) -> dict
     return {"window": read(settings, "sliding_window", Size), **kinds}
 
 
-def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: int = 2048) -> dict[str, Any]:
+def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048) -> JsonDict:
     """The config.json of a decoder: `base` if it describes the same model, otherwise of the first family that supports
     it.
 
@@ -184,7 +184,7 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     )
 
 
-def _comparable(model: Decoder) -> dict[str, Any]:
+def _comparable(model: Decoder) -> JsonDict:
     """The fields that change the outputs of a model."""
     unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
     unequal |= {"rope", "sliding_rope", "window", "layer_types"}
@@ -194,14 +194,14 @@ def _comparable(model: Decoder) -> dict[str, Any]:
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
 
 
-def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_back(settings: JsonView) -> JsonDict | None:
     try:
         return _comparable(Decoder.model_validate(fields_of(settings)))
     except (UnsupportedError, ValueError):
         return None
 
 
-def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
+def _settings(model: Decoder, family: HfFamily, length: int) -> JsonDict:
     scales_by_default = "rope_parameters" in family.defaults
     settings = {
         "model_type": family.model_type,

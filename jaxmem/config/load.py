@@ -23,6 +23,7 @@ from jaxmem.config.sections import Config
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine.files import write_file
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
@@ -87,12 +88,12 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+def load_config(source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = ()) -> Config:
     """The config of a file or dict with `key=value` overrides. Checks that need the number of devices run later."""
     return config_of(read_config(source, overrides))
 
 
-def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
+def read_config(source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = ()) -> JsonDict:
     """The settings of a file or dict with `key=value` overrides, unchecked."""
     raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
     for override in overrides:
@@ -100,7 +101,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
     return raw
 
 
-def config_of(raw: dict[str, Any], user: UserObjects | None = None) -> Config:
+def config_of(raw: JsonDict, user: UserObjects | None = None) -> Config:
     """The checked config of these settings. `user`: Python objects that a script passed. Short forms in `raw` are
     expanded in place."""
     _expand(raw)
@@ -136,7 +137,7 @@ def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
     _save(raw, Path(path))
 
 
-def _save(raw: dict[str, Any], path: Path) -> None:
+def _save(raw: JsonDict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, yaml.dump(raw, None, YamlDumper, sort_keys=False, allow_unicode=True))
 
@@ -161,7 +162,7 @@ def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
         raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonDict:
     if not path.exists():
         if not path.parent.is_dir():
             raise UserError(f"{path}: the directory {path.parent} does not exist; check the path")
@@ -184,7 +185,7 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _override(raw: dict[str, Any], text: str) -> None:
+def _override(raw: JsonDict, text: str) -> None:
     """Sets the value of `a.b=value`; `objective: classify` becomes a section for `objective.z_loss=...`."""
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
@@ -205,7 +206,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     here[last] = _parse(value, text.strip(), is_file=False)
 
 
-def _expand(raw: dict[str, Any]) -> None:
+def _expand(raw: JsonDict) -> None:
     """Expands short forms. Values of a wrong type stay, for pydantic to report."""
     if isinstance(raw.get("objective"), str):
         raw["objective"] = {"name": raw["objective"]}
@@ -233,7 +234,7 @@ def _expand(raw: dict[str, Any]) -> None:
         _expand_adapter(raw, adapter["hf"])  # a saved config has all fields
 
 
-def _expand_hf(raw: dict[str, Any], directory: str) -> None:
+def _expand_hf(raw: JsonDict, directory: str) -> None:
     """Adds the shape of the model and its tokenizer from a Hugging Face directory. A saved config has them already."""
     model = raw["model"]
     if not set(Decoder.model_fields) <= set(model):
@@ -244,7 +245,7 @@ def _expand_hf(raw: dict[str, Any], directory: str) -> None:
         data.setdefault("tokenizer", directory)
 
 
-def _expand_adapter(raw: dict[str, Any], directory: str) -> None:
+def _expand_adapter(raw: JsonDict, directory: str) -> None:
     """Adds the settings of an adapter, and the weights that it trains completely, from a PEFT directory."""
     try:
         model = Decoder.model_validate(raw["model"])
@@ -258,7 +259,7 @@ def _expand_adapter(raw: dict[str, Any], directory: str) -> None:
         optimizer.setdefault("trainable", trainable)
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: JsonView, over: JsonView) -> JsonDict:
     """`base` updated with `over`, section by section: setting `rope.theta` keeps the `rope.scaling` of a preset."""
     merged = {**base, **over}
     for key in base.keys() & over.keys():

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.hf_values import read_json
@@ -20,6 +20,7 @@ from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
 from jaxmem.config.user import Parts, UserBatches, UserObjects
 from jaxmem.errors import UserError, nearest
+from jaxmem.typing import JsonDict, JsonView
 
 DEFAULT_STEPS = 1000  # steps of a run without `train`, in addition to its warmup
 DEFAULT_SEQUENCE_LENGTH = 2048  # tokens of a sequence, if only a model is given
@@ -33,7 +34,7 @@ class Method:
 
     summary: str
     mathematics: str  # the difference from training all parameters in float32
-    settings: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, JsonView]
 
 
 _BFLOAT16 = {"parameters": "bfloat16", "rounding": "stochastic"}
@@ -90,7 +91,7 @@ class RunOptions(Parts, total=False):
     batch: int | None
 
 
-RunSource = Config | Mapping[str, Any] | str | os.PathLike[str]
+RunSource = Config | JsonView | str | os.PathLike[str]
 
 
 def is_model(source: RunSource) -> bool:
@@ -145,7 +146,7 @@ def run_config(
     return config_of(raw, user_objects(parts) if parts else user)
 
 
-def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
+def config_with(source: Config | JsonView | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
     """The config of a run, with the parts that a script passes (its model, loss, data, ...)."""
     if not parts:
         return source if isinstance(source, Config) else load_config(source)
@@ -153,7 +154,7 @@ def config_with(source: Config | Mapping[str, Any] | str | os.PathLike[str], **p
     return config_of(_with_sections(raw, parts), user_objects(parts))
 
 
-def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
+def _with_sections(raw: JsonDict, parts: Parts) -> JsonDict:
     """The settings, with `own` as the model and the loss if a script passes them."""
     if parts.get("model") is not None or parts.get("network") is not None:
         raw["model"] = {"family": "own"}
@@ -167,10 +168,10 @@ def _with_sections(raw: dict[str, Any], parts: Parts) -> dict[str, Any]:
     return raw
 
 
-def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
+def _new_run(model: str, devices: int, method: str | None) -> JsonDict:
     """A run of a preset, or one that fine-tunes a Hugging Face model."""
     preset = None if Path(model).exists() else preset_of(model)
-    run: dict[str, Any] = {
+    run: JsonDict = {
         "name": preset or re.sub(r"[^\w.-]", "-", Path(model).resolve().name).lstrip(".-") or "model",
         "model": {"preset": preset} if preset else {"hf": model},
         "data": {"sequence_length": DEFAULT_SEQUENCE_LENGTH},
@@ -193,7 +194,7 @@ def check_method(name: str) -> str:
     return name
 
 
-def _apply(name: str, raw: dict[str, Any]) -> None:
+def _apply(name: str, raw: JsonDict) -> None:
     """Applies the settings of a method, in place."""
     settings = METHODS[check_method(name)].settings
     trains_adapter = "adapter" in settings
@@ -219,7 +220,7 @@ def user_objects(parts: Parts) -> UserObjects:
         raise UserError("the argument layers requires the argument model, a Flax model; remove layers, or pass model")
     if parts.get("held_out") is not None and parts.get("data") is None:
         raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
-    given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    given: JsonDict = {name: part for name, part in parts.items() if part is not None}
     given |= {name: UserBatches(given[name], name) for name in ("data", "held_out") if name in given}
     given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
     return UserObjects(**given)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from jaxmem.config.base import Count, Fraction, NameIn, NotNegative, Positive, Section, Texts, setting
+from jaxmem.typing import JsonDict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +91,13 @@ class Entry(NamedTuple):
     summary: str  # the method, and bytes of state per parameter
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonDict:
         """The hyperparameters and their defaults."""
         return _fields(self.settings)
 
 
 @functools.cache  # a search checks thousands of configs
-def _fields(settings: type) -> dict[str, Any]:
+def _fields(settings: type) -> JsonDict:
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
@@ -173,7 +174,7 @@ class Optimizer(Section):
         }
 
     @property
-    def hyperparameters(self) -> dict[str, Any]:
+    def hyperparameters(self) -> JsonDict:
         """The hyperparameters of the named optimizer."""
         return {field: getattr(self, field) for field in OPTIMIZERS[self.name].fields}
 

@@ -19,6 +19,7 @@ from jaxmem.config.hf_modules import EXPERT, MODULES, HfModule, match_names, mod
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError, abridge, nearest, one_of
+from jaxmem.typing import JsonDict, JsonView
 
 CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
@@ -60,7 +61,7 @@ def initialization(directory: str | Path) -> str | None:
     return method if method in FROM_BASE else None
 
 
-def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any], list[str]]:
+def adapter_fields(directory: str | Path, model: Decoder) -> tuple[JsonDict, list[str]]:
     """The fields of `adapter` and the patterns of `optimizer.trainable` that a directory describes, for a base
     model."""
     file, settings = _read(directory)
@@ -72,7 +73,7 @@ def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any
         raise UserError(f"{file}: {error}") from None
 
 
-def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
+def _read(directory: str | Path) -> tuple[Path, JsonDict]:
     file = Path(directory).expanduser() / CONFIG
     if not file.is_file():
         raise UserError(f"adapter.hf={directory} contains no {CONFIG}; use a directory that PEFT saved")
@@ -82,14 +83,12 @@ def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     return file, settings
 
 
-def _prompt_fields(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _prompt_fields(settings: JsonView) -> tuple[JsonDict, list[str]]:
     check_keys(settings, PROMPT, {"num_transformer_submodules": (1, None)}, PROMPT_WITHOUT_EFFECT)
     return {"kind": "prompt", "virtual_tokens": read(settings, "num_virtual_tokens", Size)}, []
 
 
-def _low_rank_fields(
-    directory: str | Path, settings: Mapping[str, Any], model: Decoder
-) -> tuple[dict[str, Any], list[str]]:
+def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) -> tuple[JsonDict, list[str]]:
     if names := [name for name in _target_parameters(settings) if not name.endswith(".weight")]:
         raise UnsupportedError(
             f"target_parameters={abridge(names)} (adapters of parameters, such as the experts of gpt-oss) is not "
@@ -142,7 +141,7 @@ def _has_experts(directory: str | Path) -> bool:
         raise UserError(f"{file}: cannot be read: {error}") from error
 
 
-def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> dict[str, Any]:
+def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> JsonDict:
     """{pattern of layers: value}, with one pattern for all layers of a stack or for each run of layers of equal
     value."""
     by_pattern = {}
@@ -156,7 +155,7 @@ def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> 
     return by_pattern
 
 
-def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[HfModule]:
+def _targets(settings: JsonView, modules: Sequence[HfModule]) -> list[HfModule]:
     """The modules with adapters, selected as in PEFT."""
     possible = [module for module in modules if module.is_matrix]
     all_names = [module.name for module in possible]
@@ -180,11 +179,11 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
     return [module for module in possible if module.name in names]
 
 
-def _target_parameters(settings: Mapping[str, Any]) -> list[str]:
+def _target_parameters(settings: JsonView) -> list[str]:
     return read(settings, "target_parameters", list[str], [])
 
 
-def _in_layers(settings: Mapping[str, Any], layers: Sequence[int], modules: Sequence[HfModule]) -> set[str]:
+def _in_layers(settings: JsonView, layers: Sequence[int], modules: Sequence[HfModule]) -> set[str]:
     """The names of the modules in these layers, of the stacks that `layers_pattern` names."""
     patterns = read(settings, "layers_pattern", Names, [])
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -193,7 +192,7 @@ def _in_layers(settings: Mapping[str, Any], layers: Sequence[int], modules: Sequ
     return set.union(*matches) if patterns else names
 
 
-def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
+def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
     """The modules that `modules_to_save` trains completely: modules whose name, or the name of a module that contains
     them, ends with one of the given names."""
     ends = tuple(read(settings, "modules_to_save", list[str], []))
@@ -212,7 +211,7 @@ def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], mod
     return matching
 
 
-def _token_indices(settings: Mapping[str, Any]) -> list[int]:
+def _token_indices(settings: JsonView) -> list[int]:
     """The ids of `trainable_token_indices`: a list, or an object of lists with the key embed_tokens only."""
     key = "trainable_token_indices"
     ids = list[Annotated[int, Field(ge=0)]]
@@ -223,12 +222,12 @@ def _token_indices(settings: Mapping[str, Any]) -> list[int]:
     return indices.get("embed_tokens", []) if isinstance(indices, dict) else indices
 
 
-def _by_module(settings: Mapping[str, Any], key: str, kind: Any, modules: Sequence[HfModule]) -> dict[str, Any]:
+def _by_module(settings: JsonView, key: str, kind: Any, modules: Sequence[HfModule]) -> JsonDict:
     """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches the end of
     its name."""
     patterns = read(settings, key, dict[str, kind], {})
     patterns = {pattern.removesuffix(".weight"): value for pattern, value in patterns.items()}  # `target_parameters`
-    values: dict[str, Any] = {}
+    values: JsonDict = {}
     matches = match_names(list(patterns), [module.name for module in modules], key, r"(.*\.)?({})")
     for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
         if not matching:

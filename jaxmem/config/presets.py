@@ -5,15 +5,16 @@ from typing import Any, NoReturn
 
 from jaxmem.config.tables import read_table
 from jaxmem.errors import UserError, nearest
+from jaxmem.typing import JsonDict
 
 _TABLE = read_table("presets")
 
 
-def _fields(shape: list[int], **others: Any) -> dict[str, Any]:
+def _fields(shape: list[int], **others: Any) -> JsonDict:
     return {**dict(zip(_TABLE["shape"], shape, strict=True)), **others}
 
 
-PRESETS: dict[str, dict[str, Any]] = {name: _fields(**preset) for name, preset in _TABLE["presets"].items()}
+PRESETS: dict[str, JsonDict] = {name: _fields(**preset) for name, preset in _TABLE["presets"].items()}
 
 # Parts of names on the hub that do not change the shape of a model.
 _SUFFIXES = re.compile(r"(?:^|[-_])(?:meta|base|instruct|chat|it|hf|v0\.1)(?=[-_]|$)")

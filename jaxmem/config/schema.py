@@ -1,14 +1,13 @@
 """The JSON schema of configs, for editors and docs/config.md."""
 
-from typing import Any
-
 from jaxmem.config.combinations import OF_SOURCES, requirements
 from jaxmem.config.networks import FAMILIES, Decoder
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
+from jaxmem.typing import JsonDict
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonDict:
     """The schema that pydantic generates, with the short forms that `load_config` expands."""
     schema = Config.model_json_schema()
     sections = schema["$defs"]

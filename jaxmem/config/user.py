@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any, TypedDict
 
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonDict, JsonView
 
 Axes = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
-UserData = Iterable[Mapping[str, Any]]
+UserData = Iterable[JsonView]
 
 
 class ModelParts(TypedDict, total=False):
@@ -82,7 +83,7 @@ class UserBatches:
         self.source, self.argument = source, argument
 
     @cached_property
-    def _started(self) -> tuple[dict[str, Any], Iterator[Any]]:
+    def _started(self) -> tuple[JsonDict, Iterator[Any]]:
         batches = iter(self.source)
         first = next(batches, None)
         if first is None:
@@ -90,7 +91,7 @@ class UserBatches:
         return self.arrays(first), itertools.chain([first], batches)
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> JsonDict:
         return self._started[0]
 
     @property
@@ -101,7 +102,7 @@ class UserBatches:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.source) if self.repeats else self._started[1]
 
-    def arrays(self, batch: Any) -> dict[str, Any]:
+    def arrays(self, batch: Any) -> JsonDict:
         """The arrays of a batch."""
         if not isinstance(batch, Mapping) or not batch:
             given = "an empty dict" if isinstance(batch, Mapping) else type(batch).__name__

@@ -23,6 +23,7 @@ from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, one_of
 from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.machine.files import read_file
+from jaxmem.typing import JsonDict
 
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
@@ -77,7 +78,7 @@ def _dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def _read_meta(path: Path) -> JsonDict:
     try:
         meta = json.loads(read_file(path / "meta.json", 1 << 20))
         types = {"format": int, "tokenizer": str, "made_with": str, "vocab_size": int, "records": int, "tokens": int}
@@ -96,7 +97,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def tokenize(
     cfg: Config, directory: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
+) -> JsonDict:
     """Writes the token cache of a config's data; returns its meta.json. `progress` is called with (records done,
     all records)."""
     if len(sources_of(cfg)) > 1:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from jaxmem.data.chat_template import ChatTemplate, Message, Rendered, TemplateE
 from jaxmem.data.jsonl import JsonRecords, string_value
 from jaxmem.data.records import EMPTY, Document, InvalidRecordError
 from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.typing import JsonDict
 
 PLACEHOLDER = "\ue000"  # a character that no language uses
 TOOL_CALL_FIELDS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
@@ -37,7 +37,7 @@ PAIR = ("chosen", "rejected")
 class ChatRecords(JsonRecords):
     """Records that are one or several documents, each at most a row long."""
 
-    def parse(self, record: dict[str, Any]) -> Sequence[Document]:
+    def parse(self, record: JsonDict) -> Sequence[Document]:
         raise NotImplementedError
 
     def documents(self, index: int) -> Sequence[Document]:
@@ -72,7 +72,7 @@ class Conversations(ChatRecords):
         super().__init__(paths, source, data, tokenizer)
         self._encoder = ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template))
 
-    def parse(self, record: dict[str, Any]) -> Sequence[Document]:
+    def parse(self, record: JsonDict) -> Sequence[Document]:
         return [self._encoder.document(chat_of(record))]
 
 
@@ -100,7 +100,7 @@ class Preferences(ChatRecords):
             self._last = index, super().documents(index)
         return self._last[1]
 
-    def parse(self, record: dict[str, Any]) -> Sequence[Document]:
+    def parse(self, record: JsonDict) -> Sequence[Document]:
         return parse_pair(record, self.tokenizer, self._encoder)
 
 
@@ -221,7 +221,7 @@ def _common_prefix(left: str, right: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def parse_pair(record: dict[str, Any], tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
+def parse_pair(record: JsonDict, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
     """The two answers of a record, each after the prompt."""
     if missing := [answer for answer in PAIR if answer not in record]:
         raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")

@@ -17,6 +17,7 @@ from jaxmem.data.chat_template import Message
 from jaxmem.data.jsonl import parse_json, string_value
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.errors import as_yaml
+from jaxmem.typing import JsonDict
 
 KEYS = {"from": "role", "value": "content"}  # keys of a message in ShareGPT's form, and in OpenAI's
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -33,7 +34,7 @@ class Chat:
     messages: Sequence[Message]
     targets: frozenset[int]
     tools: Sequence[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: JsonDict = field(default_factory=dict)
 
     def strings(self) -> Iterator[str]:
         """All texts that the template can write."""
@@ -48,7 +49,7 @@ class Chat:
                     left += value
 
 
-def chat_of(record: dict[str, Any]) -> Chat:
+def chat_of(record: JsonDict) -> Chat:
     """The conversation of a line."""
     messages = _prompt_of(record)
     start = 0
@@ -61,7 +62,7 @@ def chat_of(record: dict[str, Any]) -> Chat:
     return _chat(messages, record, start)
 
 
-def pair_of(record: dict[str, Any]) -> tuple[Chat, Chat]:
+def pair_of(record: JsonDict) -> tuple[Chat, Chat]:
     """The chosen and the rejected conversation of a line. Targets are the answers after the prompt or, without a
     prompt, from the first message that differs."""
     before = _prompt_of(record)
@@ -75,7 +76,7 @@ def pair_of(record: dict[str, Any]) -> tuple[Chat, Chat]:
     return _chat([*before, *chosen], record, start), _chat([*before, *rejected], record, start)
 
 
-def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
+def _chat(messages: list[Message], record: JsonDict, start: int) -> Chat:
     """A conversation. `start`: the index of the first message that may be a target."""
     if record.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": string_value(record["system"], "system")}, *messages]
@@ -100,7 +101,7 @@ def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
     return Chat(plain, frozenset(targets), tools, options)
 
 
-def _prompt_of(record: dict[str, Any]) -> list[Message]:
+def _prompt_of(record: JsonDict) -> list[Message]:
     """The messages of a record before its answer."""
     for key in (*LISTS, "prompt"):
         if key in record and (key in LISTS or isinstance(record[key], list)):
@@ -114,7 +115,7 @@ def _prompt_of(record: dict[str, Any]) -> list[Message]:
     return [{"role": role, "content": string_value(text, "history")} for role, text in texts]
 
 
-def _answer_of(record: dict[str, Any], key: str) -> list[Message]:
+def _answer_of(record: JsonDict, key: str) -> list[Message]:
     value = record[key]
     if isinstance(value, list):
         return messages_of(value, key)
@@ -134,7 +135,7 @@ def _message(record: Any, key: str) -> Message:
     """A message under OpenAI's names, without fields that are null."""
     if not isinstance(record, dict):
         raise InvalidRecordError(f"{key} must contain messages, not {as_yaml(record)[:60]}")
-    message: dict[str, Any] = {KEYS.get(name) or name: value for name, value in record.items() if value is not None}
+    message: JsonDict = {KEYS.get(name) or name: value for name, value in record.items() if value is not None}
     if not isinstance(role := message.get("role"), str):
         raise InvalidRecordError("a message must have the key role (or from) with a string")
     content = message.get("content")
@@ -164,7 +165,7 @@ def _part(part: Any) -> str:
     return string_value(part.get("text"), "text")
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
+def _calls(calls: Any) -> list[JsonDict]:
     """Tool calls with their arguments as objects, as templates expect them; OpenAI writes these as text."""
     if not isinstance(calls, list):
         raise InvalidRecordError("tool_calls must be a list")

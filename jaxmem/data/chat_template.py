@@ -20,6 +20,7 @@ from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.machine.files import read_file
+from jaxmem.typing import JsonDict, JsonView
 
 Message = Mapping[str, Any]  # "role", "content", and further keys that a template reads: "tool_calls", ...
 MAX_SECONDS = 5  # limit of processor time per conversation; a usual template needs a thousandth
@@ -63,7 +64,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template fails: {reply['failed']}")
         return Rendered(**reply)
 
-    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, request: JsonDict) -> JsonDict:
         reply = _reply_to({"source": self.source, **request})
         if reply is None:
             raise UserError(
@@ -78,7 +79,7 @@ class ChatTemplate:
 _lock = threading.Lock()
 
 
-def _reply_to(request: Mapping[str, Any]) -> dict[str, Any] | None:
+def _reply_to(request: JsonView) -> JsonDict | None:
     """The reply of the process that renders; None if it was ended before it replied."""
     line = json.dumps(request)
     with _lock:
@@ -94,7 +95,7 @@ def _reply_to(request: Mapping[str, Any]) -> dict[str, Any] | None:
             _process.cache_clear()  # the next request starts another process
             _end(process)
             return None
-        reply: dict[str, Any] = json.loads(line)
+        reply: JsonDict = json.loads(line)
         return reply
 
 
@@ -118,7 +119,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
     """The template of a file, or the one in the tokenizer's directory."""
-    settings: dict[str, Any] = {"eos_token": END_TEXT}
+    settings: JsonDict = {"eos_token": END_TEXT}
     place = tokenizer.directory
     if place is not None:
         present = [place / name for name in TOKEN_FILES if (place / name).is_file()]

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxmem.data.records import EmptyDataError, InvalidRecordError
 from jaxmem.errors import UserError, nearest
+from jaxmem.typing import JsonDict
 
 MAX_DECODED_ROW_GROUPS = 4  # row groups that stay decoded
 MAX_DECODED_BYTES = 4 << 30  # largest size of a decoded row group
@@ -50,7 +51,7 @@ class ColumnRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int) -> JsonDict:
         """A row. Values that JSON does not have, such as dates, are text."""
         group, row = self._find(index)
         with self._lock:
@@ -61,7 +62,7 @@ class ColumnRows:
             values = {name: table.column(name)[0].as_py() for name in table.schema.names}
         except UnicodeDecodeError as error:
             raise InvalidRecordError(f"a string is not UTF-8: {error}") from error
-        record: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        record: JsonDict = json.loads(json.dumps(values, default=str))
         return record
 
     def where(self, index: int) -> str:

@@ -8,7 +8,6 @@ import csv
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from jaxmem.data.jsonl import MAX_LINE_BYTES, read_objects
 from jaxmem.data.packing import Batch
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, nearest
+from jaxmem.typing import JsonDict
 
 FILES = ("metadata.jsonl", "metadata.csv")
 
@@ -113,7 +113,7 @@ def _pairs(file: Path) -> Iterator[tuple[Path, str]]:
         yield path / row["file_name"], row["text"]
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(file: Path) -> Iterator[tuple[int, JsonDict]]:
     if file.suffix == ".jsonl":
         yield from read_objects(file, "JSON object")
         return

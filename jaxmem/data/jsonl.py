@@ -22,6 +22,7 @@ from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, as_yaml
+from jaxmem.typing import JsonDict
 
 BLOCK_BYTES = 16 * 1024
 CHUNK_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class Lines:
         file = int(np.searchsorted(self._ends, index, side="right"))
         return self._indexes[file], index - int(self._ends[file]) + self._indexes[file].records
 
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int) -> JsonDict:
         file, record = self._find(index)
         return parse_object(file.line(record))
 
@@ -75,7 +76,7 @@ class JsonRecords(RecordSource):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int) -> JsonDict:
         return self.rows.record(index)
 
     def where(self, index: int) -> str:
@@ -101,7 +102,7 @@ class JsonTexts(JsonRecords, TokenizedText):
         return DocumentPiece(string_value(record[key], key), True, True)
 
 
-def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, JsonDict]]:
     """The objects of a file, each with the number of its line. `contents`: what a line is, for errors."""
     is_empty, number = True, 0
     try:
@@ -119,7 +120,7 @@ def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[st
         raise UserError(f"{file}: the file is empty; write one {contents} per line")
 
 
-def parse_object(line: bytes) -> dict[str, Any]:
+def parse_object(line: bytes) -> JsonDict:
     """The object that a line contains."""
     try:
         record = parse_json(line.removeprefix(BYTE_ORDER_MARK).decode())

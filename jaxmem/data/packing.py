@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxmem.data.records import Document
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonDict
 
 Batch = dict[str, np.ndarray]
 Position = dict[str, Any]  # a position in the data, with values that JSON can store
@@ -156,10 +157,10 @@ class Rows:
         self.step += 1
         return has_data, batch
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> JsonDict:
         return {"step": self.step, **self.position}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: JsonDict) -> None:
         self.position = state
         self.step = state["step"]
 

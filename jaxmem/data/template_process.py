@@ -22,6 +22,8 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxmem.typing import JsonDict
+
 # Errors that a template may raise.
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -61,7 +63,7 @@ def compile_template(source: str) -> Template:
     return sandbox.from_string(source)
 
 
-def reply_to(request: dict[str, Any]) -> dict[str, Any]:
+def reply_to(request: JsonDict) -> JsonDict:
     try:
         template = compile_template(request["source"])
     except (TemplateError, *FAILURES) as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError, UserError
+from jaxmem.typing import JsonDict
 
 MESSAGE_TIMEOUT = 5.0  # seconds to wait for the message of a connected client, which may be another program
 MESSAGE_BYTES = 1 << 20  # limit of the size of a message
@@ -37,7 +38,7 @@ def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = s
     return [host for host in hosts if host is not None]
 
 
-def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
+def _collect(cluster: Cluster, end: float, host: str) -> JsonDict:
     """Process 0 waits for the others, then answers all."""
     hosts: list[str | None] = [host] + [None] * (cluster.processes - 1)
     conflict = None
@@ -73,7 +74,7 @@ def _conflict(hosts: list[str | None], process: int, count: int, host: str) -> s
     return None
 
 
-def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str, Any]:
+def _report(cluster: Cluster, end: float, seconds: float, host: str) -> JsonDict:
     """A process other than process 0 sends its message to process 0, and reads the answer."""
     message = json.dumps([cluster.process, cluster.processes, host]).encode() + b"\n"
     reason = ""
@@ -84,7 +85,7 @@ def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str
                 connection.sendall(message)
                 # process 0 may have started later
                 connection.settimeout(max(end + MESSAGE_TIMEOUT - time.monotonic(), 1.0))
-                answer: dict[str, Any] = _receive(connection)
+                answer: JsonDict = _receive(connection)
                 return answer
         except (OSError, ValueError) as error:
             reason = str(error) or type(error).__name__

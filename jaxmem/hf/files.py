@@ -3,10 +3,10 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from jaxmem.config.hf_values import read_json
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonDict
 
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = (
@@ -79,7 +79,7 @@ def storage_dtype(directory: str | Path) -> str:
     return str(settings.get("dtype") or settings.get("torch_dtype") or default)
 
 
-def byte_tokenizer() -> dict[str, Any]:
+def byte_tokenizer() -> JsonDict:
     """`data.tokenizer: bytes` as a tokenizer.json: byte-level BPE without merges, each byte its own id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -94,5 +94,5 @@ def byte_tokenizer() -> dict[str, Any]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_TEXT, normalized=False, special=True)])
-    contents: dict[str, Any] = json.loads(tokenizer.to_str())
+    contents: JsonDict = json.loads(tokenizer.to_str())
     return contents

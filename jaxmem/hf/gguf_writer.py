@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from jaxmem.hf.gguf import PERMUTED
 from jaxmem.hf.writer import model_tensors
 from jaxmem.models import Decoder as Network
 from jaxmem.models.rope import frequencies
+from jaxmem.typing import JsonDict
 
 # Formats that the package writes: the name of the type of tensors, and the file type of a file whose matrices have it.
 FORMATS = {
@@ -111,7 +112,7 @@ def _architecture(cfg: Decoder) -> str:
     return "qwen2" if cfg.attention_bias and not (cfg.output_bias or cfg.mlp_bias) else "llama"
 
 
-def _settings(cfg: Decoder, length: int) -> dict[str, Any]:
+def _settings(cfg: Decoder, length: int) -> JsonDict:
     values = {
         "context_length": min(length, cfg.window or length),  # llama.cpp has no windows in these architectures
         "embedding_length": cfg.embed,
@@ -135,7 +136,7 @@ def _settings(cfg: Decoder, length: int) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
-def _rope_scaling(rope: Rope) -> dict[str, Any]:
+def _rope_scaling(rope: Rope) -> JsonDict:
     if rope.share < 1 or rope.scaling == "longrope" or not rope.truncate:
         given = f"share={rope.share:g} with scaling={rope.scaling} and truncate={as_yaml(rope.truncate)}"
         raise UserError(f"GGUF export does not support model.rope.{given}; export to a directory instead")
@@ -143,7 +144,7 @@ def _rope_scaling(rope: Rope) -> dict[str, Any]:
         return {}
     if rope.scaling == "llama3":  # its factors are a tensor
         return {"rope.scaling.original_context_length": rope.original_length}
-    settings: dict[str, Any] = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
+    settings: JsonDict = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
     if rope.scaling == "yarn":
         if rope.attention_factor is not None:
             raise UserError("GGUF export supports only model.rope.attention_factor=null; export to a directory instead")
@@ -155,7 +156,7 @@ def _rope_scaling(rope: Rope) -> dict[str, Any]:
     return settings
 
 
-def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
+def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
     """The tokenizer of a model with `size` embeddings; tokens beyond those of the tokenizer are unused."""
     place = tokenizer.directory
     file = None if place is None else Path(name).expanduser()
@@ -183,7 +184,7 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> dict[str, Any]:
         tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER
     if (unknown := model.get("unk_token")) in tokens:
         types[tokens.index(unknown)] = UNKNOWN
-    metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    metadata: JsonDict = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     if is_sentencepiece:  # a merge has the score of the token that it results in
         ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges, 1)))}
         scores = [ranks.get(token, 0.0) for token in tokens]
@@ -241,7 +242,7 @@ def _interleaved(values: Callable[[], np.ndarray], heads: int) -> np.ndarray:
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def _write(file: Path, architecture: str, settings: dict[str, Any], tensors: Sequence[GgufOutput]) -> None:
+def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[GgufOutput]) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
 
     writer = GGUFWriter(file, architecture)

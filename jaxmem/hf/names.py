@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, LATENT, MIXTRAL, MODULES, WITH_POST_NORMS
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.config.networks import Decoder
+from jaxmem.typing import Tree
 
 WeightPath = tuple[str, ...]
 ADAPTER_PREFIX = "base_model.model."  # prefix of the names of tensors of an adapter
@@ -67,7 +68,7 @@ class FileWeight:
         return len(self.tensors[0].position)
 
 
-def stacks_of(params: Any) -> dict[str, Any]:
+def stacks_of(params: Tree) -> dict[str, Any]:
     """The parameters of each stack of layers, by its name."""
     stacks: dict[str, Any] = {}
     for name, part in params.items():
@@ -78,7 +79,7 @@ def stacks_of(params: Any) -> dict[str, Any]:
     return stacks
 
 
-def module_names(params: Any) -> dict[str, str]:
+def module_names(params: Tree) -> dict[str, str]:
     """The names of the modules of a decoder with these parameters, as `config.hf_modules.names_of`."""
     stacks = stacks_of(params)
     has_shared = any("shared" in blocks["mlp"] for blocks in stacks.values())
@@ -98,7 +99,7 @@ def module_names(params: Any) -> dict[str, str]:
     return by_path
 
 
-def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
+def decoder_weights(params: Tree, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
     """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
     names = module_names(params)
     flat = flatten_dict(params)

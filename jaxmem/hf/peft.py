@@ -46,6 +46,7 @@ from jaxmem.hf.writer import output_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.quant.precision import Params
 from jaxmem.step import Program
+from jaxmem.typing import Tree
 
 LINEAR = {
     "a": "lora_A.weight", "b": "lora_B.weight", "bias": "lora_B.bias", "magnitude": "lora_magnitude_vector",
@@ -59,7 +60,7 @@ TOKEN_ROWS = f"{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
 LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the layers of each module
 
 
-def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
+def _low_rank_stacks(params: Tree, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
     """The low-rank adapters among the parameters of a decoder."""
     stacks_by_name = {}
     flat = flatten_dict(params)
@@ -77,7 +78,7 @@ def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | Non
     return stacks_by_name
 
 
-def _check_experts(adapters: LowRankStacks, params: Any, experts: Sequence[str], stacks: Sequence[str]) -> None:
+def _check_experts(adapters: LowRankStacks, params: Tree, experts: Sequence[str], stacks: Sequence[str]) -> None:
     """Refuses adapters of experts that PEFT cannot load. `experts`: the stacks of layers with experts."""
     by_matrix: dict[str, set[LowRank | None]] = {}  # the adapters of gate, up and down in the MLPs of all layers
     for name in ("gate", "up", "down"):
@@ -110,7 +111,7 @@ def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indic
     return replace(weights[0], tensors=tuple(tensor for layer in layers for tensor in layer))
 
 
-def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
+def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
     """The weights of the adapters of a decoder, without the weights of the base."""
     flat = flatten_dict(params)
     names = module_names(params)
@@ -136,7 +137,7 @@ def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] 
 
 
 def _base_weights(
-    params: Any, names: Collection[str], stacks: LowRankStacks, indices: Sequence[int] | None
+    params: Tree, names: Collection[str], stacks: LowRankStacks, indices: Sequence[int] | None
 ) -> Iterator[FileWeight]:
     """The weights of the base model whose tensors have these names, with their names in the file of an adapter."""
     for weight in decoder_weights(base_of(params), indices):
@@ -170,7 +171,7 @@ def saved_names(program: Program) -> set[str]:
 
 
 def save_adapter(
-    params: Any,
+    params: Tree,
     adapter: Adapter,
     directory: str | Path,
     *,

@@ -1,11 +1,11 @@
 """Adapters as a PEFT `adapter_config.json`: patterns of modules and layers, each with its rank."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxmem.config import Adapter
 from jaxmem.config.adapter import LowRank
 from jaxmem.config.names import split_stack
+from jaxmem.typing import JsonDict
 
 
 def adapter_json(
@@ -16,7 +16,7 @@ def adapter_json(
     *,
     names: Mapping[str, str],
     has_biases: bool = False,
-) -> dict[str, Any]:
+) -> JsonDict:
     """The adapter_config.json of adapters. `layers`: for each module with adapters, the adapters of its layers.
     `saved`: the names of modules that are saved completely; `has_biases`: whether biases of other modules are saved
     too. `names`: the names of the modules of the family. PEFT converts adapters of experts for transformers 5, which

@@ -41,6 +41,7 @@ from jaxmem.hf.tensors import MXFP4, Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST_MEMORY, send_like, to_host, zeros_on_host
+from jaxmem.typing import AxesTree, Tree
 
 # Shape, dtype and sharding of a weight, or of each array of a quantized weight.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
@@ -76,12 +77,12 @@ def load(
 def read_weights(
     directory: str | Path,
     cfg: Decoder,
-    params: Any,
-    axes: Any,
+    params: Tree,
+    axes: AxesTree,
     layout: Layout | None,
     indices: Sequence[int] | None = None,
     adapter: str | Path | None = None,
-) -> Any:
+) -> Tree:
     """Arrays for `params`, a nested dict of shapes with dtypes and shardings. `indices`: the position of each layer in
     a stack (default: 0, 1, ...); other positions are zeros. `adapter`: the directory of an adapter whose file may
     contain some of these weights, which replace those of the model."""
@@ -119,7 +120,7 @@ def _file_shapes(weights: Sequence[FileWeight], *, has_mxfp4: bool) -> dict[str,
 def read_arrays(
     tensors: Tensors,
     weights: Sequence[FileWeight],
-    axes: Any,
+    axes: AxesTree,
     layout: Layout | None,
     quantized: Mapping[str, Callable[[], Encoded]] = MappingProxyType({}),
 ) -> dict[WeightPath, Any]:
@@ -134,7 +135,7 @@ def _read(
     axes: Axes,
     layout: Layout | None,
     quantized: Mapping[str, Callable[[], Encoded]],
-) -> Any:
+) -> Tree:
     shape = weight.shape
     spec = weight.array
     axes = axes[weight.depth :]
@@ -186,14 +187,14 @@ def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], shard
 
 
 @jax.jit
-def _are_finite(tree: Any) -> jax.Array:
+def _are_finite(tree: Tree) -> jax.Array:
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
 
 @cache
-def _converted(is_transposed: bool, spec: Spec) -> Any:
-    def convert(x: jax.Array | QTensor | Encoded) -> Any:
+def _converted(is_transposed: bool, spec: Spec) -> Tree:
+    def convert(x: jax.Array | QTensor | Encoded) -> Tree:
         new = _as_spec(x, is_transposed, spec)
         return jax.tree.map(
             lambda x, target: to_host(x) if target.sharding.memory_kind == HOST_MEMORY else x, new, spec
@@ -204,7 +205,7 @@ def _converted(is_transposed: bool, spec: Spec) -> Any:
 
 @cache
 def _write_layer(is_transposed: bool, spec: Spec) -> Any:
-    def write(stack: Any, x: jax.Array | QTensor | Encoded, index: jax.Array) -> Any:
+    def write(stack: Tree, x: jax.Array | QTensor | Encoded, index: jax.Array) -> Tree:
         new = send_like(_as_spec(x, is_transposed, spec), stack)
 
         def put(stack: jax.Array, tensor: jax.Array) -> jax.Array:
@@ -217,7 +218,7 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
 
 
-def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) -> Any:
+def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) -> Tree:
     """The array, transposed if needed, and cast or quantized; unchanged if it is stored like `spec`."""
     if isinstance(x, Encoded):
         x = x.weight()
@@ -233,7 +234,7 @@ def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) 
 
 
 @cache
-def _zeros(spec: Spec) -> Any:
+def _zeros(spec: Spec) -> Tree:
     def zeros(x: Any) -> jax.Array:
         if x.sharding.memory_kind != HOST_MEMORY:
             return jnp.zeros(x.shape, x.dtype)
@@ -246,5 +247,5 @@ def _zeros(spec: Spec) -> Any:
     return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_shardings(spec))
 
 
-def _shardings(spec: Spec) -> Any:
+def _shardings(spec: Spec) -> Tree:
     return jax.tree.map(lambda x: x.sharding, spec)

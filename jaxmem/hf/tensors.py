@@ -25,6 +25,7 @@ from jaxmem.config.hf_modules import Fused
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import fetch_weights
 from jaxmem.errors import UserError, abridge
+from jaxmem.typing import JsonDict
 
 MAX_FILE_BYTES = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -269,7 +270,7 @@ def write_tensors(
     names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
     names = [single] if len(parts) == 1 else names
     for name, part in zip(names, parts, strict=True):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+        header: JsonDict = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         for tensor in part:
             header[tensor.name] = {

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jaxmem.inference.reference import Reference, file_for, read
 from jaxmem.models.losses import cross_entropy
 from jaxmem.step import Program
 from jaxmem.step.objective import Sums, means
+from jaxmem.typing import JsonDict, Tree
 
 Means = dict[str, float]
 
@@ -48,7 +49,7 @@ class Evaluator(AbstractContextManager["Evaluator"]):
         self._loader = open_loader(program.cfg, split, program.rows, corpus=corpus, agree=any_process)
         self._sums = {length: at.compiled_evaluate for length, at in program.buckets.items()}
 
-    def __call__(self, params: Any, batches: int | None = None) -> Means:
+    def __call__(self, params: Tree, batches: int | None = None) -> Means:
         """Means over `batches` batches, by default all."""
         self._loader.rewind()
         total: Sums = {}
@@ -129,12 +130,12 @@ def evaluate_choices(directory: str | Path, file: str | Path, overrides: Sequenc
     return {"questions": len(questions), "accuracy": float(share[0]), "normalised": float(share[1])}
 
 
-def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[np.ndarray]:
+def scores(program: Program, params: Tree, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[np.ndarray]:
     """Log-likelihoods [choices] for each question. Only the logits of one choice exist at a time."""
     if program.cfg.model.family != "decoder":
         raise UserError(f"model.family={program.cfg.model.family} does not support --choices; use a decoder")
 
-    def likelihood(params: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
+    def likelihood(params: Tree, tokens: jax.Array, scored: jax.Array) -> jax.Array:
         network = nnx.merge(program.model.graphdef, params)
 
         def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -181,7 +182,7 @@ def read_questions(file: str | Path) -> list[Question]:
     return questions
 
 
-def _question(record: dict[str, Any]) -> Question:
+def _question(record: JsonDict) -> Question:
     prompt, choices, answer = (record.get(key) for key in ("prompt", "choices", "answer"))
     if type(prompt) is not str:
         raise ValueError("prompt is missing or not a string")

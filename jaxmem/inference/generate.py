@@ -23,6 +23,7 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.models.kv_cache import KVCache, capacity_of, grow
 from jaxmem.step import Program
+from jaxmem.typing import Tree
 
 MIN_LENGTH = 16  # the shortest length that is compiled
 ENDED = -1  # in place of a token: the text has ended before
@@ -85,7 +86,7 @@ class DecodingState:
 class Generator:
     """A program and its weights, ready to continue prompts. Compiled functions are kept for each length."""
 
-    def __init__(self, program: Program, params: Any, sampling: Sampling = Sampling()) -> None:
+    def __init__(self, program: Program, params: Tree, sampling: Sampling = Sampling()) -> None:
         cfg: Config = program.cfg
         if cfg.model.family != "decoder":
             raise UserError(f"model.family={cfg.model.family} does not support generation; use a decoder")
@@ -169,7 +170,7 @@ class Generator:
     @cached_property
     def _compiled_step(self) -> Any:
         def step(
-            params: Any, tokens: jax.Array, cache: KVCache, length: Any, first: Any, last: Any, lengths: Any
+            params: Tree, tokens: jax.Array, cache: KVCache, length: Any, first: Any, last: Any, lengths: Any
         ) -> tuple[jax.Array, KVCache]:
             network = nnx.merge(self._program.model.graphdef, params)
             logits, cache = network.extend(tokens, cache, length, first, last, lengths)
@@ -179,7 +180,7 @@ class Generator:
         return jax.jit(step, donate_argnums=2)
 
     @cached_property
-    def _empty(self) -> Any:
+    def _empty(self) -> Tree:
         network = nnx.merge(self._program.model.graphdef, self._program.spec.state.params)
         return jax.jit(partial(network.empty_cache, storage=self._cache_format), static_argnums=(0, 1))
 

@@ -30,12 +30,13 @@ from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized, store
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
+from jaxmem.typing import JsonDict, Tree
 
 STORED_FIELDS = ("parameters", "block_size")  # fields of `precision` that are the stored format of the weights
 HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging Face directory
 
 
-def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
+def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Tree]:
     """(program, parameters) of a run's newest checkpoint, or of a Hugging Face directory."""
     if is_run(directory):
         return open_run(directory, overrides)
@@ -81,7 +82,7 @@ def tokenizer_of(program: Program) -> Tokenizer:
     return tokenizer
 
 
-def _hf_config(directory: Path) -> dict[str, Any]:
+def _hf_config(directory: Path) -> JsonDict:
     stored = hf.storage_dtype(directory)
     return {
         "name": "model",
@@ -114,7 +115,7 @@ def check_run(directory: str | Path, key: str = "") -> None:
 
 def open_run(
     directory: str | Path, overrides: Sequence[str] = (), user: UserObjects | None = None
-) -> tuple[Program, Any]:
+) -> tuple[Program, Tree]:
     """(program, parameters) of the newest checkpoint. `user`: the objects of the script that trained the run."""
     check_run(directory)
     cfg = model_config(directory, overrides)
@@ -136,7 +137,7 @@ def _newest_checkpoint(cfg: Config, run: str | Path) -> Iterator[tuple[Checkpoin
         yield checkpoints, step
 
 
-def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Any:
+def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Tree:
     """The weights of a checkpoint. `as_saved`: a program that stores them in the format of the checkpoint."""
     position, config = checkpoints.read(step)
     saved = SavedState(as_saved)
@@ -144,7 +145,7 @@ def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Any
     return saved.restored_params(checkpoints.restore_params(step, saved.shapes(config).params), config)
 
 
-def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Any:
+def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Tree:
     """The base weights from another run's checkpoint, stored as this program stores them. A new classifier head
     replaces the old one."""
     where = checkpoints.directory / str(step)
@@ -181,7 +182,7 @@ def initial_state(built: Program) -> TrainState:
     return built.begin(add_adapters(built, base))
 
 
-def _store_as(built: Program, params: Any) -> Any:
+def _store_as(built: Program, params: Tree) -> Tree:
     """Weights in the formats in which this program stores them. They are converted one by one: at most one exists in
     both formats."""
     axes = flatten_dict(built.model.axes)

@@ -8,7 +8,6 @@ import hashlib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from jaxmem.data import Corpus, Loader
 from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError
 from jaxmem.step import Program
+from jaxmem.typing import Tree
 
 SUFFIX = ".reference.npz"
 
@@ -32,7 +32,7 @@ class Reference:
     weights: str
 
 
-def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: str, weights: str | None) -> Reference:
+def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity: str, weights: str | None) -> Reference:
     """Reads the file, or computes it with `params`. `identity`: the data's fingerprint. `weights`: in a resumed run
     the fingerprint of its initial weights, since `params` have changed."""
     cfg = program.cfg
@@ -82,7 +82,7 @@ def read(file: Path) -> Reference:
         ) from error
 
 
-def fingerprint(params: Any) -> str:
+def fingerprint(params: Tree) -> str:
     """A hash of weights, the same on any mesh."""
     digest = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -90,7 +90,7 @@ def fingerprint(params: Any) -> str:
     return digest.hexdigest()
 
 
-def _compute(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
+def _compute(program: Program, corpus: Corpus, params: Tree) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
     results = []

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.errors import UserError
 from jaxmem.machine import gpus
+from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
     import jax
@@ -195,7 +196,7 @@ def cache_compiled_programs(output: str | Path) -> None:
         config.update("jax_compilation_cache_dir", str(Path(output, ".compiled").absolute()))
 
 
-def nvidia_gpus() -> list[dict[str, Any]]:
+def nvidia_gpus() -> list[JsonDict]:
     """The GPUs as the driver reports them, with the memory in use by all processes. Does not start jax. nvidia-ml-py is
     not used, since it would save only ten lines."""
     program = shutil.which("nvidia-smi")
@@ -257,7 +258,7 @@ def is_spilling() -> bool:
     return os.environ.get(_UNIFIED, "").lower() in ("1", "true")
 
 
-def _visible(gpus_found: list[dict[str, Any]]) -> int:
+def _visible(gpus_found: list[JsonDict]) -> int:
     """The number of these GPUs that jax may use."""
     return len([index for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index]) or len(gpus_found)
 

@@ -15,10 +15,11 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxmem import __version__
 from jaxmem.machine import devices
+from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -62,14 +63,14 @@ print(json.dumps(seen))
 """
 
 
-def examine() -> dict[str, Any]:
+def examine() -> JsonDict:
     """The findings about this machine, as JSON; sizes in bytes."""
     with ThreadPoolExecutor() as pool:
         here = pool.submit(_see_devices, {})
         simulated = pool.submit(_see_devices, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"})
         gpus = devices.nvidia_gpus()
     seen, error = here.result()
-    findings: dict[str, Any] = {
+    findings: JsonDict = {
         "jaxmem": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -97,7 +98,7 @@ def examine() -> dict[str, Any]:
     return findings
 
 
-def table(findings: dict[str, Any]) -> Group:
+def table(findings: JsonDict) -> Group:
     """The findings as a table: the machine, then the features, with a remedy for each missing feature."""
     from rich.console import Group
     from rich.table import Table
@@ -135,16 +136,16 @@ def table(findings: dict[str, Any]) -> Group:
     return Group(facts, "", works)
 
 
-def _check(feature: str, works: bool, remedy: str | None, use: str = "") -> dict[str, Any]:
+def _check(feature: str, works: bool, remedy: str | None, use: str = "") -> JsonDict:
     return {"what": feature, "works": works, "cure": None if works else remedy, "use": use}
 
 
-def _gpu_check(findings: dict[str, Any]) -> dict[str, Any]:
+def _gpu_check(findings: JsonDict) -> JsonDict:
     works = any(device["platform"] in {"gpu", "cuda", "rocm"} for device in findings["devices"])
     return _check("GPU", works, None if works else _gpu_remedy(findings))
 
 
-def _gpu_remedy(findings: dict[str, Any]) -> str:
+def _gpu_remedy(findings: JsonDict) -> str:
     driver = findings["driver"]
     wheels = findings["cuda_wheels"]
     version = findings["packages"]["jax"]
@@ -164,14 +165,14 @@ def _gpu_remedy(findings: dict[str, Any]) -> str:
     return findings["devices_error"] or "jax finds no GPU; unset JAX_PLATFORMS, or check its value"
 
 
-def _cudnn_checks(findings: dict[str, Any]) -> list[dict[str, Any]]:
+def _cudnn_checks(findings: JsonDict) -> list[JsonDict]:
     if not findings["gpus"] or not any(name.endswith("plugin") for name in findings["cuda_wheels"]):
         return []
     remedy = devices.cudnn_remedy()
     return [_check("cuDNN", remedy is None, remedy, "memory.attention: cudnn")]
 
 
-def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str | None]:
+def _see_devices(environment: dict[str, str]) -> tuple[list[JsonDict], str | None]:
     """The devices that jax sees in a new process, or the last line of its error output."""
     if devices.cuda_wheels() and not devices.has_nvidia_gpu():
         environment = {"JAX_PLATFORMS": "cpu"} | environment

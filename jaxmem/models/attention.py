@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
-from jaxmem.models.layers import Keys, RMSNorm, fetch, fold_keys, new_constant
+from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
@@ -123,12 +123,12 @@ class Attention(nnx.Module):
 
         inner_keys, outer = (key_data(part_keys) for part_keys in fold_keys(keys, 2))
 
-        def project(modules: dict[str, Any], x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
+        def project(modules: Modules, x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
             angles, data = others
             normal = gather_time(modules["norm"](x) if "norm" in modules else x, "time")
             return tuple(y.reshape(*y.shape[:2], -1) for y in self._project(modules, normal, angles, as_keys(data)))
 
-        def attend(modules: dict[str, Any], x: jax.Array) -> jax.Array:
+        def attend(modules: Modules, x: jax.Array) -> jax.Array:
             flat = map_token_chunks(project, modules, x, (tokens.angles, inner_keys), size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.spec.head_dim) for y in flat)
             return self._attend(q, k, v, tokens, _sinks(modules))
@@ -139,7 +139,7 @@ class Attention(nnx.Module):
         mixed = map_head_groups(attend, inner, x, groups, heads, parts)
         mixed = mixed.reshape(*mixed.shape[:-2], -1)
 
-        def out(modules: dict[str, Any], mixed: jax.Array, data: jax.Array | None) -> jax.Array:
+        def out(modules: Modules, mixed: jax.Array, data: jax.Array | None) -> jax.Array:
             joined = constrain(join_head_groups(mixed, parts), "batch", "time", "heads")
             return scatter_time(modules["o"](joined, as_keys(data)))
 
@@ -164,13 +164,13 @@ class Attention(nnx.Module):
         return layout.parts("activations", "heads") * context
 
     @property
-    def _inner(self) -> dict[str, Any]:
+    def _inner(self) -> Modules:
         """Attention without the output projection."""
         modules = {name: getattr(self, name, None) for name in self.inner}
         return {name: module for name, module in modules.items() if module is not None}
 
     def _project(
-        self, modules: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
+        self, modules: Modules, x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values of all heads, or of the group of heads whose weights are in `own`."""
         of_q, of_k, of_v = fold_keys(keys, 3)
@@ -238,7 +238,7 @@ def sharded_attention(
     return map_devices(local, specs, heads)(*arrays)
 
 
-def _sinks(modules: dict[str, Any]) -> Float[Array, " heads"] | None:
+def _sinks(modules: Modules) -> Float[Array, " heads"] | None:
     return fetch(modules["sinks"], jnp.float32) if "sinks" in modules else None
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.models.attention import Attention, Tokens, as_keys, context_order, gather_time, key_data, scatter_time
 from jaxmem.models.chunking import map_token_chunks
-from jaxmem.models.layers import Features, Keys, RowKeys, dropout, fold_keys, split_keys
+from jaxmem.models.layers import Features, Keys, Modules, RowKeys, dropout, fold_keys, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.sharding import constrain, current, row_major_in_stages
 from jaxmem.stack import recompute_from_inputs
@@ -135,7 +135,7 @@ def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
     return norm(x) if name is None else checkpoint_name(norm(x), name)
 
 
-def _normed_mlp(modules: dict[str, Any], x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:
+def _normed_mlp(modules: Modules, x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:
     normal = _apply_norm(modules.get("norm"), x, "mlp_norm")
     data, segment_ids = others
     segments = () if segment_ids is None else (segment_ids,)

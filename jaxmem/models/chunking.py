@@ -24,9 +24,10 @@ from jax.typing import DTypeLike
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.sharding import axis_name, current, gather, shard_axes, shard_count, shard_first_dim
 from jaxmem.sharding.weights import GatheredWeight
+from jaxmem.typing import Tree
 
 Array = jax.Array | jax.ShapeDtypeStruct
-Tree = Any
+
 # (modules, x [..., batch, time, width], other inputs without gradient) -> arrays [..., batch, time, width]
 TokenwiseFunction = Callable[[Any, Tree, Tree], Tree]
 
@@ -88,7 +89,7 @@ def _per_device(x: Array) -> tuple[int, int]:
 
 
 def map_token_chunks(
-    function: TokenwiseFunction, modules: Any, x: Tree, others: Tree = None, *, size: int | None
+    function: TokenwiseFunction, modules: Tree, x: Tree, others: Tree = None, *, size: int | None
 ) -> Tree:
     """Applies `function` to `size` tokens of a sequence at a time on each device; None: to all tokens at once. Leaves
     of x, of the other inputs and of the result are [..., batch, time, width]."""
@@ -109,7 +110,7 @@ def map_token_chunks(
     return _map_chunks(_Chunks(run, parts, count, time, over), weights, x, others)
 
 
-def gather_weights(modules: Any, dtype: DTypeLike) -> tuple[Any, Tree]:
+def gather_weights(modules: Tree, dtype: DTypeLike) -> tuple[Tree, Tree]:
     """A module's graph definition and its gathered weights: matrices in `dtype`, vectors in float32."""
     graphdef, state = nnx.split(modules)
 
@@ -228,7 +229,7 @@ _map_chunks.defvjp(lambda chunks, *saved: (_map_chunks(chunks, *saved), saved), 
 
 def map_head_groups(
     attend: Callable[[Any, jax.Array], jax.Array],
-    modules: Any,
+    modules: Tree,
     x: jax.Array,
     groups: int,
     heads: Mapping[str, int],

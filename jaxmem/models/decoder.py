@@ -21,6 +21,7 @@ from jaxmem.models.network import STATISTICS, Execution, Network
 from jaxmem.models.rope import Angles, angles, document_lengths, select
 from jaxmem.sharding import constrain, current
 from jaxmem.stack import StackOptions, apply_stack, creating_in, stacked
+from jaxmem.typing import Tree
 
 
 class _SharedInputs(NamedTuple):
@@ -149,8 +150,8 @@ class Decoder(Network):
         mixtures = sum(self.cfg.has_experts)
 
         def layer(
-            block: Block, carry: tuple[Features, Any], layer_inputs: Any, tokens: _SharedInputs
-        ) -> tuple[Features, Any]:
+            block: Block, carry: tuple[Features, Tree], layer_inputs: Tree, tokens: _SharedInputs
+        ) -> tuple[Features, Tree]:
             keys, has_window = layer_inputs
             x, _, router = block(carry[0], tokens.of_layer(has_window), keys)
             return x, carry[1] if router is None else carry[1] + router / mixtures
@@ -165,16 +166,16 @@ class Decoder(Network):
             carry = jax.tree.map(lambda x: x[:, self.prompt.length :], carry)
         return self.norm(carry[0]), carry[1]
 
-    def _apply(self, layer: Callable[..., Any], x: Any, inputs: Any, shared: Any, options: StackOptions) -> Any:
+    def _apply(self, layer: Callable[..., Any], x: Any, inputs: Tree, shared: Tree, options: StackOptions) -> Tree:
         """Applies `layer(block, x, input, shared)` for each layer; `inputs` has an entry for each layer."""
 
-        def take(layers: range) -> Any:
+        def take(layers: range) -> Tree:
             part = slice(layers.start, layers.stop, layers.step)
             return inputs if len(layers) == self.cfg.layers else jax.tree.map(lambda x: x[part], inputs)
 
         for name, stacks in self._stacks.items():
 
-            def group(blocks: Any, x: Any, inputs: Any, shared: Any, stacks: tuple[range, ...] = stacks) -> Any:
+            def group(blocks: Any, x: Any, inputs: Tree, shared: Tree, stacks: tuple[range, ...] = stacks) -> Tree:
                 for layers, layer_inputs in zip(stacks, inputs, strict=True):
                     x = layer(
                         blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers)), x, layer_inputs, shared
@@ -218,7 +219,7 @@ class Decoder(Network):
             return self.embedding.weight
         return self.head.weight if self.head.lora is None else None
 
-    def empty_cache(self, rows: int, capacity: int, storage: str = "full") -> Any:
+    def empty_cache(self, rows: int, capacity: int, storage: str = "full") -> Tree:
         """A KV cache for `rows` texts of up to `capacity` tokens, stored in full precision or in int8."""
         from jaxmem.models.kv_cache import empty_cache
 
@@ -227,7 +228,7 @@ class Decoder(Network):
     def extend(
         self,
         tokens: Ids,
-        cache: Any,
+        cache: Tree,
         length: Int[Array, ""],
         first: Int[Array, "batch"] | None = None,
         last: Int[Array, ""] | None = None,
@@ -247,7 +248,7 @@ class Decoder(Network):
             positions = jnp.maximum(positions - first[:, None], 0)
         shared = self._shared(tokens, positions, lengths=None if lengths is None else lengths[:, None])
 
-        def layer(block: Block, carry: tuple[jax.Array, Any], layer_inputs: Any, _: None) -> Any:
+        def layer(block: Block, carry: tuple[jax.Array, Tree], layer_inputs: Tree, _: None) -> Tree:
             (x, cache), (i, has_window) = carry, layer_inputs
             return block(x, shared.of_layer(has_window), slot=CacheSlot(cache, i, length, first))[:2]
 

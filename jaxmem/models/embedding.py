@@ -39,6 +39,7 @@ from jaxmem.sharding import (
 from jaxmem.sharding.host import fetch_from_host, is_on_host
 from jaxmem.sharding.weights import StoredWeight, Weight
 from jaxmem.stack.interception import intercepted
+from jaxmem.typing import Tree
 
 RESIDUAL: Axes = ("batch", "stream", "embed")  # the residual stream
 Matrix = jax.Array | QTensor
@@ -179,7 +180,7 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
 
         return jax.tree.map(read_slice, matrix, stored_axes(axes, matrix))
 
-    def step(j: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def step(j: jax.Array, carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
         x, rows = carry
         following = read(jnp.minimum(j + 1, slices.count - 1))
         positions = slices.positions(ids, j)

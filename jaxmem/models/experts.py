@@ -35,8 +35,8 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather_quantized, mean_over_groups
 from jaxmem.sharding.host import is_streamed
 from jaxmem.sharding.weights import StoredWeight
+from jaxmem.typing import Tree
 
-Tree = Any
 Choices = Int[Array, "batch time top_k"]  # the experts of each token
 Shares = Float[Array, "batch time top_k"]  # the weights of the results of these experts
 
@@ -203,7 +203,7 @@ def map_expert_groups(
     return weights.for_each(step, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
-def _groups_backward(run: Run, groups: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _groups_backward(run: Run, groups: int, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
     trainable, frozen, x, choices, shares = saved
     weights = _Groups(groups, trainable, frozen, x.dtype)
 
@@ -241,10 +241,10 @@ class _Groups:
     def trainable_of(self, group: jax.Array | int) -> Tree:
         return jax.tree.map(lambda x: self._slice(x, group), self._trainable)
 
-    def for_each(self, step: Callable[[Any, Tree, Any], Any], carry: Any) -> Any:
+    def for_each(self, step: Callable[[Any, Tree, Any], Any], carry: Tree) -> Tree:
         """Applies `step(group, frozen weights, carry)` to each group."""
 
-        def next_group(group: jax.Array, state: tuple[Any, Tree]) -> tuple[Any, Tree]:
+        def next_group(group: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             following = self._fetch(group + 1)
             return step(group, state[1], state[0]), following
 

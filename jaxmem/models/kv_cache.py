@@ -19,6 +19,7 @@ from jaxmem import kernels
 from jaxmem.config.networks import Decoder
 from jaxmem.quant import QTensor, quantize
 from jaxmem.sharding import constrain
+from jaxmem.typing import Tree
 
 NewTokens = Float[Array, "batch time kv_heads head_dim"]
 Buffer: TypeAlias = Float[Array, "layer batch capacity kv_heads head_dim"] | QTensor
@@ -91,7 +92,7 @@ def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage
     return zeros(), zeros()
 
 
-def grow(cache: KVCache, length: int) -> Any:
+def grow(cache: KVCache, length: int) -> Tree:
     """The cache with capacity for `more` tokens. Both caches exist during the copy."""
     return jax.tree.map(lambda x: jnp.pad(x, [(0, length if d == 2 else 0) for d in range(x.ndim)]), cache)
 

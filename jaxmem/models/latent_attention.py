@@ -6,8 +6,6 @@ they are padded with zeros for attention, which supports one size. The KV cache 
 heads.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.config.networks import Latent
 from jaxmem.models.attention import Attention, AttentionSpec
-from jaxmem.models.layers import Keys, RMSNorm, fold_keys
+from jaxmem.models.layers import Keys, Modules, RMSNorm, fold_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
@@ -45,7 +43,7 @@ class LatentAttention(Attention):
         self.o = Linear(rngs, spec.heads * latent.value_dim, spec.embed, ("heads", "embed"))
 
     def _project(
-        self, modules: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
+        self, modules: Modules, x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
         latent = self.latent
         head_dim = self.spec.head_dim

@@ -23,6 +23,7 @@ from jaxmem.stack import recompute_from_inputs
 
 Ids = Int[Array, "batch time"]  # one integer per token: its id, position or document
 Features = Float[Array, "batch time embed"]
+Modules = dict[str, Any]  # the modules of a part of a layer, by name
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
 

@@ -31,8 +31,8 @@ from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, map_devices
+from jaxmem.typing import Tree
 
-Tree = Any
 Activate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> hidden units
 # Along `expert`, a device computes its choices in chunks of this multiple of the mean number of choices per device.
 MAX_LOAD_RATIO = 1.25

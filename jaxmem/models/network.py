@@ -11,6 +11,7 @@ from flax import nnx
 from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RowKeys, split_keys
 from jaxmem.stack import StackOptions, apply_stack
+from jaxmem.typing import Tree
 
 # Statistics of the routers of mixtures of experts for each token; only the first has a gradient.
 STATISTICS = ("router_loss", "router_load", "router_entropy")
@@ -38,10 +39,10 @@ class Network(nnx.Module):
     execution: Execution
     head: Any  # the output layer; None: tied embeddings
 
-    def features(self, *inputs: Any, **options: Any) -> jax.Array:
+    def features(self, *inputs: Tree, **options: Any) -> jax.Array:
         raise NotImplementedError
 
-    def features_and_router_statistics(self, *inputs: Any, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    def features_and_router_statistics(self, *inputs: Tree, **options: Any) -> tuple[jax.Array, jax.Array | None]:
         """Also returns the statistics of the routers of mixtures of experts, the mean over layers for each token."""
         return self.features(*inputs, **options), None
 

@@ -24,6 +24,7 @@ from jaxmem.models.user_layers import Path, Stack, dotted_name, flat_state, new_
 from jaxmem.sharding import Axes, gather, weights
 from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks
 from jaxmem.stack import StackOptions
+from jaxmem.typing import Tree
 
 
 class Functions(nnx.Module):
@@ -35,7 +36,7 @@ class Functions(nnx.Module):
         self.leaves = nnx.List([nnx.Param(jnp.asarray(leaf)) for leaf in leaves])
         self.apply = apply
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: Tree, **options: Any) -> Any:
         params = jax.tree.unflatten(self.structure, [leaf.get_value() for leaf in self.leaves])
         return self.apply(params, *inputs, **options)
 
@@ -72,7 +73,7 @@ class PlainModel:
         axes |= {path: ("layer", *axes[path][1:]) for path in layered & state.keys()}
         return cls(graphdef, randomness, params | state, frozenset(state), axes, stacks)
 
-    def network(self, params: Any, dtype: DTypeLike, options: StackOptions) -> PlainNetwork:
+    def network(self, params: Tree, dtype: DTypeLike, options: StackOptions) -> PlainNetwork:
         """The module with weights in the compute dtype: gathered, but in stacks as they are stored."""
         flat = flatten_dict(params)
         arrays = {path: _stored(x) if path in self.state else x for path, x in flat.items()}

@@ -29,6 +29,7 @@ from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import apply_hooks
 from jaxmem.stack import StackOptions, apply_layers
+from jaxmem.typing import Tree
 
 Path = tuple[str, ...]
 
@@ -56,7 +57,7 @@ def reseed(module: Any, keys: jax.Array) -> None:
         variable.set_value(jax.random.fold_in(keys.ravel()[0], number))
 
 
-def new_randomness(states: Any, dims: int = 0) -> Any:
+def new_randomness(states: Tree, dims: int = 0) -> Tree:
     """Values for the states of random number generators, until `reseed` sets them, without leading dimensions."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(
@@ -67,7 +68,7 @@ def new_randomness(states: Any, dims: int = 0) -> Any:
     )
 
 
-def flat_state(state: Any) -> dict[Path, nnx.Variable]:
+def flat_state(state: Tree) -> dict[Path, nnx.Variable]:
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
@@ -99,13 +100,13 @@ class Stack:
         # Not by the `setattr` of a module, which refuses values that are neither variables nor static.
         object.__setattr__(_at(self.module, self.path[:-1]), self.path[-1], Blocks(self, block, keys))
 
-    def __call__(self, block: Any, x: Any, arguments: Any, keys: jax.Array | None) -> Any:
+    def __call__(self, block: Any, x: Any, arguments: Tree, keys: jax.Array | None) -> Any:
         """The output of the last block. `arguments`: the other arguments of each block, (positional, named)."""
         graphdef, randomness, _ = nnx.split(block, nnx.RngState, ...)  # type: ignore[misc]
         leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_rngs)
         arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray) else None for leaf in leaves]
 
-        def run(weights: Any, x: Any, layer_inputs: Any, shared: Any) -> tuple[Any, Any]:
+        def run(weights: Tree, x: Any, layer_inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
             keys, state = layer_inputs
             flat = flatten_dict(apply_hooks(fetch_from_host(weights)))
             gathered = {path: gather(w, self.axes[path][1:], self.dtype) for path, w in flat.items()}
@@ -154,7 +155,7 @@ class Blocks(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return [_Block(self, i) for i in range(len(self))][index]
 
-    def call(self, index: int, x: Any, arguments: Any) -> Any:
+    def call(self, index: int, x: Any, arguments: Tree) -> Any:
         if index == 0:
             self._arguments = arguments
             self._output = self.stack(self.block, x, arguments, self._keys)
@@ -175,7 +176,7 @@ class _Block:
     def __init__(self, blocks: Blocks, index: int) -> None:
         self._blocks, self._index = blocks, index
 
-    def __call__(self, x: Any, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, x: Any, *arguments: Tree, **named: Any) -> Any:
         return self._blocks.call(self._index, x, (arguments, named))
 
     def __getattr__(self, name: str) -> Any:
@@ -205,7 +206,7 @@ class _Output:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
 
 
-def _stacked(name: str, blocks: list[Any]) -> Any:
+def _stacked(name: str, blocks: list[Any]) -> Tree:
     for number, other in enumerate(blocks[1:], 1):
         if (where := _difference(blocks[0], other)) is not None:
             raise UserError(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Int
 
 from jaxmem import kernels
@@ -25,6 +26,7 @@ from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
 from jaxmem.sharding import Axes, is_axes, path_name, per_device
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import AxesTree, Tree
 
 SumOverSlices = Callable[[Any], Any]  # the contribution of one slice to a sum -> the sum over all slices
 
@@ -82,15 +84,15 @@ def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -
 
 
 def apply_updates(
-    params: Any,
-    updates: Any,
+    params: Tree,
+    updates: Tree,
     key: jax.Array | None = None,
-    axes: Any = None,
+    axes: AxesTree = None,
     *,
     layer: jax.Array | None = None,
     vocab_slice: VocabSlice | None = None,
     kernel: Literal["auto", "none", "triton"] = "none",
-) -> Any:
+) -> Tree:
     """Returns the new weights, computed in float32 and stored in their dtype. With a key they are rounded
     stochastically.
 
@@ -101,7 +103,7 @@ def apply_updates(
     `auto` uses it only for weights whose blocks are all complete.
     """
 
-    def add(path: Any, w: Any, u: jax.Array, names: Axes) -> Any:
+    def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Any:
         leaf_seed = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
             return map_with_keys(_add, (w, u), leaf_seed, names, layer, vocab_slice)
@@ -116,12 +118,12 @@ def apply_updates(
     return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
 
 
-def axes_or_unnamed(axes: Any, params: Any) -> Any:
+def axes_or_unnamed(axes: AxesTree, params: Tree) -> AxesTree:
     """The axes of each parameter, a tree with the structure of `params`. If `axes` is None, tuples of None; otherwise a
     tree that has the axes of each parameter at its name, in any containers."""
     named = {path_name(path): names for path, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)}
 
-    def of_weight(path: Any, w: Any) -> Axes:
+    def of_weight(path: KeyPath, w: Any) -> Axes:
         if axes is None:
             return (None,) * w.ndim
         if (name := path_name(path)) not in named:
@@ -131,19 +133,19 @@ def axes_or_unnamed(axes: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of_weight, params, is_leaf=is_quantized)
 
 
-def widened(grads: Any) -> Any:
+def widened(grads: Tree) -> Tree:
     """Gradients, with float16 as float32: squares of float16 below 2.4e-4 are zero, and above 256 infinite."""
     return jax.tree.map(lambda g: g.astype(jnp.float32) if g.dtype == jnp.float16 else g, grads)
 
 
 def map_with_keys(
     function: Callable[..., Any],
-    arrays: tuple[Any, ...],
+    arrays: tuple[Tree, ...],
     key: jax.Array | None,
     axes: Axes,
     layer: jax.Array | None,
     vocab_slice: VocabSlice | None,
-) -> Any:
+) -> Tree:
     """Applies `function(*arrays, key)` to a leaf. Each layer of a stack and each row of a vocabulary matrix has its own
     key, which is the same if the layer or row is updated separately (`layer`, `vocab_slice`)."""
     if key is None:
@@ -216,16 +218,16 @@ def _block_seeds(
     return scramble(place ^ words).reshape(w.scale.shape)
 
 
-def leaf_key(key: jax.Array, path: Any) -> jax.Array:
+def leaf_key(key: jax.Array, path: KeyPath) -> jax.Array:
     """The key of a leaf, derived from its name."""
     return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
-def sum_of_squares(tree: Any) -> jax.Array:
+def sum_of_squares(tree: Tree) -> jax.Array:
     """The sum of squares of all leaves, in float32."""
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: Tree) -> jax.Array:
     """The Euclidean norm of all leaves together, summed in float32."""
     return jnp.sqrt(sum_of_squares(tree))

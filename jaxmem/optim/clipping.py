@@ -17,6 +17,7 @@ import optax
 
 from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, global_norm
 from jaxmem.sharding import Axes, is_axes
+from jaxmem.typing import AxesTree, Tree
 
 ClipBy = Literal["global", "previous", "weight"]
 
@@ -25,7 +26,7 @@ class PreviousNorm(NamedTuple):
     norm: jax.Array  # norm of the gradients of the last update
 
 
-def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
+def clip(limit: float, by: ClipBy = "global", *, axes: AxesTree = None) -> optax.GradientTransformationExtraArgs:
     """Clips gradients. With `update(grads, ..., norm=n)`, n is the norm of all gradients, of which `grads` are a part.
     With `layer=i`, `grads` are the gradients of one layer; with `vocab_slice=s`, of some rows of a vocabulary matrix.
 
@@ -35,20 +36,20 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
     (1.0, 0.5)
     """
 
-    def init(_: Any) -> Any:
+    def init(_: Any) -> Tree:
         # The first norm is the limit itself, so that the first update is not clipped.
         return PreviousNorm(jnp.float32(limit)) if by == "previous" else optax.EmptyState()
 
     def update(
-        grads: Any,
-        state: Any,
-        params: Any = None,
+        grads: Tree,
+        state: Tree,
+        params: Tree = None,
         *,
         norm: jax.Array | None = None,
         layer: jax.Array | None = None,
         vocab_slice: VocabSlice | None = None,
         **_: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Tree, Tree]:
         del params
         if by == "weight":
 
@@ -67,7 +68,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def record_norm(state: Any, norm: jax.Array) -> Any:
+def record_norm(state: Tree, norm: jax.Array) -> Tree:
     """The state with `norm` as the norm of all gradients, for gradients that the optimizer receives in parts."""
     known = lambda x: isinstance(x, PreviousNorm)  # noqa: E731
     return jax.tree.map(lambda x: PreviousNorm(norm) if known(x) else x, state, is_leaf=known)

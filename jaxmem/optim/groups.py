@@ -18,8 +18,8 @@ from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
 from jaxmem.sharding.arrays import row_major_if_gathered
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import Tree
 
-Tree = Any
 Write = Callable[..., Any]  # `optim.apply_updates`, with its key
 
 

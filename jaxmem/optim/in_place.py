@@ -14,6 +14,7 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, is_axes, map_shards, shard_axes, shard_count
 from jaxmem.sharding.arrays import row_major_if_gathered
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import AxesTree, Tree
 
 Grid = dict[int, int]  # dimension -> number of parts
 PartFunction = Callable[[Any, Any, jax.Array, jax.Array], Any]  # (part, part of read_only, layer, index) -> new part
@@ -21,7 +22,7 @@ PartFunction = Callable[[Any, Any, jax.Array, jax.Array], Any]  # (part, part of
 PART_SIZE = 1 << 23  # elements that a device dequantizes at once
 
 
-def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
+def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: Tree) -> Tree:
     """Divides arrays by a grid, and overwrites each part with `function(part, index)`.
 
     Each iteration writes its part, then reads the next part and passes it on in the carry. If an iteration read its
@@ -29,7 +30,7 @@ def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: 
     """
     count = math.prod(grid.values())
 
-    def step(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(i: jax.Array, carried: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         arrays, part = carried
         arrays = jax.tree.map(lambda x, new: _write(grid, x, new, i), arrays, function(part, i))
         return arrays, jax.tree.map(lambda x: _read(grid, x, jnp.minimum(i + 1, count - 1)), arrays)
@@ -38,12 +39,12 @@ def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: 
     return jax.lax.fori_loop(0, count, step, (arrays, first))[0]
 
 
-def update_layers(function: Callable[..., Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
+def update_layers(function: Callable[..., Any], stack: Tree, read_only: Tree, axis: str = "layer") -> Tree:
     """Replaces every layer of a stack, in place, by `function(layer, layer of read_only, index)`. `axis`: the logical
     axis of the first dimension: `layer`, or `expert` for the matrices of a layer."""
 
-    def loop(stack: Any, read_only: Any, first: jax.Array) -> Any:
-        def step(arrays: Any, i: jax.Array) -> Any:
+    def loop(stack: Tree, read_only: Tree, first: jax.Array) -> Tree:
+        def step(arrays: Tree, i: jax.Array) -> Tree:
             return function(arrays, jax.tree.map(lambda x: _read(grid, x, i), read_only), first + i)
 
         grid = {0: jax.tree.leaves(stack)[0].shape[0]}
@@ -52,7 +53,7 @@ def update_layers(function: Callable[..., Any], stack: Any, read_only: Any, axis
     return _per_shard(loop, stack, read_only, axis)
 
 
-def gather_in_place(old: Any, new: Any, axes: Any) -> Any:
+def gather_in_place(old: Tree, new: Tree, axes: AxesTree) -> Tree:
     """The new weights, sharded like stored weights. `axes`: the axes of the arrays of both trees. If each device has
     updated only its shard (ZeRO 1 and 2), one layer of every stack at a time is gathered and written over the old
     weights, so that no device stores the old and the new weights together."""
@@ -82,7 +83,7 @@ def _gather_layer(axes: list[Axes], _: Any, shards: list[jax.Array], __: jax.Arr
     ]
 
 
-def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only: Any, axis: str = "layer") -> Any:
+def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Tree, read_only: Tree, axis: str = "layer") -> Tree:
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
     one loop per stage, with its own conditionals: under `jax.vmap`, all stages would execute the branches of each."""
     over = shard_axes("optimizer", axis)
@@ -94,7 +95,7 @@ def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only
     return map_shards(lambda stack, shards, first: loop(stack, shards, first[0]), over, stack, read_only, first)
 
 
-def update_rows(function: PartFunction, matrix: Any, read_only: Any, axes: Axes) -> Any:
+def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axes) -> Tree:
     """Applies `function` to some rows of a matrix at a time, in place, so that no device dequantizes more than 8 M
     elements at once. `matrix` and `read_only` are trees of arrays and QTensors with the same shape, these axes, and
     blocks along one dimension. A stack of layers is one loop over the parts of all layers."""
@@ -115,8 +116,8 @@ def update_rows(function: PartFunction, matrix: Any, read_only: Any, axes: Axes)
 
 
 def _update_strided_rows(
-    function: PartFunction, rows: int, units: int, parts: int, matrix: Any, read_only: Any, first: jax.Array
-) -> Any:
+    function: PartFunction, rows: int, units: int, parts: int, matrix: Tree, read_only: Tree, first: jax.Array
+) -> Tree:
     """`rows`: the dimension of rows, which has `units` rows or blocks of rows. `first`: the index of the first layer.
 
     The rows of a part are strided, so that on a mesh that shards rows each device has some of its own rows in every
@@ -131,11 +132,11 @@ def _update_strided_rows(
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
-    def shorten(x: Any) -> Any:
+    def shorten(x: Any) -> Tree:
         is_along_rows = isinstance(x, QTensor) and x.axis == -x.ndim
         return dataclasses.replace(x, size=x.size // parts) if is_along_rows else x
 
-    def part_of(form: Any, arrays: list[jax.Array]) -> Any:
+    def part_of(form: Any, arrays: list[jax.Array]) -> Tree:
         return jax.tree.map(shorten, jax.tree.unflatten(form, map(join, arrays)), is_leaf=is_quantized)
 
     def step(part: list[jax.Array], i: jax.Array) -> list[jax.Array]:

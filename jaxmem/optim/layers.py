@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.errors import UserError
@@ -32,6 +33,7 @@ from jaxmem.quant.qtensor import with_sliced_size
 from jaxmem.sharding import Axes, constrain, current, is_axes
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import AxesTree, Tree
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ParameterSpec:
     """Shape, dtype and axes of a weight, or of one layer of a stacked weight."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     axes: Axes  # logical names, or None
     dims: tuple[int | str | None, ...]  # per axis: a dimension of the parameter without `layer`, or a logical name
     experts: int = 1  # matrices of this shape in a layer
@@ -126,7 +128,7 @@ class PerExpertRule(MatrixRule):
         return jax.tree.map(repeat, self.rule.init(self.expert), is_leaf=is_declared)
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
-        def update_expert(arrays: tuple[jax.Array, State], read_only: Any, i: jax.Array) -> tuple[jax.Array, State]:
+        def update_expert(arrays: tuple[jax.Array, State], read_only: Tree, i: jax.Array) -> tuple[jax.Array, State]:
             (g, state), (weight, count, layer, key) = arrays, read_only
             inputs = {"weight": weight, "count": count, "layer": layer, "key": jax.random.fold_in(key, i)}
             expert_context = dataclasses.replace(context, spec=self.expert, **inputs)
@@ -149,11 +151,11 @@ class ByLayerState(NamedTuple):
     """
 
     step: jax.Array  # updates so far
-    arrays: dict[str, Any]  # name of a state array: a tree of the arrays of all parameters
+    arrays: dict[str, Tree]  # name of a state array: a tree of the arrays of all parameters
 
 
 def by_layer(
-    rule_for: Callable[[ParameterSpec], MatrixRule], axes: Any = None, *, seed: int = 0
+    rule_for: Callable[[ParameterSpec], MatrixRule], axes: AxesTree = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that applies a rule to each leaf. Besides the state of the rules, it needs memory for at
     most one layer in float32.
@@ -168,10 +170,10 @@ def by_layer(
 @dataclass(frozen=True)
 class _Rules:
     rule_for: Callable[[ParameterSpec], MatrixRule]
-    axes: Any
+    axes: AxesTree
     seed: int
 
-    def init(self, params: Any) -> ByLayerState:
+    def init(self, params: Tree) -> ByLayerState:
         weights, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
         state_of_weights = []
         for names, w in zip(self._axes_of(params), weights, strict=True):
@@ -188,15 +190,15 @@ class _Rules:
 
     def update(
         self,
-        grads: Any,
+        grads: Tree,
         state: ByLayerState,
-        params: Any = None,
+        params: Tree = None,
         *,
         layer: jax.Array | None = None,
         layers: int = 1,
         vocab_slice: VocabSlice | None = None,
         **_: Any,
-    ) -> tuple[Any, ByLayerState]:
+    ) -> tuple[Tree, ByLayerState]:
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(widened(grads))
         weights = [g for _, g in leaves] if params is None else treedef.flatten_up_to(params)
@@ -215,11 +217,11 @@ class _Rules:
         trees = {name: jax.tree.unflatten(structure, new[name]) for name, structure in structures.items()}
         return jax.tree.unflatten(treedef, updates), ByLayerState(step.count, trees)
 
-    def _axes_of(self, params: Any) -> list[Axes]:
+    def _axes_of(self, params: Tree) -> list[Axes]:
         return jax.tree.leaves(axes_or_unnamed(self.axes, params), is_leaf=is_axes)
 
     def _update_leaf(
-        self, step: "_Step", path: Any, names: Axes, g: jax.Array, w: Any, old: dict[str, Iterator[jax.Array]]
+        self, step: "_Step", path: KeyPath, names: Axes, g: jax.Array, w: Any, old: dict[str, Iterator[jax.Array]]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The update of a parameter and its new state arrays by name. `old`: the state arrays of this parameter, and of
         those after it."""
@@ -268,7 +270,7 @@ class _Step:
     vocab_slice: VocabSlice | None
 
 
-def state_axes(tx: optax.GradientTransformation, params: Any, axes: Any) -> Any:
+def state_axes(tx: optax.GradientTransformation, params: Tree, axes: AxesTree) -> AxesTree:
     """The logical axes of every array of the state of `tx`, a tree with the structure of `tx.init(params)`. `params`:
     arrays or their shapes. `axes`: the axes of each parameter. State that a rule does not declare and that has not the
     shape of its parameter is an error.

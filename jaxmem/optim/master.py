@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
 from jaxmem.sharding import Axes
 from jaxmem.sharding.weights import WithRemainder
+from jaxmem.typing import AxesTree, Tree
 
 REMAINDER_BITS = {"remainder8": 8, "remainder16": 16}
 _FINITE = 0x7F7F_FFFF  # bits of the largest float32
@@ -41,11 +43,11 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     """
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> MasterState:
+    def init(params: Tree) -> MasterState:
         master = _to_float32(params)
         return MasterState(master, tx.init(master))
 
-    def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
+    def update(grads: Tree, state: MasterState, params: Tree = None, **extra: Any) -> tuple[Tree, MasterState]:
         updates, inner = tx.update(_to_float32(grads), state.inner, state.master, **extra)
         master = jax.tree.map(lambda m, u: m + u.astype(jnp.float32), state.master, updates)
         # m - w is exact if m and w are within a factor of two of each other (Sterbenz). Then w plus this difference is
@@ -63,7 +65,7 @@ class RemainderState(NamedTuple):
 
 
 def with_remainder(
-    tx: optax.GradientTransformation, bits: int, axes: Any = None
+    tx: optax.GradientTransformation, bits: int, axes: AxesTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. The update is rounded
     if it shrinks a weight to less than 2^-16 of its value, or if gradients are bfloat16 and it more than doubles a
@@ -76,26 +78,26 @@ def with_remainder(
     tx = optax.with_extra_args_support(tx)
     dtype = {8: jnp.int8, 16: jnp.int16}[bits]
 
-    def init(params: Any) -> RemainderState:
+    def init(params: Tree) -> RemainderState:
         remainder = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), params)
         return RemainderState(
             jnp.zeros((), jnp.int32), remainder, tx.init(jax.tree.map(WithRemainder, params, remainder))
         )
 
     def update(
-        grads: Any,
+        grads: Tree,
         state: RemainderState,
-        params: Any = None,
+        params: Tree = None,
         *,
         layer: jax.Array | None = None,
         vocab_slice: VocabSlice | None = None,
         **extra: Any,
-    ) -> tuple[Any, RemainderState]:
+    ) -> tuple[Tree, RemainderState]:
         complete = jax.tree.map(WithRemainder, params, state.master)
         updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
-        def change(path: Any, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Any:
+        def change(path: KeyPath, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Tree:
             draws = leaf_key(key, path) if bits == 8 else None
             return map_with_keys(_change, (u, w, remainder), draws, names, layer, vocab_slice)
 
@@ -130,5 +132,5 @@ def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | N
     return change, jnp.where(jnp.isfinite(new), remainder_units, 0).astype(remainder.dtype)
 
 
-def _to_float32(tree: Any) -> Any:
+def _to_float32(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

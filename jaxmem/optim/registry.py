@@ -21,9 +21,10 @@ from jaxmem import config
 from jaxmem.config.optimizers import OPTIMIZERS, Entry
 from jaxmem.optim.clipping import clip
 from jaxmem.optim.transformation import Rate, Transformation, chain, with_learning_rate, with_promotion
+from jaxmem.typing import AxesTree
 
 
-def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:
+def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: AxesTree) -> Transformation:
     """Gradient clipping and the optimizer that a config names. `axes` are the parameters' logical axes."""
     tx = optimizer(cfg.name)(learning_rate, axes=axes, **cfg.hyperparameters)
     return tx if cfg.clip is None else chain(clip(cfg.clip, cfg.clip_by, axes=axes), tx)
@@ -37,7 +38,7 @@ def optimizer(name: str) -> Callable[..., Transformation]:
     return functools.partial(_registered, entry)
 
 
-def _registered(entry: Entry, learning_rate: Rate, *, axes: Any = None, **hyperparameters: Any) -> Transformation:
+def _registered(entry: Entry, learning_rate: Rate, *, axes: AxesTree = None, **hyperparameters: Any) -> Transformation:
     """The optimizer of a transformation that a script has registered."""
     settings = entry.settings(**hyperparameters)
     assert callable(entry.implementation)

@@ -22,11 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from jaxmem.config.names import count_layers, split_layers, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding import is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import Tree
 
 Path = tuple[Any, ...]
 
@@ -38,7 +40,7 @@ class Selection:
     layers: Mapping[Path, tuple[int, ...] | None]
 
     @classmethod
-    def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
+    def of(cls, tree: Tree, patterns: Sequence[str]) -> Selection:
         """The parameters that match. `tree` has weights, shapes or axes. With axes, a range selects all layers."""
         named = [(path, *split_stack(name), x) for path, name, x in _named(tree)]
         total = count_layers(name for _, name, _ in _named(tree))
@@ -61,7 +63,7 @@ class Selection:
         """The selection without the parameters at these paths."""
         return Selection({path: x for path, x in self.layers.items() if tuple(key.key for key in path) not in paths})
 
-    def select(self, tree: Any) -> Any:
+    def select(self, tree: Tree) -> Tree:
         """Replaces frozen parameters by None, and stacks by their trainable layers, in a tree of weights or axes."""
 
         def select_leaf(path: Path, x: Any) -> Any:
@@ -72,7 +74,7 @@ class Selection:
 
         return jax.tree_util.tree_map_with_path(select_leaf, tree, is_leaf=_is_weight)
 
-    def merge(self, tree: Any, selected: Any) -> Any:
+    def merge(self, tree: Tree, selected: Tree) -> Tree:
         """`tree`, with the trainable parameters replaced by those of `selected`."""
         new = {path: x for path, _, x in _named(selected)}
 
@@ -97,10 +99,10 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
     """
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         return inner.init(select_trainable(params, patterns))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         selection = Selection.of(grads, patterns)
         selected = None if params is None else selection.select(params)
         updates, state = inner.update(selection.select(grads), state, selected, **extra)
@@ -116,10 +118,10 @@ def scale_updates(
     et al., arXiv:2402.12354)."""
     inner = optax.with_extra_args_support(tx)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         updates, state = inner.update(grads, state, params, **extra)
 
-        def scaled(path: Any, u: jax.Array) -> jax.Array:
+        def scaled(path: KeyPath, u: jax.Array) -> jax.Array:
             return u * factor if any(fnmatchcase(path_name(path), pattern) for pattern in patterns) else u
 
         return jax.tree_util.tree_map_with_path(scaled, updates), state
@@ -127,7 +129,7 @@ def scale_updates(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
+def select_trainable(tree: Tree, patterns: Sequence[str]) -> Tree:
     """A tree of weights or axes with None for frozen parameters.
 
     >>> select_trainable({"a": {"bias": 1, "weight": 2}, "b": {"bias": 3}}, ["*.bias"])
@@ -164,7 +166,7 @@ def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             begin = n
 
 
-def _take_layers(x: Any, layers: tuple[int, ...]) -> Any:
+def _take_layers(x: Any, layers: tuple[int, ...]) -> Tree:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(layers), *x.shape[1:]), x.dtype, sharding=x.sharding)
     parts = [x[first : first + count] for first, count, _ in _runs(layers)]
@@ -177,7 +179,7 @@ def _put_layers(x: jax.Array, new: jax.Array, layers: tuple[int, ...]) -> jax.Ar
     return x
 
 
-def _named(tree: Any) -> list[tuple[Path, str, Any]]:
+def _named(tree: Tree) -> list[tuple[Path, str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_weight)
     return [(path, path_name(path), x) for path, x in leaves]
 

@@ -12,13 +12,17 @@ from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.weights import is_matrix, is_quantized
+from jaxmem.typing import AxesTree, Tree
 
 Rate: TypeAlias = float | jax.Array | optax.Schedule
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 def with_learning_rate(
-    scale: optax.GradientTransformation, learning_rate: Rate, weight_decay: float | jax.Array = 0.0, axes: Any = None
+    scale: optax.GradientTransformation,
+    learning_rate: Rate,
+    weight_decay: float | jax.Array = 0.0,
+    axes: AxesTree = None,
 ) -> Transformation:
     """The optimizer with the updates of `scale`, weight decay of matrices, and a learning rate."""
     decay = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, axes)]
@@ -30,12 +34,12 @@ def is_zero(hyperparameter: float | jax.Array) -> bool:
     return not isinstance(hyperparameter, jax.Array) and hyperparameter == 0
 
 
-def add_decayed_weights(weight_decay: float | jax.Array, axes: Any = None) -> Transformation:
+def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) -> Transformation:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
     Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
     With `update(..., layer=i)`, each stacked leaf contains one layer."""
 
-    def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree, **_: Any) -> tuple[Tree, Tree]:
         def add_decay(names: Axes, u: jax.Array, w: Any) -> jax.Array:
             if not is_matrix(names):
                 return u

@@ -10,7 +10,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from jaxmem.estimate.parts import SAVED
 from jaxmem.machine import gpus
@@ -29,6 +28,7 @@ from jaxmem.planning.buffers import Buffer, Span, snapshot
 from jaxmem.planning.hlo import Computation, Frame, Instruction
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
+from jaxmem.typing import JsonDict
 
 PASSES = ("forward", "loss", "backward", "update")
 # The bands of the chart, from the bottom up: permanent bands, then bands that vary.
@@ -51,7 +51,7 @@ _STEPS = 64  # largest number of operations between a buffer and the operation t
 _FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
 
 
-def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> dict[str, Any]:
+def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> JsonDict:
     """The memory of a step that needs `total` bytes per device, as memory.json has it; `timed` is its timeline.
 
     `columns` are lists [begin, bytes of each band]: the peak between this begin and the next. Times are shares of the
@@ -112,7 +112,7 @@ def _row(at: float, sizes: Mapping[str, int]) -> list[float]:
     return [round(at, 5), *(sizes.get(name, 0) for name in BANDS)]
 
 
-def _described(buffer: NamedBuffer, breakdown: Breakdown) -> dict[str, Any]:
+def _described(buffer: NamedBuffer, breakdown: Breakdown) -> JsonDict:
     about = {"size": buffer.size, "band": band(buffer), "kind": buffer.kind, "what": str(buffer.shape)}
     return about | source_of(buffer, breakdown.known.layers)
 
@@ -163,7 +163,7 @@ def _pass(instruction: Instruction) -> str | None:
     return "loss" if is_of_loss(maker.frames) else pass_of(maker.op_name)
 
 
-def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[dict[str, Any]]:
+def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[JsonDict]:
     """The passes of the step, in order, one interval per pass. A schedule mixes the passes a little, and micro-batches
     repeat them in a loop. So the intervals are chosen such that operations with the largest total time are inside the
     interval of their own pass."""

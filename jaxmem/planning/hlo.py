@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxmem.kernels.run_counts import mean_runs
 from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
+from jaxmem.typing import JsonDict
 
 # XLA's PrimitiveType: name and bits. Tuples, tokens and opaque types need no memory themselves.
 _TYPES: dict[int, tuple[str, int]] = {
@@ -95,7 +96,7 @@ class Instruction:
     computation: Computation = field(init=False, repr=False)  # the computation that contains it
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonDict:
         """The backend's configuration."""
         serialized = self.proto.backend_config
         return json.loads(serialized) if serialized.startswith(b'{"') else {}  # for a custom call it may be MLIR

@@ -6,9 +6,10 @@ require TensorFlow.
 
 import re
 from importlib.resources import files
-from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from jaxmem.typing import JsonDict
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -17,7 +18,7 @@ _SCALARS = {
 }  # fmt: skip
 
 
-def _message_classes() -> dict[str, Any]:
+def _message_classes() -> JsonDict:
     schema = files(__package__).joinpath("hlo.proto").read_text()
     file = descriptor_pb2.FileDescriptorProto(name="jaxmem_hlo.proto", package="jaxmem_hlo", syntax="proto3")
     for name, body in re.findall(r"message (\w+) \{(.*?)\}", schema, re.DOTALL):

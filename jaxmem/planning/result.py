@@ -28,6 +28,7 @@ from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.step import Program, program
 from jaxmem.step.programs import step_at
+from jaxmem.typing import JsonDict
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Plan(Printed):
         return timeline(self.compiled_step.module, self.target.gpu, self.target.count, self.target.per_host)
 
     @cached_property
-    def history(self) -> dict[str, Any]:
+    def history(self) -> JsonDict:
         """The memory of the step over time, as in memory.json."""
         return history(self.breakdown, self.compiled_step.total, self.target, self.timeline)
 
@@ -188,7 +189,7 @@ class Plan(Printed):
 
         return warnings_of(self)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         return {
             **self.step_as_json(),
             "spilled_bytes_per_device": self.spilled,
@@ -198,7 +199,7 @@ class Plan(Printed):
             "seconds": self.seconds,
         }
 
-    def step_as_json(self) -> dict[str, Any]:
+    def step_as_json(self) -> JsonDict:
         """The part of the JSON that describes the step; no other program is compiled for it."""
         built = self.program
         target = self.target
@@ -252,7 +253,7 @@ class Plan(Printed):
             "bound_by": timeline.bound if target.gpu else None,
         }
 
-    def _traffic_as_json(self, kinds: Container[str], bytes_key: str) -> dict[str, dict[str, Any]]:
+    def _traffic_as_json(self, kinds: Container[str], bytes_key: str) -> dict[str, JsonDict]:
         has_speed = self.target.gpu is not None
         return {
             kind: {

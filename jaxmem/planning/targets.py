@@ -20,6 +20,7 @@ from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.files import read_file
 from jaxmem.machine.gpus import GPUS, Gpu
+from jaxmem.typing import JsonDict
 
 PER_HOST = 8  # GPUs per host, if a target does not name hosts
 
@@ -241,7 +242,7 @@ def _from_file(path: Path) -> Gpu:
         raise UserError(f"target {path}: cannot be read: {reason}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
-    spec: dict[str, Any] = {"name": path.stem, "kind": path.stem}
+    spec: JsonDict = {"name": path.stem, "kind": path.stem}
     if (like := given.pop("like", None)) is not None:
         if like not in GPUS:
             raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")

@@ -6,7 +6,6 @@ Nothing is compiled and no device is used.
 
 import json
 from pathlib import Path
-from typing import Any
 
 from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import load_config
@@ -15,6 +14,7 @@ from jaxmem.machine.files import write_file
 from jaxmem.planning import Plan
 from jaxmem.report.figure import draw
 from jaxmem.report.page import RunRecord, page
+from jaxmem.typing import JsonDict
 
 
 def write_page(plan: Plan, path: str | Path) -> None:
@@ -48,7 +48,7 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     return target
 
 
-def _read(run: Path, name: str) -> dict[str, Any]:
+def _read(run: Path, name: str) -> JsonDict:
     try:
         content = json.loads((run / name).read_bytes())
     except (ValueError, RecursionError) as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxmem.errors import UserError
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES
+from jaxmem.typing import JsonView
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +36,7 @@ def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Fi
     drawn.savefig(path, format="png", dpi=150)
 
 
-def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -> None:
+def draw(plan: JsonView, memory: JsonView, path: str | Path) -> None:
     """Draws memory over a step, with the peak and the largest buffers at the peak. `plan` and `memory`: the contents of
     plan.json and memory.json."""
     with figure(path, 10, 7) as drawn:

@@ -15,6 +15,7 @@ from jaxmem.estimate.parts import PARTS
 from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
+from jaxmem.typing import JsonView
 
 MAX_LIMIT_RATIO = 1.6  # a limit above this multiple of the peak is not drawn
 CURVES = {
@@ -27,19 +28,17 @@ OPERATIONS = {
 }  # fmt: skip
 LEGEND = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
 
-Json = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class RunRecord:
     """A run so far."""
 
     steps: int  # number of updates of the complete run
-    rows: Sequence[Json]  # the rows of metrics.jsonl
+    rows: Sequence[JsonView]  # the rows of metrics.jsonl
     config: str  # the config as YAML
 
 
-def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
+def page(plan: JsonView, memory: JsonView, record: RunRecord | None = None) -> str:
     """The page as HTML. `plan` and `memory`: the contents of plan.json and memory.json."""
 
     def time(share: float) -> str:
@@ -74,7 +73,7 @@ def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
     )
 
 
-def _operations(plan: Json) -> list[tuple[str, str, str]]:
+def _operations(plan: JsonView) -> list[tuple[str, str, str]]:
     """(operation, colour, SVG path) for each operation of the pipeline schedule; a unit of the drawing is a tick wide
     and a stage high."""
     stages = (plan.get("schedule") or {}).get("stages", [])
@@ -86,7 +85,7 @@ def _operations(plan: Json) -> list[tuple[str, str, str]]:
     return [(*OPERATIONS[kind], path) for kind, path in paths.items() if path]
 
 
-def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str, str]]:
+def _tiles(plan: JsonView, memory: JsonView, record: RunRecord | None) -> list[tuple[str, str]]:
     peak = max(size for size in plan["phases"].values() if size is not None)
     limit = plan["target"]["limit_bytes"]
     if limit >= peak:
@@ -105,7 +104,7 @@ def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str
     return tiles
 
 
-def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, Any]:
+def _step(plan: JsonView, memory: JsonView, time: Callable[[float], str]) -> dict[str, Any]:
     """A chart of memory over a step by band, stacked, with its peak, and the limit if it is near."""
     columns = memory["columns"]
     at_peak, *peak = memory["peak"]
@@ -140,14 +139,14 @@ def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, A
     return {"chart": chart, "peak": sum(peak), "limit": drawn, "top": top}
 
 
-def _kind(buffer: Json) -> str:
+def _kind(buffer: JsonView) -> str:
     """The band of a buffer, and its kind if it differs from the band."""
     band = buffer["band"]
     kind = buffer["kind"].removeprefix("weights: ")
     return band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
 
 
-def _parts(plan: Json) -> list[tuple[str, dict[str, int], list[str]]]:
+def _parts(plan: JsonView) -> list[tuple[str, dict[str, int], list[str]]]:
     """Name, bytes by origin (predicted, compiled, measured), and bytes per parameter of each part and of the total."""
     share = plan["target"]["devices"] / plan["model"]["parameters"]
     rows = []
@@ -161,7 +160,7 @@ def _parts(plan: Json) -> list[tuple[str, dict[str, int], list[str]]]:
     return rows
 
 
-def _curves(rows: Sequence[Json]) -> list[tuple[Chart, str, str]]:
+def _curves(rows: Sequence[JsonView]) -> list[tuple[Chart, str, str]]:
     """Charts of the rows of metrics.jsonl, each with its first and last step."""
     charts = []
     for keys in (("loss", "held_out_loss"), ("learning_rate",), ("tokens_per_second",)):

@@ -10,9 +10,8 @@ import itertools
 import math
 import random
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import RULE_AXES
 from jaxmem.step.kernel_choice import resolve_kernels
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_SIZE = 4000
 MIN_MEMORY_GAIN = 0.01  # a config on a front needs at least this share less memory than each faster config
@@ -68,7 +68,7 @@ class Candidate:
     def description(self) -> str:
         return shlex.join(self.overrides) or "no change"
 
-    def as_json(self, *, fits: bool) -> dict[str, Any]:
+    def as_json(self, *, fits: bool) -> JsonDict:
         size = int(self.total)
         return {"config": dict(self.changes), "total": size, "estimated_step_seconds": self.seconds, "fits": fits}
 
@@ -99,10 +99,10 @@ def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
     return chosen
 
 
-def difference(old: Config, new: Config) -> dict[str, Any]:
+def difference(old: Config, new: Config) -> JsonDict:
     """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, these include the name of
     the optimizer of `new`, and its values that are not its defaults."""
-    changes: dict[str, Any] = {}
+    changes: JsonDict = {}
     for section, fields in new.model_dump(mode="json").items():
         before = getattr(old, section)
         after = getattr(new, section)
@@ -239,7 +239,7 @@ def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
         yield {key: value for change in changes for key, value in change.items()}
 
 
-def _changed(raw: Mapping[str, Any], changes: Change, target: Target, user: UserObjects) -> Config | None:
+def _changed(raw: JsonView, changes: Change, target: Target, user: UserObjects) -> Config | None:
     """The config with these changes; None if it is not valid on the target."""
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for key, value in changes.items():
@@ -272,7 +272,7 @@ def _plain_rules(cfg: Config) -> Rules:
     sizes = {"tensor": cfg.mesh.tensor, "fsdp": cfg.mesh.fsdp * cfg.mesh.expert, "context": cfg.mesh.context}
     sharding = [axis for axis in ("tensor", *(RULE_AXES if cfg.zero else ())) if sizes[axis] > 1]
     usual = Rules().table
-    plain: dict[str, Any] = {}
+    plain: JsonDict = {}
     for dim, over in cfg.rules.table.items():
         forms = [usual[dim], ()]
         if dim not in ("embed", "vocab"):

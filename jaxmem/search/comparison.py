@@ -28,6 +28,7 @@ from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_COMPILES = 3  # largest number of compiled configs per method, without offloading and with it
 MIN_SPEEDUP = 1.05  # by which an offloading config must be estimated to be faster than a compiled one without
@@ -135,7 +136,7 @@ class Comparison(Printed):
         words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
         return format_command(["jaxmem", "plan", *words], width)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         return {
             "target": target_json(self.target, self.limit),
             "methods": [self._json(result) for result in self.results],
@@ -148,9 +149,9 @@ class Comparison(Printed):
         tokens = self.given.batch.global_size * self.given.data.sequence_length
         return tokens / candidate.seconds if candidate.seconds else None
 
-    def _json(self, result: MethodResult) -> dict[str, Any]:
+    def _json(self, result: MethodResult) -> JsonDict:
         method = METHODS[result.name]
-        entry: dict[str, Any] = {"name": result.name, "summary": method.summary, "mathematics": method.mathematics}
+        entry: JsonDict = {"name": result.name, "summary": method.summary, "mathematics": method.mathematics}
         if result.candidate is None:
             return entry | {"fits": False, "error": result.reason}
         entry |= {} if result.fits else {"why": result.reason}
@@ -217,7 +218,7 @@ class Comparison(Printed):
             yield Text("no method fits: use a shorter data.sequence_length, or more or larger GPUs")
 
 
-def command_line(source: RunSource, options: Mapping[str, Any]) -> tuple[str, ...]:
+def command_line(source: RunSource, options: JsonView) -> tuple[str, ...]:
     """The arguments of `jaxmem plan` that name a model or config, and the options that are set."""
     named = source.name if isinstance(source, Config) else source.get("name") if isinstance(source, Mapping) else None
     words = [str(source) if named is None else f"{named}.yaml"]

@@ -23,6 +23,7 @@ from jaxmem.machine import devices
 from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target
 from jaxmem.search import worker
 from jaxmem.search.worker import StepCost
+from jaxmem.typing import JsonDict
 
 WORKER_BYTES = 3 << 29  # bytes of memory that a process may need
 
@@ -87,7 +88,7 @@ class CompilerPool:
         """Bytes per device of the phases other than the step."""
         return self._answer("phases", cfg)
 
-    def plan(self, cfg: Config) -> dict[str, Any]:
+    def plan(self, cfg: Config) -> JsonDict:
         """The plan of the step as JSON, compiled without a memory limit."""
         return self._answer("plan", cfg)
 
@@ -101,9 +102,9 @@ class CompilerPool:
                 raise error
             yield futures[future], error or future.result()
 
-    def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
+    def _answer(self, question: str, cfg: Config) -> JsonDict:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)
-        answer: dict[str, Any] | None
+        answer: JsonDict | None
         if self.target.here or not cfg.user.is_empty:  # other processes do not have the functions of a script
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
@@ -147,7 +148,7 @@ class _CompilerProcess:
             start_new_session=True,  # Ctrl-C reaches only the command, which then ends its processes
         )
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, question: JsonDict) -> JsonDict:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

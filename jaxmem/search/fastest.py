@@ -19,6 +19,7 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, Space, pareto_front
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
+from jaxmem.typing import JsonDict
 
 MAX_SLOWDOWN = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 ESTIMATE_ERROR = 0.05  # relative error that an estimate may have
@@ -99,7 +100,7 @@ def save_best(best: Candidate | None, path: str | Path) -> None:
     save_settings(best.cfg, path)
 
 
-def target_json(target: Target, limit: int) -> dict[str, Any]:
+def target_json(target: Target, limit: int) -> JsonDict:
     return {"name": target.name, "devices": target.count, "limit_bytes": limit}
 
 

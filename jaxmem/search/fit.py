@@ -22,6 +22,7 @@ from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
 from jaxmem.search.fastest import MAX_SLOWDOWN, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
+from jaxmem.typing import JsonDict
 
 ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
 SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
@@ -104,7 +105,7 @@ class Fit(Printed):
         """The best config as a file for `train`."""
         save_best(self.best, path)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         return {
             "target": target_json(self.target, self.trials.limit),
             "allow": list(self.allow),
@@ -119,7 +120,7 @@ class Fit(Printed):
             "seconds": self.seconds,
         }
 
-    def _json(self, candidate: Candidate) -> dict[str, Any]:
+    def _json(self, candidate: Candidate) -> JsonDict:
         about = {"compiled": candidate.cost is not None, "why": self.reason(candidate)}
         return candidate.as_json(fits=self.trials.fits(candidate)) | about
 

@@ -6,7 +6,7 @@ optimizer is tried without a change here.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -20,8 +20,9 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import RULE_AXES
+from jaxmem.typing import JsonView
 
-Change = Mapping[str, Any]  # {dotted key: value}
+Change = JsonView  # {dotted key: value}
 # Mesh axes to try for a dimension. RULE_AXES have an effect only on the first dimension of a weight that names them.
 _FORMS = ((), ("tensor",), RULE_AXES, ("tensor", *RULE_AXES))
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.devices import for_devices
@@ -24,6 +23,7 @@ from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.fastest import Trials, save_best, target_json
 from jaxmem.search.knobs import allowed
+from jaxmem.typing import JsonDict
 
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
 BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too
@@ -74,7 +74,7 @@ class Largest(Printed):
     def write(self, path: str | Path) -> None:
         save_best(self.best.candidate if self.best else None, path)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         points = {
             point.value: {"value": point.value, "rate": point.rate} | point.candidate.as_json(fits=point.fits)
             for point in self.points

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from jaxmem.config import Config
 from jaxmem.errors import one_line
@@ -32,6 +32,7 @@ from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
+from jaxmem.typing import JsonDict, JsonView
 
 _IRRELEVANT = {"name", "output", "seed", "checkpoint"}  # keys that do not change any program
 
@@ -52,14 +53,14 @@ def program_key(text: str, target: Target, reserve_gib: float | None) -> str:
     return _key({"program": text}, target, reserve_gib)
 
 
-def read_answer(key: str) -> dict[str, Any] | None:
+def read_answer(key: str) -> JsonDict | None:
     """The answer; None if the file does not exist or is incomplete."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((cache_directory() / f"{key}.json").read_text())
     return None
 
 
-def write_answer(key: str, answer: dict[str, Any]) -> None:
+def write_answer(key: str, answer: JsonDict) -> None:
     folder = cache_directory()
     partial = folder / f".{key}.{os.getpid()}"
     try:
@@ -71,7 +72,7 @@ def write_answer(key: str, answer: dict[str, Any]) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _key(content: Mapping[str, Any], target: Target, reserve_gib: float | None) -> str:
+def _key(content: JsonView, target: Target, reserve_gib: float | None) -> str:
     gpu = target.gpu  # programs for CPUs do not depend on the memory
     machine = [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
     versions = [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")]
@@ -102,7 +103,7 @@ class StepCost:
     recomputed: int  # number of values that XLA recomputes by itself to stay within memory
 
 
-def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> dict[str, Any]:
+def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
     """The fields of `StepCost`. The step is compiled; nothing is allocated and no machine code is generated."""
     built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
     step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
@@ -119,14 +120,14 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> dict[st
     return vars(cost)
 
 
-def step_plan(cfg: Config, target: Target, _: float | None) -> dict[str, Any]:
+def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
     """The step in a plan, as JSON; compiled without a memory limit, so that XLA recomputes nothing by itself."""
     built = program(cfg, target_devices(target, 1000 * target.memory))
     step = compile_all(built.lower_step(), {}, here=target.is_here, code=False)[0]
     return Plan(built, target, step, 0.0).step_as_json()
 
 
-def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> dict[str, Any]:
+def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
     """Bytes per device of the phases other than the step. Many configs share these programs, so each program is cached
     by its text."""
     built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
@@ -145,7 +146,7 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> dict
 QUESTIONS = {"step": step_cost, "plan": step_plan, "phases": other_phases}
 
 
-def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, Any]:
+def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> JsonDict:
     """The answer to a question; if the config has no program, or its program does not compile, the reason."""
     try:
         with replicated_arrays():  # filters XLA's log

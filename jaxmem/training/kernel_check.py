@@ -32,6 +32,7 @@ from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
 from jaxmem.step.kernel_choice import attention_request, kernel_choices
+from jaxmem.typing import JsonDict
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
@@ -148,7 +149,7 @@ def _attention(call: Request, implementation: str) -> dict[str, jax.Array]:
     sizes = (call.heads, kv_heads, kv_heads, call.heads)
     arrays = [jnp.asarray(rng.standard_normal((call.batch, LENGTH, n, call.dim)), call.dtype) for n in sizes]
     ids = np.sort(rng.integers(0, call.max_segments, (call.batch, LENGTH))) if call.has_segments else None
-    options: dict[str, Any] = {"causal": call.masked, "deterministic": call.deterministic}
+    options: JsonDict = {"causal": call.masked, "deterministic": call.deterministic}
     options |= {"segment_ids": ids, "max_segments": call.max_segments, "window": WINDOW if call.window else None}
     options |= {"soft_cap": SOFT_CAP if call.soft_cap else None}
 

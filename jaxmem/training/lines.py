@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
@@ -12,6 +11,7 @@ from jaxmem.config.sections import Data
 from jaxmem.errors import abridge
 from jaxmem.step import Program
 from jaxmem.training.progress import Work
+from jaxmem.typing import JsonView
 
 if TYPE_CHECKING:
     from jaxmem.data.corpus import Corpus
@@ -113,7 +113,7 @@ def _padding_line(data: Data, tokens: float, most: int) -> list[str]:
     return [f"warning: {given} of a sequence; use {use}, which needs more memory for attention"]
 
 
-def finished_line(cfg: Config, before: Mapping[str, Any], step: int, directory: Path) -> str:
+def finished_line(cfg: Config, before: JsonView, step: int, directory: Path) -> str:
     """A run that had finished before, and the settings that differ from its own, which have no effect."""
     line = f"{cfg.name}: {step} steps are done, in {directory}"
     changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))

@@ -6,10 +6,10 @@ values.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
 from jaxmem.machine.gpus import GIB
+from jaxmem.typing import JsonDict, JsonView
 
 
 class Work(NamedTuple):
@@ -70,7 +71,7 @@ class Progress:
         self._parts: list[str] = []
         self._live: Live | None = None
 
-    def update(self, step: int, metrics: Mapping[str, Any], work: Work) -> dict[str, Any] | None:
+    def update(self, step: int, metrics: JsonView, work: Work) -> JsonDict | None:
         """At a logged step, shows these metrics and returns them with the measurements: tokens and seconds since the
         start of the run, tokens per second since the last logged step, model FLOPs utilization (mfu), and the bytes in
         use on the fullest device. `work`: the work of the steps since the last call of `update`."""
@@ -82,7 +83,7 @@ class Progress:
         now = self._clock()
         working = max(now - self._last - self._paused, 1e-9)
         self._seconds += now - self._last
-        row: dict[str, Any] = {
+        row: JsonDict = {
             "step": step,
             **metrics,
             "tokens": self._tokens,
@@ -138,7 +139,7 @@ class Progress:
                 self._live.stop()
             self._live = None
 
-    def _shown(self, row: Mapping[str, Any], now: float) -> list[str]:
+    def _shown(self, row: JsonView, now: float) -> list[str]:
         """The parts of a progress line, most important first."""
         parts = [f"loss {short_loss(float(row['loss']))}"] if "loss" in row else []
         parts.append(f"{short_count(row['tokens_per_second'])} {self.spec.unit}/s")

@@ -9,7 +9,6 @@ device, and waits for the result.
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from jaxmem.errors import UserError
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 from jaxmem.training.telemetry import DivergedError
+from jaxmem.typing import JsonDict, Tree
 
 WEIGHTS = ("model", "precision")  # the config sections that define the weights
 
@@ -42,9 +42,7 @@ def data_fingerprint(cfg: Config) -> str:
     return mine
 
 
-def refuse_another_run(
-    built: Program, directory: Path, path: epath.Path, fingerprint: str
-) -> tuple[int, dict[str, Any]]:
+def refuse_another_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> tuple[int, JsonDict]:
     """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if its config
     differs in fields that must not change."""
     if not all(gather(path.is_dir())):
@@ -66,13 +64,13 @@ def refuse_another_run(
     return step, before
 
 
-def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
+def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
     """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
     saved_state = read_state(built, checkpoints)
     return None if saved_state is None else (saved_state[0], saved_state[1](), saved_state[2])
 
 
-def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], dict[str, Any]] | None:
+def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], JsonDict] | None:
     """Like `restore`, but returns a function instead of the state. The function also reads the frozen base, which is
     not in the checkpoints, and returns the complete state."""
     if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
@@ -114,7 +112,7 @@ class Rollback:
         return restored[:2]
 
 
-def check_finite(params: Any, step: int) -> None:
+def check_finite(params: Tree, step: int) -> None:
     """Raises an error that names a weight with a value that is not finite, so that no such checkpoint is saved: the
     loss and the gradients of a step can be finite, and its update not."""
     floats = {name: x for name, x in named_leaves(params).items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -128,7 +126,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(x))
 
 
-def check_replicas(state: Any, step: int) -> None:
+def check_replicas(state: Tree, step: int) -> None:
     """Raises an error that names an array whose replicas differ, and the devices in the minority."""
     sums: dict[str, dict[str, int]] = {}
     for sums_of_process in gather(_checksums(state)):
@@ -144,7 +142,7 @@ def check_replicas(state: Any, step: int) -> None:
             )
 
 
-def _checksums(state: Any) -> dict[str, dict[str, int]]:
+def _checksums(state: Tree) -> dict[str, dict[str, int]]:
     """Checksums as {name and index of a shard: {device of this process: checksum}}."""
     sums: dict[str, dict[str, int]] = {}
     for name, leaf in named_leaves(state).items():

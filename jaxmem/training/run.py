@@ -48,6 +48,7 @@ from jaxmem.training.restore import (
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import DivergedError, Profile, Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
+from jaxmem.typing import JsonView
 
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
@@ -91,7 +92,7 @@ class Result:
 
 
 def run(
-    cfg: Config | Mapping[str, Any] | str | PathLike[str],
+    cfg: Config | JsonView | str | PathLike[str],
     devices: Sequence[Any] | None = None,
     **parts: Unpack[Parts],
 ) -> Result:

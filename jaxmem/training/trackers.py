@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import jax
 from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonDict, JsonView
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
@@ -47,10 +48,10 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
 class Trackers(AbstractContextManager["Trackers"]):
     """All trackers of a run as one. `last` is the last row that was logged before a resume, or empty."""
 
-    def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: dict[str, Any]) -> None:
+    def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: JsonDict) -> None:
         self._trackers, self.last = trackers, last
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: JsonView) -> None:
         numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
         for tracker in self._trackers:
             tracker.log(step, {name: x if isinstance(x, int) else float(x) for name, x in numbers.items()})
@@ -78,7 +79,7 @@ class MetricsFile:
         self._unwritten = b""
         self.last = self._open_after(step)
 
-    def _open_after(self, step: int) -> dict[str, Any]:
+    def _open_after(self, step: int) -> JsonDict:
         try:
             last = _drop_after(self.path, step)
             self._file = self.path.open("ab", buffering=0)
@@ -90,7 +91,7 @@ class MetricsFile:
         self.close()
         self._open_after(step)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: JsonView) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in {"step": step, **values}.items()}
         self._unwritten += json.dumps(row).encode() + b"\n"
         try:
@@ -135,7 +136,7 @@ class TensorBoard:
         self._writer.close()
         self._writer = self._open_after(step)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: JsonView) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -171,7 +172,7 @@ class WeightsAndBiases:
             raise UserError(f"train.trackers: wandb: {text}; run `wandb login`, or set WANDB_MODE=offline") from error
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: JsonView) -> None:
         self._run.log({"step": step, **values})
 
     def back_to(self, step: int) -> None:
@@ -191,11 +192,11 @@ def _package(tracker: str) -> Any:
         ) from error
 
 
-def _drop_after(path: Path, step: int) -> dict[str, Any]:
+def _drop_after(path: Path, step: int) -> JsonDict:
     """Keeps the complete rows up to `step`, and returns the last of them."""
     if not path.exists():
         return {}
-    last: dict[str, Any] = {}
+    last: JsonDict = {}
     partial = path.with_name(f"{path.name}.partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         for line in old:

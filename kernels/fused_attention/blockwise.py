@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxmem.kernels.typing import Index, Tree
+
 from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, Residuals, visible
 from .flash import block_ranges
 
@@ -100,8 +102,8 @@ def _block(length: int) -> int:
 
 
 def _visit_tiles(
-    problem: Problem, blocks: tuple[int, int], visit: Callable[..., Any], state: Any, *, by_keys: bool = False
-) -> Any:
+    problem: Problem, blocks: tuple[int, int], visit: Callable[..., Any], state: Tree, *, by_keys: bool = False
+) -> Tree:
     """Calls `visit(first, other, state)` for every tile that is not completely masked. `first` is the start of a block
     of queries and `other` the start of a block of keys; with `by_keys` it is the reverse. The loop carries the
     positions, since a table of all tiles would grow with the square of the sequence."""
@@ -129,11 +131,11 @@ def _padded(x: jax.Array, dim: int, block: int) -> jax.Array:
     return x if short == 0 else jnp.pad(x, [(0, short if d == dim else 0) for d in range(x.ndim)])
 
 
-def _slice(x: jax.Array, start: Any, length: int, dim: int) -> jax.Array:
+def _slice(x: jax.Array, start: Index, length: int, dim: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
-def _put(x: jax.Array, part: jax.Array, start: Any, dim: int) -> jax.Array:
+def _put(x: jax.Array, part: jax.Array, start: Index, dim: int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, dim)
 
 
@@ -142,7 +144,7 @@ def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
     block_k = _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
 
-    def visit(i: Any, j: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def visit(i: Index, j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         before = tuple(_slice(x, i, block_q, 3) for x in state)
         tile = Tile(i, block_q, j, block_k)
         some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
@@ -157,14 +159,14 @@ def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
 
 def _visit_backward(
     problem: Problem, q: Queries, k: Keys, v: Keys, d_out: Queries, lse: Rows, inner: Rows
-) -> tuple[Any, ...]:
+) -> tuple[Tree, ...]:
     block_q = _block(problem.queries)
     block_k = _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
     d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
     k_transposed = jnp.swapaxes(k, 2, 3)
 
-    def visit(j: Any, i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def visit(j: Index, i: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile = Tile(i, block_q, j, block_k)
         rows = _slice(d_out, i, block_q, 3), _slice(lse, i, block_q, 3), _slice(inner, i, block_q, 3)
         keys_and_values = _slice(k, j, block_k, 2), _slice(k_transposed, j, block_k, 3), _slice(v, j, block_k, 2)
@@ -226,7 +228,7 @@ def _merge_groups(q: Queries) -> Keys:
     return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
-def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any) -> tuple[Any, ...]:
+def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any) -> tuple[Tree, ...]:
     """The weighted sum of values, the maximum and the sum of each row, combined with the results `before` of other
     tiles."""
     s, _ = _scores(problem, q, k, tile)
@@ -255,7 +257,7 @@ def _tile_backward(
     k_transposed: KeysTransposed,
     v: Keys,
     rows: tuple[Queries, Rows, Rows],
-) -> tuple[Any, ...]:
+) -> tuple[Tree, ...]:
     """A tile's part of dq, [batch, kv_heads, dim, group, queries], of dk and of dv. Every matmul contracts the last
     dimension of its left side, which is fast on CPUs. `k_transposed` is for the matmul of dq. `rows`: the
     cotangent, the log-sum-exp and `inner` (`flash.backward_rows`) of each row."""
@@ -277,7 +279,7 @@ def _tile_backward(
 def _seen(problem: Problem, tile: Tile, *, by_keys: bool) -> Bool[Array, "..."] | None:
     """Whether the queries of a tile attend to its keys, to broadcast over scores; None: all do."""
 
-    def along(queries: jax.Array, keys: jax.Array) -> tuple[Any, ...]:
+    def along(queries: jax.Array, keys: jax.Array) -> tuple[Tree, ...]:
         """Values of queries and keys, [batch or 1, length], expanded to broadcast over scores."""
         over = ((1, 2, 3), (1, 3, 4)) if by_keys else ((1, 2, 4), (1, 2, 3))
         return tuple(jnp.expand_dims(x, dims) for x, dims in zip((queries, keys), over, strict=True))

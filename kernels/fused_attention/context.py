@@ -25,6 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.kernels.typing import Tree
+
 from . import ring
 from .arguments import CHECKS, Extras, Options, Residuals, check_arguments
 from .derivative import Implementation, differentiable
@@ -70,7 +72,7 @@ def _ulysses(shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras) ->
     return _to_sequence(shard.axis, out)[0], lse
 
 
-def _ulysses_backward(shard: ShardedAttention, inputs: Any, out: Any, lse: Any, d_out: Any) -> Any:
+def _ulysses_backward(shard: ShardedAttention, inputs: Tree, out: Any, lse: Any, d_out: Any) -> Any:
     axis = shard.axis
     q, k, v, extras = inputs
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)

@@ -27,6 +27,8 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int32
 
+from jaxmem.kernels.typing import Tree
+
 from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, Residuals, pairs
 
 WORKSPACE = 2**30  # target for the largest workspace in bytes of the backward pass of packed sequences
@@ -192,7 +194,7 @@ def backward_part(call: CudnnCall) -> CudnnCall:
 # ---------------------------------------------------------------- the custom calls
 
 
-def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: PackedDocuments | None) -> Any:
+def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: PackedDocuments | None) -> Tree:
     """The outputs of a call. Forward: the output and the log-sum-exp, [documents, heads, sequence]; backward: dq, dk
     and dv."""
     q, k, v = arrays[:3]

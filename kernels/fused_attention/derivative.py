@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.typing import Tree
 
 from .arguments import Extras, Options, Residuals
 
@@ -86,13 +87,13 @@ def _run(implementation: Any, options: Options, q: Any, k: Any, v: Any, extras: 
     return implementation.forward(q, k, v, options, extras)
 
 
-def _saving(implementation: Any, options: Options, *inputs: Any) -> tuple[Any, Any]:
+def _saving(implementation: Any, options: Options, *inputs: Tree) -> tuple[Any, Any]:
     inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
     out, lse = (checkpoint_name(x, SAVED) for x in _run(implementation, options, *inputs))
     return (out, lse), (inputs, out, lse)
 
 
-def _backward(implementation: Any, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+def _backward(implementation: Any, options: Options, saved: Tree, cotangents: tuple[Any, Any]) -> tuple[Tree, ...]:
     ((*arrays, extras), out, lse), (d_out, d_lse) = saved, cotangents
     d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import MosaicKernel, launch
+from jaxmem.kernels.typing import Tree
 
 from . import flash, triton
 from .arguments import Extras, Options, Residuals
@@ -162,6 +163,6 @@ def _pad_width(*arrays: jax.Array) -> list[jax.Array]:
     return [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - dim))) if dim < wide else x for x in arrays]
 
 
-def _pad_rows(rows: Any, size: int) -> Any:
+def _pad_rows(rows: Any, size: int) -> Tree:
     """Rows padded to complete blocks, because TMA needs rows that begin at multiples of 16 bytes."""
     return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))

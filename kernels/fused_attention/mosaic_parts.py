@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmem.kernels.typing import Index, Ref, Tree
+
 from .arguments import visible
 from .flash import LOG2E, AttentionCall, MaskArrays
 
@@ -33,8 +35,8 @@ BY_COLUMN = WGMMA.reduce(0)
 class BlockRange(NamedTuple):
     """Consecutive blocks, and whether some of their elements are masked."""
 
-    start: Any
-    stop: Any
+    start: Index
+    stop: Index
     masked: bool
 
 
@@ -99,24 +101,24 @@ def visited_blocks(
     return ends[0], ends[3], ranges
 
 
-def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Any) -> Any:
+def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Tree) -> Tree:
     for start, stop, masked in ranges:
         state = lax.fori_loop(start, stop, functools.partial(visit, masked=masked), state)
     return state
 
 
-def slot_of(call: AttentionCall, n: Any) -> jax.Array:
+def slot_of(call: AttentionCall, n: Index) -> jax.Array:
     """The slot of the n-th block of a stream."""
     return lax.rem(n, jnp.int32(call.blocks.stages))
 
 
-def opaque_zero(n: Any) -> jax.Array:
+def opaque_zero(n: Index) -> jax.Array:
     """Zero, as a value that the compiler does not know. Addresses that depend on it are computed where they are used;
     otherwise the compiler would keep the descriptors of constant addresses in registers that the sums need."""
     return n - lax.optimization_barrier(n)
 
 
-def positions(count: int, first: Any, layout: Any) -> jax.Array:
+def positions(count: int, first: Index, layout: Any) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + first
 
 
@@ -125,14 +127,14 @@ def select_batch(masks: MaskArrays, batch: Any) -> MaskArrays:
     return MaskArrays(*(None if x is None else x.at[batch] for x in masks))
 
 
-def slice_ids(ids: Any, first: Any, size: int) -> Any:
+def slice_ids(ids: Any, first: Index, size: int) -> Tree:
     return None if ids is None else ids.at[pl.ds(first, size)]
 
 
 # ---------------------------------------------------------------- copies
 
 
-def copy_fixed(held_by: FixedBlocks, number: Any, *sources: Any) -> list[Any]:
+def copy_fixed(held_by: FixedBlocks, number: Index, *sources: Any) -> list[Any]:
     """Copies this warpgroup's blocks to shared memory, and waits for them."""
     held = [x.at[number] for x in held_by.blocks]
     for source, target in zip((x for x in sources if x is not None), held, strict=True):
@@ -141,7 +143,7 @@ def copy_fixed(held_by: FixedBlocks, number: Any, *sources: Any) -> list[Any]:
     return held
 
 
-def copy_next(call: AttentionCall, stream: Stream, n: Any, *sources: Any) -> None:
+def copy_next(call: AttentionCall, stream: Stream, n: Index, *sources: Any) -> None:
     """Copies the n-th block once its slot is free."""
     slot = slot_of(call, n)
     pl.when(n >= call.blocks.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
@@ -163,7 +165,7 @@ def zeros_in(shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def load_as(ref: Any, layout: Any) -> jax.Array:
+def load_as(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.layout_cast(ref[...], layout)
 
 
@@ -194,7 +196,7 @@ def capped_scores(call: AttentionCall, raw: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def masked_scores(
-    call: AttentionCall, s: jax.Array, at: Any, key: Any, ids: tuple[Any, Any], dims: tuple[int, int]
+    call: AttentionCall, s: jax.Array, at: Index, key: Any, ids: tuple[Any, Any], dims: tuple[int, int]
 ) -> jax.Array:
     """Scores, -inf where they are masked. `at`, `key`, `ids`: positions and segment ids of the queries and of the keys.
     `dims`: the dimensions of queries and keys in `s`."""

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import THREAD
+from jaxmem.kernels.typing import Index, Ref, Tree
 
 from . import mosaic_parts as parts
 from .flash import LOG2E, AttentionCall, MaskArrays
@@ -59,7 +60,7 @@ def forward(
         at = parts.positions(ROWS, first, BY_ROW)
         pl.when(number == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
 
-        def softmax(j: Any, raw: Any, out: Any, top: Any, total: Any, *, masked: bool) -> Any:
+        def softmax(j: Index, raw: Any, out: Any, top: Any, total: Any, *, masked: bool) -> Tree:
             s, _ = parts.capped_scores(call, raw)
             key = parts.positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
             slot = parts.slot_of(call, j - begin)
@@ -77,7 +78,7 @@ def forward(
             out = out * parts.broadcast_along(shrink, out.shape, 0)
             return lax.optimization_barrier((out, p.astype(q.dtype), higher, total))
 
-        def visit(j: Any, state: Any, *, masked: bool) -> Any:
+        def visit(j: Index, state: Tree, *, masked: bool) -> Tree:
             out, p, top, total = state
             slot = parts.slot_of(call, j - begin)
             before = parts.slot_of(call, j - 1 - begin)
@@ -85,7 +86,7 @@ def forward(
             plgpu.barrier_wait(values.arrived.at[before])
             plgpu.barrier_wait(turns.at[number])
 
-            def multiply(sums: Any) -> None:
+            def multiply(sums: Tree) -> None:
                 plgpu.wgmma(sums[0], p, values.blocks[0].at[before])
                 plgpu.wgmma(sums[1], q, keys.blocks[0].at[slot].transpose((1, 0)))
                 plgpu.barrier_arrive(turns.at[1 - number])
@@ -124,7 +125,7 @@ def forward(
         size = call.blocks.keys
 
         @pl.loop(begin, end)
-        def _(j: Any) -> None:
+        def _(j: Index) -> None:
             here = (batch, pl.ds(j * size, size), kv_head)
             parts.copy_next(call, keys, j - begin, k_ref.at[here], parts.slice_ids(masks.kv_ids, j * size, size))
             parts.copy_next(call, values, j - begin, v_ref.at[here])
@@ -159,8 +160,8 @@ def gradients(
         theirs = parts.load_as(ids[0], BY_ROW) if ids else None
         key = parts.positions(ROWS, first, BY_ROW)
 
-        def of_head(g: Any, sums: Any) -> Any:
-            def visit(i: Any, sums: Any, *, masked: bool) -> Any:
+        def of_head(g: Any, sums: Tree) -> Tree:
+            def visit(i: Index, sums: Tree, *, masked: bool) -> Tree:
                 n = g * count + i - begin
                 slot = parts.slot_of(call, n)
                 zero = parts.opaque_zero(n)
@@ -208,7 +209,7 @@ def gradients(
     def _() -> None:
         plgpu.set_max_registers(parts.COPY_REGISTERS, action="decrease")
 
-        def copy_block(g: Any, i: Any) -> None:
+        def copy_block(g: Any, i: Index) -> None:
             at = pl.ds(i * size, size)
             head = kv_head * groups + g
             here = (batch, at, head)
@@ -221,7 +222,7 @@ def gradients(
 
 
 def _add_to_dq(
-    together: SharedGradients, n: Any, number: Any, ds: jax.Array, dk: tuple[Any, Any], keys: Any, dq_ref: Any
+    together: SharedGradients, n: Index, number: Index, ds: jax.Array, dk: tuple[Any, Any], keys: Index, dq_ref: Ref
 ) -> None:
     """The matmul of dk, and this warpgroup's columns of the matmul of dq over the keys of both warpgroups. `n`: the
     index of the block of queries."""

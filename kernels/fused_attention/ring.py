@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.kernels.typing import Index, Tree
+
 from .arguments import Extras, Options, Residuals
 from .derivative import Implementation
 
@@ -28,7 +30,7 @@ class ShardedAttention(NamedTuple):
     def forward(self, q: Any, k: Any, v: Any, _: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
         return self.method(self, q, k, v, extras)
 
-    def gradients(self, saved: Residuals, d_out: Any, _lse: Any, _: Options, extras: Extras) -> Any:
+    def gradients(self, saved: Residuals, d_out: Any, _lse: Any, _: Options, extras: Extras) -> Tree:
         return self.derivative(self, (*saved[:3], extras), saved.out, saved.lse, d_out)
 
 
@@ -57,7 +59,7 @@ def forward(
         out, lse = shard.kernel.forward(q, k, v, options, Extras(ids, key_ids))
         return out.astype(jnp.float32), lse.swapaxes(1, 2)
 
-    def meet(state: Any, block: Block, step: jax.Array) -> Any:
+    def meet(state: Tree, block: Block, step: jax.Array) -> Tree:
         for rows, keys in _pairs(shard.axis, step):
             part = attend(_half(rows, (q, ids)), _half(keys, block), all_seen)
             state = _put(rows, state, _merged(_half(rows, state), part))
@@ -71,24 +73,24 @@ def forward(
 
 def backward(
     shard: ShardedAttention,
-    inputs: tuple[Any, ...],
+    inputs: tuple[Tree, ...],
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
     *,
     gathered: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[Tree, ...]:
     """dq, dk and dv in float32, and None. `own`: q, k, v and extras, as in `forward`."""
     axis = shard.axis
 
-    def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
+    def gradients(rows: tuple[Tree, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
         (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
         saved = Residuals(q, k, v, out, lse.swapaxes(1, 2))
         *parts, _ = shard.kernel.gradients(saved, d_out, None, options, Extras(ids, key_ids))
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 
-    def meet(state: Any, block: Block, step: jax.Array) -> Any:
+    def meet(state: Tree, block: Block, step: jax.Array) -> Tree:
         dq, d_keys = state
         # The block's gradients so far: zeros if gathered, otherwise the sum over the devices that the block has
         # visited.
@@ -110,14 +112,14 @@ def backward(
     return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _send_to_next(axis, d_keys)), None
 
 
-def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], local: Block, result: Any, gathered: bool) -> Any:
+def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], local: Block, result: Tree, gathered: bool) -> Tree:
     """Calls `meet` with the keys of every other device. Either all keys are gathered first, or each device sends its
     current block to the next device while `meet` uses it."""
     last = jax.lax.axis_size(axis) - 1
     if gathered:
         every = jax.lax.all_gather(local, axis)
 
-        def read(result: Any, step: jax.Array) -> tuple[Any, None]:
+        def read(result: Tree, step: jax.Array) -> tuple[Any, None]:
             device = _device(axis, step)
             block = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), every)
             return meet(result, block, step), None
@@ -137,11 +139,11 @@ def _device(axis: str, step: jax.Array) -> jax.Array:
     return (jax.lax.axis_index(axis) - step) % jax.lax.axis_size(axis)
 
 
-def _store(arrays: Any, block: Any, device: jax.Array) -> Any:
+def _store(arrays: Tree, block: Any, device: jax.Array) -> Tree:
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, device, 0), arrays, block)
 
 
-def _send_to_next(axis: str, block: Any) -> Any:
+def _send_to_next(axis: str, block: Any) -> Tree:
     devices = jax.lax.axis_size(axis)
     return jax.lax.ppermute(block, axis, [(device, (device + 1) % devices) for device in range(devices)])
 
@@ -155,7 +157,7 @@ def _pairs(axis: str, step: jax.Array) -> list[tuple[Any, Any]]:
     return [(1, 0), (behind, behind)]
 
 
-def _half(which: Any, arrays: Any) -> Any:
+def _half(which: Index, arrays: Tree) -> Tree:
     """The front (0) or the back half (1) of the sequence."""
 
     def cut(x: jax.Array) -> jax.Array:
@@ -165,7 +167,7 @@ def _half(which: Any, arrays: Any) -> Any:
     return jax.tree.map(cut, arrays)
 
 
-def _put(which: Any, arrays: Any, halves: Any) -> Any:
+def _put(which: Index, arrays: Tree, halves: Tree) -> Tree:
     def put(x: jax.Array, half: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, half, which * half.shape[1], axis=1)
 

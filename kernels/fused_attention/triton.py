@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
+from jaxmem.kernels.typing import Tree
 
 from . import flash
 from .arguments import Extras, Options, Residuals
@@ -104,7 +105,7 @@ def gradients(saved: Residuals, d_out: Any, d_lse: Any, options: Options, extras
 
 
 def _run(
-    name: str, call: AttentionCall, arrays: tuple[Any, ...], extras: Extras, outputs: tuple[Any, ...], flops: float
+    name: str, call: AttentionCall, arrays: tuple[Tree, ...], extras: Extras, outputs: tuple[Tree, ...], flops: float
 ) -> list[jax.Array]:
     programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
     by_keys = name == "attention_d_keys"

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.typing import Tree
 
-Tree = Any
 # (trainable and frozen weights of a group, rows [block, inputs], values of these rows) -> [block, outputs]
 GroupFunction = Callable[[Tree, Tree, jax.Array, Tree], jax.Array]
 MIN_BLOCK, MAX_BLOCK = 16, 512  # limits of the rows of a block
@@ -123,11 +123,11 @@ def _map(
     return blocks.loop(step, zeros, parts > 1)
 
 
-def _backward(function: GroupFunction, parts: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(function: GroupFunction, parts: int, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
     weights, frozen, x, values, groups = saved
     blocks = _Blocks.of(groups, x.shape[0], parts)
 
-    def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(i: jax.Array, carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
         of_weights, sums, of_x, of_values = carry
         rows, places, group = blocks.read(i)
         frozen_weights = _take(frozen, group)
@@ -183,7 +183,7 @@ class _Blocks(NamedTuple):
         rows = self.rows.at[places].get(mode="fill", fill_value=self.limit)
         return rows, places, self.group[i]
 
-    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Any, counts_blocks: bool) -> Any:
+    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Tree, counts_blocks: bool) -> Tree:
         most = self.start.shape[0]
         with jax.named_scope(run_count(most, 1)):  # the largest number of runs
             return jax.lax.fori_loop(0, self.used if counts_blocks else most, step, begin)

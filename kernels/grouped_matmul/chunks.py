@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmem.kernels.typing import Tree
+
 from .blocks import Groups
 
-Tree = Any
 # (trainable and frozen weights, rows [chunk, width], values of these rows, their groups) -> [chunk, width]
 ChunkFunction = Callable[[Tree, Tree, jax.Array, jax.Array, Groups], jax.Array]
 
@@ -41,11 +42,11 @@ def map_chunks(
     return chunks.loop(step, jnp.zeros_like(x))
 
 
-def _backward(function: ChunkFunction, size: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(function: ChunkFunction, size: int, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
     weights, frozen, x, values, groups = saved
     chunks = _Chunks(size, x.shape[0], groups)
 
-    def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(i: jax.Array, carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
         of_weights, of_x, of_values = carry
         chunk = chunks.groups(i)
         _, derivative = jax.vjp(
@@ -92,5 +93,5 @@ class _Chunks:
         values = y.at[within].get(mode="fill", fill_value=0)
         return jnp.sum(values, axis=1, dtype=jnp.float32).astype(y.dtype)
 
-    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Any) -> Any:
+    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Tree) -> Tree:
         return jax.lax.fori_loop(0, -(-self.all.stops[-1] // self.size), step, begin)

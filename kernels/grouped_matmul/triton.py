@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.kernels.launch import block_size
 from jaxmem.kernels.triton_launch import Launch, launch, load_programs
+from jaxmem.kernels.typing import Tree
 
 from .blocks import Groups, block_table, sum_of_groups, usual_rows
 from .quantized_tiles import BACKWARD, FORWARD, QuantizedMatrices, TileSizes
@@ -123,7 +124,7 @@ def _of_weights(x: jax.Array, g: jax.Array, weight: jax.Array, groups: Groups, g
     return result
 
 
-def _backward(gathers: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(gathers: bool, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
     x, weight, bias, shares, groups = saved
     of_x = _of_inputs(g, weight, groups)
     of_x = sum_of_groups(of_x, groups, x.shape[0]) if gathers else of_x

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxmem.kernels.choice import Operation
 from jaxmem.kernels.codes import E2M1, FP4, NF4
+from jaxmem.kernels.typing import Tree
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "sliced")}
@@ -67,7 +68,7 @@ class MatmulCall:
 
 
 def check_arguments(
-    x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Any, transposed: bool
+    x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Tree, transposed: bool
 ) -> tuple[jax.Array, jax.Array, Any, MatmulCall]:
     """The arrays and the compile-time properties; ValueError names a wrong argument."""
     checks = Validator("dequant_matmul")
@@ -107,7 +108,7 @@ def check_arguments(
     return x, codes, scale, MatmulCall(form, block, inputs, outputs)
 
 
-def _scale(checks: Validator, scale: Any) -> Any:
+def _scale(checks: Validator, scale: Any) -> Tree:
     if not isinstance(scale, QuantizedScales):
         array = isinstance(scale, jax.Array | np.ndarray)
         checks.require(array, f"scale is {describe(scale)}; it should be an array or QuantizedScales")

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmem.kernels.typing import Index
+
 from . import MatmulCall, QuantizedScales
 from .reference import block_scales, decoded
 
@@ -51,7 +53,7 @@ def of_activations(
         return g @ decoded(call, codes, scale, g.dtype).T
     scales = block_scales(scale) if isinstance(scale, QuantizedScales) else scale  # 1/64 of the weight's elements
 
-    def put(result: jax.Array, first: Any, count: int) -> jax.Array:
+    def put(result: jax.Array, first: Index, count: int) -> jax.Array:
         some = replace(call, inputs=count)
         together = call.form.together
         rows = jax.lax.dynamic_slice_in_dim(codes, first // together, -(-count // together))

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxmem.kernels.choice import Operation
+from jaxmem.kernels.typing import Tree
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "triton")}
@@ -143,7 +144,7 @@ def int8_add(
     return _run("int8_add", implementation, lambda module: module.int8_add(blocks, *arrays), arrays)
 
 
-def _run(name: str, implementation: Any, call: Callable[[Any], Any], arrays: tuple[Any, ...]) -> Any:
+def _run(name: str, implementation: Any, call: Callable[[Any], Any], arrays: tuple[Tree, ...]) -> Tree:
     return Operation(name, IMPLEMENTATIONS, "reference").run(implementation, call, arrays)
 
 

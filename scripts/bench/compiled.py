@@ -15,7 +15,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxmem.typing import JsonDict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -39,7 +41,7 @@ class Step(NamedTuple):
     """A config, or the name of one in configs/, changed by overrides, for a target."""
 
     target: str
-    config: str | dict[str, Any]
+    config: str | JsonDict
     overrides: str = ""
 
     @property
@@ -107,7 +109,7 @@ def zero(step: Step) -> Row:
 TABLES = {"layouts": layout, "few-bytes": few_bytes, "optimizers": optimizer, "zero": zero}
 
 
-def steps(table: dict[str, Any]) -> Iterator[tuple[str, Step]]:
+def steps(table: JsonDict) -> Iterator[tuple[str, Step]]:
     """Each row of a table: its name and its step."""
     for batch in table.get("batches", [None]):
         for name, row in table["rows"].items():

@@ -8,7 +8,7 @@ python scripts/bench/kernels.py long --check                   # only the result
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from jaxmem.cli.options import Json
 from jaxmem.cli.start import show
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
+from jaxmem.typing import JsonDict
 
 Shapes = Annotated[
     list[str] | None,
@@ -70,7 +71,7 @@ def bench_kernels(
         show(here | {"rows": rows})
 
 
-def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+def _collect(rows: Iterable[JsonDict], as_json: bool) -> list[JsonDict]:
     """The rows. Each is printed when it is known, except with `--json`."""
     collected = []
     for row in rows:
@@ -80,7 +81,7 @@ def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, An
     return collected
 
 
-def _print_row(row: dict[str, Any]) -> None:
+def _print_row(row: JsonDict) -> None:
     if "operation" not in row:
         dry = ": a dry run on small shapes; its speeds have no meaning" if row["dry_run"] else ""
         driver = "" if row["driver"] is None else f", driver {row['driver']}"
@@ -90,7 +91,7 @@ def _print_row(row: dict[str, Any]) -> None:
     print(f"{who} {_describe(row)}".rstrip(), flush=True)
 
 
-def _describe(row: dict[str, Any]) -> str:
+def _describe(row: JsonDict) -> str:
     checked = f", {row['check']}" if "check" in row else ""
     if "why_not" in row:
         return f"not{checked}: {row['why_not']}"

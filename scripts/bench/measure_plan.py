@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxmem.machine import devices
+from jaxmem.typing import JsonDict
 from scripts.course.common import measure_apart
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not gpus:
         print("no GPU on this machine: tiny shapes on the CPU, without measurements", file=sys.stderr)
     start = time.monotonic()
-    rows = list[dict[str, Any]]()
+    rows = list[JsonDict]()
     for raw in configs(tiny=not gpus)[: args.first]:
         left = 60 * args.minutes - (time.monotonic() - start)
         row = measure_apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any("error" in row for row in rows))
 
 
-def summary(rows: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[JsonDict], gpus: Sequence[JsonDict]) -> JsonDict:
     off = [abs(row["difference"]) for row in rows if row.get("difference") is not None]
     return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),

@@ -18,6 +18,7 @@ from jaxmem.kernels.quantized_matmul import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import UPDATE_SHAPES, UpdateShape
 from jaxmem.quant import QTensor, quantize
+from jaxmem.typing import JsonDict
 from scripts.bench.work import BenchOperation, BenchPass, BenchWork, Run
 from scripts.course import sliding_max as windows
 
@@ -73,7 +74,7 @@ def attention_checks(shape: AttentionShape) -> Mapping[str, Callable[[], BenchWo
 
 
 def _run_attention(
-    shape: AttentionShape, options: dict[str, Any], implementation: str | None, q: Any, k: Any, v: Any
+    shape: AttentionShape, options: JsonDict, implementation: str | None, q: Any, k: Any, v: Any
 ) -> jax.Array:
     size = 4 * shape.batch * shape.heads * shape.queries * shape.keys
     if implementation is not None and size > MAX_SCORE_BYTES.get(implementation, size):
@@ -108,7 +109,7 @@ def _dequant_matmul(shape: MatmulShape) -> BenchWork:
     q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
     double = isinstance(q.scale, QTensor)
     scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
-    options: dict[str, Any] = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
+    options: JsonDict = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
 
     def run(transposed: bool, implementation: str | None, x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Any:
         left = g if transposed else x

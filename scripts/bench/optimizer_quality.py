@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxmem.typing import JsonDict
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import yaml
@@ -67,11 +69,11 @@ def add_record(method: str, seed: int, overrides: str, **outcome: Any) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def records() -> list[dict[str, Any]]:
+def records() -> list[JsonDict]:
     return [json.loads(line) for line in RECORDS.read_text().splitlines()] if RECORDS.exists() else []
 
 
-def compared() -> Iterator[dict[str, Any]]:
+def compared() -> Iterator[JsonDict]:
     """A row per method: means over seeds, and the standard error of the difference from AdamW's loss."""
     losses = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
     for method in (*METHODS, *PEERS):
@@ -88,7 +90,7 @@ def compared() -> Iterator[dict[str, Any]]:
             }
 
 
-def draw(rows: list[dict[str, Any]], file: Path) -> None:
+def draw(rows: list[JsonDict], file: Path) -> None:
     with figure(file, 7, 0.5 + 0.35 * len(rows)) as canvas:
         axes = canvas.subplots()
         for place, row in enumerate(reversed(rows)):

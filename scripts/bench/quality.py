@@ -25,7 +25,9 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxmem.typing import JsonDict
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -96,7 +98,7 @@ class Run(NamedTuple):
         """The part of the corpus that its loss is measured on."""
         return "held-out" if self.steps == STEPS else "validation"
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> JsonDict | None:
         file = RECORDS / f"{self.name}.json"
         return json.loads(file.read_text()) if file.is_file() else None
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem.typing import JsonView
 from scripts.bench.contest import Call
 
 Run = Callable[..., Any]
@@ -98,8 +99,8 @@ class BenchWork(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchOperation:
-    implementations: Mapping[str, Any]
-    shapes: Mapping[str, Any]
+    implementations: JsonView
+    shapes: JsonView
     small: Callable[[Any], Any]  # returns a tiny shape, for a dry run without a GPU
     work: Callable[[Any], BenchWork]
     passes: tuple[str, ...] = ("forward", "backward")

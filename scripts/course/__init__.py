@@ -12,7 +12,7 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from rich.console import RenderResult
 from rich.text import Text
 
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonView
 from scripts.course.table import Panel, Table, draw
 
 SIMULATED = 8  # the number of simulated devices, for stops that use them
@@ -32,7 +33,7 @@ class Findings:
     """The results of a stop. `facts`: the values that its note names; `panels`: the panels of the figure."""
 
     tables: Sequence[Table]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: JsonView = field(default_factory=dict)
     panels: Sequence[Panel] = ()
 
 

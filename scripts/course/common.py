@@ -25,10 +25,11 @@ from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
 from jaxmem.step import program
+from jaxmem.typing import JsonDict, JsonView
 from scripts.bench.contest import Say, isolated_rows
 
 Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
-CONFIGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
+CONFIGS: JsonView = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
 
 
 def rows_of(topic: str, table: str) -> Overrides:
@@ -36,7 +37,7 @@ def rows_of(topic: str, table: str) -> Overrides:
     return {name: tuple((overrides or "").split()) for name, overrides in CONFIGS[topic][table].items()}
 
 
-def title(base: Mapping[str, Any]) -> str:
+def title(base: JsonView) -> str:
     """The model and the length of the base config of a stop."""
     return f"{base['model'].get('preset', base['name'])}, {base['data']['sequence_length']:,} tokens"
 
@@ -51,7 +52,7 @@ def require_gpus(topic: str, target: str, count: int) -> str:
     return kind
 
 
-def plans(target: str, base: Mapping[str, Any], rows: Overrides) -> dict[str, dict[str, Any]]:
+def plans(target: str, base: JsonView, rows: Overrides) -> dict[str, JsonDict]:
     """For each row the output of `jaxmem plan --json` for its step, compiled without a memory limit, and `measured`:
     bytes per device of one step on this machine, or None if it did not run. Rows are compiled in parallel, and
     cached."""
@@ -61,7 +62,7 @@ def plans(target: str, base: Mapping[str, Any], rows: Overrides) -> dict[str, di
     return {name: {**compiled[name], "measured": _measured(aim, cfg, compiled[name])} for name, cfg in cfgs.items()}
 
 
-def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
+def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, JsonDict]:
     names = {id(cfg): name for name, cfg in cfgs.items()}
     answers = {}
     with CompilerPool(aim) as compilers:
@@ -78,7 +79,7 @@ def is_this_machine(gpu: gpus.Gpu | None, count: int) -> bool:
     return len(names) == count and all(name is not None and gpu is not None and name.name == gpu.name for name in names)
 
 
-def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
+def _measured(aim: Target, cfg: Config, plan: JsonView) -> int | None:
     fits = plan["bytes_per_device"]["total"] <= aim.memory - gpus.reserved(aim.count)
     if not (fits and is_this_machine(aim.gpu, aim.count)):
         return None
@@ -98,12 +99,12 @@ def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compil
 class Outcome(NamedTuple):
     """The plan of a run, as in `jaxmem plan --json`, and its metrics on held-out data."""
 
-    plan: dict[str, Any]
+    plan: JsonDict
     held_out: dict[str, float]
 
 
 def train_all(
-    configs: Mapping[str, Mapping[str, Any]], overrides: Overrides | None = None, keep: str | None = None
+    configs: Mapping[str, JsonView], overrides: Overrides | None = None, keep: str | None = None
 ) -> dict[str, Outcome]:
     """Trains each config, changed by the overrides of its name, on one device, and prints nothing. `keep`: the
     directory of the run, otherwise temporary. Most of the time is compilation on one core, so a CPU has a process per
@@ -118,7 +119,7 @@ def train_all(
             raise UserError(f"a run of the course failed: {error}") from error
 
 
-def _train(job: tuple[Mapping[str, Any], Sequence[str], str | None]) -> Outcome:
+def _train(job: tuple[JsonView, Sequence[str], str | None]) -> Outcome:
     config, overrides, keep = job
     steps = config["train"]["steps"]
     with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(io.StringIO()):
@@ -157,7 +158,7 @@ STEPS = 3
 MAX_SECONDS = 86_400.0  # seconds of a process
 
 
-def measure_peak(cfg: Config) -> dict[str, Any]:
+def measure_peak(cfg: Config) -> JsonDict:
     """Planned and measured bytes of one device; `measured` is None if the device does not report them (a CPU)."""
     built = program(cfg)
     plan = plan_program(built)
@@ -180,13 +181,13 @@ def measure_peak(cfg: Config) -> dict[str, Any]:
     }
 
 
-def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
+def measure_apart(raw: JsonDict, simulate: int | None = None, seconds: float | None = None) -> JsonDict:
     """`measure_peak` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
     row = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or MAX_SECONDS))
     return {"name": raw["name"], "error": row["why_not"]} if "why_not" in row else row
 
 
-def _peak_rows(job: tuple[dict[str, Any], int | None], *, say: Say, **_: Any) -> Iterator[dict[str, Any]]:
+def _peak_rows(job: tuple[JsonDict, int | None], *, say: Say, **_: Any) -> Iterator[JsonDict]:
     raw, simulated = job
     say(raw["name"])
     if simulated:

@@ -4,7 +4,6 @@ import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from jaxmem.config.presets import PRESETS
 from jaxmem.planning import Target
 from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.search.candidates import estimated
+from jaxmem.typing import JsonDict
 from scripts.course import Findings, common, main
 from scripts.course.table import LinePlot, Row, Table, gib
 
@@ -68,7 +68,7 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
         compiling = background.submit(_compiled, main_target, largest_models[main_target])
         largest_models |= {aim: largest(aim) for aim in aims[1:]}
         checked = compiling.result()
-    rows: list[dict[str, Any]] = [
+    rows: list[JsonDict] = [
         {"target": aim.name, "GPUs": aim.count, "memory, GiB": gib(aim.count * aim.memory)}
         | {method: row and row["parameters"] / 1e9 for method, row in models.items()}
         for aim, models in sorted(largest_models.items(), key=lambda item: item[0].count * item[0].memory)
@@ -109,7 +109,7 @@ def _row_of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int
 def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
     """Plans of two of the largest models: those of the first and of the last method for which any model fits."""
     fitting = [(method, row) for method, row in largest.items() if row]
-    ends: dict[str, Any] = dict((fitting[0], fitting[-1]))
+    ends: JsonDict = dict((fitting[0], fitting[-1]))
     plans = common.plans(aim.name, BASE, {method: row["overrides"] for method, row in ends.items()})
     return [
         {

@@ -1,8 +1,6 @@
 """Each optimizer's step compiled for a GPU, and short runs of some of them here."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from jaxmem.typing import JsonView
 from scripts.course import Findings, common, main
 from scripts.course.table import Bars, Row, Table, gib
 
@@ -13,7 +11,7 @@ STEPS = common.rows_of("galore", "steps")
 RUNS = common.rows_of("galore", "runs")
 
 
-def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
+def measure(target: str, base: JsonView = BASE) -> Findings:
     plans = common.plans(target, base, STEPS)
     table = Table(f"{common.title(base)} on {target}, compiled", [_row(name, plan) for name, plan in plans.items()])
     runs = [
@@ -31,7 +29,7 @@ def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
     )
 
 
-def _row(name: str, plan: Mapping[str, Any]) -> Row:
+def _row(name: str, plan: JsonView) -> Row:
     parts = plan["bytes_per_device"]
     weights = parts["parameters"] + parts["quantization"]
     state = parts["optimizer"] + parts["master"]

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from jaxmem.typing import JsonDict
 from scripts.course import Findings, common, main
 from scripts.course.table import Bars, Row, Table, gib
 
@@ -26,10 +27,10 @@ class Technique(NamedTuple):
 ROWS = tuple(Technique(**row) for row in common.CONFIGS["memory"]["rows"])
 
 
-def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
+def measure(target: str, base: JsonDict = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
     kind = common.require_gpus("memory", target, ZERO_GPUS)
     overrides = dict(_overrides(rows))
-    plans: dict[str, dict[str, Any]] = {}
+    plans: dict[str, JsonDict] = {}
     for gpus, alike in itertools.groupby(rows, lambda row: row.gpus):
         plans |= common.plans(f"{kind}:{gpus}", base, {row.name: overrides[row] for row in alike})
 
@@ -60,7 +61,7 @@ def _overrides(rows: Iterable[Technique]) -> Iterator[tuple[Technique, tuple[str
         settings = settings if row.is_alternative else of_row
 
 
-def _row(technique: Technique, plan: dict[str, Any], overrides: Sequence[str]) -> Row:
+def _row(technique: Technique, plan: JsonDict, overrides: Sequence[str]) -> Row:
     parameters = plan["model"]["parameters"]
     parts = plan["bytes_per_device"]
     predicted = plan["predicted"]["total"]

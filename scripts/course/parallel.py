@@ -1,10 +1,10 @@
 """The layouts, compiled for eight GPUs; then one matmul sharded in two ways over simulated devices."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from jaxmem.config import load_config
 from jaxmem.machine import devices
+from jaxmem.typing import JsonDict, JsonView
 from scripts.course import SIMULATED, Findings, common, main
 from scripts.course.parameter_server import busiest_link
 from scripts.course.table import Bars, Row, Table, Ticks, gib
@@ -16,7 +16,7 @@ SIZE = 256  # rows and columns of the matrices of the sharded matmul
 PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
-def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
+def measure(target: str, base: JsonDict = BASE) -> Findings:
     kind = common.require_gpus("parallel", target, GPUS)
     plans = common.plans(f"{kind}:{GPUS}", base, LAYOUTS)
     rows = [_row(base, name, plan) for name, plan in plans.items()]
@@ -48,7 +48,7 @@ def _schedules() -> list[Ticks]:
     return [Ticks(title, timetable(name, 4, 8).rows(), OPERATIONS) for name, title in titles.items()]
 
 
-def _row(base: dict[str, Any], name: str, plan: Mapping[str, Any]) -> Row:
+def _row(base: JsonDict, name: str, plan: JsonView) -> Row:
     from jaxmem.pipeline.stages import Pipeline
 
     cfg = load_config(base, LAYOUTS[name])

@@ -1,11 +1,11 @@
 """A step for each format of the frozen weights, compiled for a GPU."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from jaxmem.config import load_config
 from jaxmem.estimate.state import state_of
+from jaxmem.typing import JsonView
 from scripts.course import Findings, common, main
 from scripts.course.table import Bars, Row, Table, gib
 
@@ -13,7 +13,7 @@ BASE = common.CONFIGS["qlora"]["base"]
 BASES = common.rows_of("qlora", "bases")
 
 
-def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides = BASES) -> Findings:
+def measure(target: str, base: JsonView = BASE, bases: common.Overrides = BASES) -> Findings:
     plans = common.plans(target, base, bases)
     table = Table(
         f"{common.title(base)} with adapters on {target}",
@@ -30,7 +30,7 @@ def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides
     )
 
 
-def _row(base: Mapping[str, Any], name: str, overrides: Iterable[str], plan: Mapping[str, Any]) -> Row:
+def _row(base: JsonView, name: str, overrides: Iterable[str], plan: JsonView) -> Row:
     state = state_of(load_config(dict(base), overrides), "cuda")
     frozen = [leaf for leaf in (*state.parts["parameters"], *state.parts["quantization"]) if "rank" not in leaf.axes]
     count = sum(math.prod(leaf.shape) for leaf in state.weights if "rank" not in leaf.axes)

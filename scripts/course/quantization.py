@@ -14,6 +14,7 @@ from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.quant import quantize
 from jaxmem.training.run import run
+from jaxmem.typing import JsonDict
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS
 from scripts.course.table import LinePlot, Row, Table
@@ -24,7 +25,7 @@ SIZE = 1024  # rows and columns of the matrix of normally distributed values
 TRAINED = CONFIGS["quantization"]["trained"]
 BITS = (8, 6, 5, 4, 3, 2)
 Quantizer = Callable[[jax.Array], Any]
-IN_BLOCKS: dict[str, Any] = {"block_size": BLOCK, "axis": -2}
+IN_BLOCKS: JsonDict = {"block_size": BLOCK, "axis": -2}
 # The quantization of a matrix; vectors remain in float32.
 SCHEMES: dict[str, Quantizer] = {
     "float32": lambda x: x,

@@ -6,7 +6,6 @@ about 1e-2, where Adam uses 1e-3 or less.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxmem.config.optimizers import AdafactorSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import AxesTree
 
 DECAY = 0.8  # at update t the moving average keeps the share 1 - t^-decay
 EPSILON = 1e-30  # added to each squared gradient
@@ -55,7 +55,7 @@ class Factored(MatrixRule):
         return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / MAX_RMS)), new
 
 
-def scale_by_adafactor(settings: AdafactorSettings = AdafactorSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_adafactor(settings: AdafactorSettings = AdafactorSettings(), *, axes: AxesTree = None) -> Transformation:
     """Algorithm 4 of the paper with relative step sizes: factored second moment, updates clipped and scaled by weights.
 
     >>> tx = scale_by_adafactor()
@@ -70,7 +70,7 @@ def adafactor(
     learning_rate: Rate,
     *,
     weight_decay: float = AdafactorSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Adafactor, with the root mean square of the weights as scale of its updates: use a rate of about 1e-2."""
     settings = AdafactorSettings(weight_decay=weight_decay)

@@ -7,7 +7,6 @@ Vectors and scalars use Adam.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxmem.config.optimizers import AdamSettings, AdamWSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, direction, next_moments
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
+from jaxmem.typing import AxesTree
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PerNeuron(MatrixRule):
         return direction(self.settings, m, jnp.expand_dims(v, others), context.count), {"m": m, "v": v}
 
 
-def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> Transformation:
     """Adam with one second moment per output neuron.
 
     >>> state = scale_by_adam_mini().init({"w": jnp.zeros((64, 32))}).arrays
@@ -56,7 +56,7 @@ def adam_mini(
     beta2: float = AdamWSettings.beta2,
     epsilon: float = AdamWSettings.epsilon,
     weight_decay: float = AdamWSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """AdamW with one second moment per output neuron: 4 bytes per parameter."""
     settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)

@@ -10,7 +10,6 @@ Adam, and so do embeddings and the output projection unless `project_embeddings`
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxmem.optim.rules import projection
 from jaxmem.optim.rules.plain import Adam, bias_correction, next_moments
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
+from jaxmem.typing import AxesTree
 
 GROWTH = 1.01
 TINY = 1e-8
@@ -73,7 +73,7 @@ class ScaledByProjection(MatrixRule):
         return u * (ratio * shrink * unbiased * self.settings.scale**0.5), {"m": m, "v": v, "length": length * shrink}
 
 
-def scale_by_apollo(settings: ApolloSettings = ApolloSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_apollo(settings: ApolloSettings = ApolloSettings(), *, axes: AxesTree = None) -> Transformation:
     """APOLLO with one scale per column. `rank` None is a quarter of the smaller dimension of each matrix."""
     return by_layer(lambda spec: _rule_for(settings, spec, settings.rank, per_matrix=False), axes)
 
@@ -89,7 +89,7 @@ def apollo(
     scale: float = ApolloSettings.scale,
     project_embeddings: bool = ApolloSettings.project_embeddings,
     rank: int | None = ApolloSettings.rank,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """APOLLO with weight decay. `rank` None is a quarter of the smaller dimension of each matrix."""
     settings = ApolloSettings(
@@ -105,7 +105,9 @@ def apollo(
     return with_learning_rate(scale_by_apollo(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_apollo_mini(settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_apollo_mini(
+    settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: AxesTree = None
+) -> Transformation:
     """APOLLO with rank 1 and one scale per matrix.
 
     >>> scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).arrays["m"]["w"].shape
@@ -124,7 +126,7 @@ def apollo_mini(
     refresh_every: int = ApolloMiniSettings.refresh_every,
     scale: float = ApolloMiniSettings.scale,
     project_embeddings: bool = ApolloMiniSettings.project_embeddings,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """APOLLO-Mini with weight decay: almost no state."""
     settings = ApolloMiniSettings(

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
 from jaxmem.kernels.run_counts import run_count
@@ -31,6 +32,7 @@ from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import QTensor, quantize
+from jaxmem.typing import AxesTree
 
 RuleFor = Callable[[ParameterSpec], MatrixRule]
 
@@ -121,7 +123,7 @@ class GaLoreRule(MatrixRule):
         }
 
 
-def scale_by_galore(settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_galore(settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
     """GaLore with Adam in float32. `rank` None is a quarter of the smaller dimension of each matrix.
 
     >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).arrays
@@ -143,7 +145,7 @@ def galore_adamw(
     project_embeddings: bool = GaLoreSettings.project_embeddings,
     rank: int | None = GaLoreSettings.rank,
     residual: bool = GaLoreSettings.residual,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """GaLore with AdamW. `rank` None is a quarter of the smaller dimension of each matrix."""
     settings = GaLoreSettings(
@@ -160,7 +162,7 @@ def galore_adamw(
     return with_learning_rate(scale_by_galore(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_galore8bit(settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_galore8bit(settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
     """GaLore with Adam, whose moments have 8 bits."""
     return by_layer(lambda spec: _rule_for(settings, spec, quantized(Adam(settings), ADAM8)), axes)
 
@@ -177,7 +179,7 @@ def galore_adamw8bit(
     project_embeddings: bool = GaLoreSettings.project_embeddings,
     rank: int | None = GaLoreSettings.rank,
     residual: bool = GaLoreSettings.residual,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """GaLore with AdamW, whose moments have 8 bits."""
     settings = GaLoreSettings(
@@ -194,7 +196,7 @@ def galore_adamw8bit(
     return with_learning_rate(scale_by_galore8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_qgalore(settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_qgalore(settings: QGaLoreSettings = QGaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
     """Q-GaLore: moments in 8 bits, bases in 4 bits."""
     inner = quantized(Adam(settings), ADAM8)
     return by_layer(lambda spec: _rule_for(settings, spec, inner, settings.similarity), axes)
@@ -213,7 +215,7 @@ def qgalore(
     rank: int | None = QGaLoreSettings.rank,
     residual: bool = QGaLoreSettings.residual,
     similarity: float = QGaLoreSettings.similarity,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Q-GaLore with weight decay: moments in 8 bits, bases in 4 bits."""
     settings = QGaLoreSettings(
@@ -239,5 +241,5 @@ def _rule_for(
     return GaLoreRule(settings, inner, spec, rank_of(spec, settings.rank), similarity)
 
 
-def _values(basis: Any, dtype: Any) -> jax.Array:
+def _values(basis: Any, dtype: DTypeLike) -> jax.Array:
     return basis.dequantize(dtype) if isinstance(basis, QTensor) else basis.astype(dtype)

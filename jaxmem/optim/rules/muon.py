@@ -8,7 +8,6 @@ Adam's updates, so that both use the same learning rate (Moonlight: Liu et al., 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxmem.config.optimizers import MuonSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
+from jaxmem.typing import AxesTree
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # the polynomial that is steepest at zero and maps values near one to near one
@@ -53,7 +53,7 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     return x
 
 
-def scale_by_muon(settings: MuonSettings = MuonSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_muon(settings: MuonSettings = MuonSettings(), *, axes: AxesTree = None) -> Transformation:
     """Muon for hidden matrices, Adam for other parameters. Without `axes` every matrix is a hidden matrix.
 
     >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).arrays)
@@ -74,7 +74,7 @@ def muon(
     beta2: float = MuonSettings.beta2,
     epsilon: float = MuonSettings.epsilon,
     weight_decay: float = MuonSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Muon with weight decay; AdamW for parameters that are not hidden matrices."""
     settings = MuonSettings(momentum=momentum, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)

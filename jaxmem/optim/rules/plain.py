@@ -6,7 +6,6 @@ for vectors and projected matrices.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,10 @@ from jaxmem.optim.apply import widened
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
 from jaxmem.optim.transformation import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import AxesTree, Tree
 
 
-def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> optax.GradientTransformation:
+def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """Adam with two moments: 8 bytes per parameter for float32 weights."""
     del axes  # elementwise: a stack is treated like any other array
     return _in_dtype_of_weights(optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
@@ -32,7 +32,7 @@ def adamw(
     beta2: float = AdamWSettings.beta2,
     epsilon: float = AdamWSettings.epsilon,
     weight_decay: float = AdamWSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Adam with decoupled weight decay of matrices (Loshchilov and Hutter, arXiv:1711.05101)."""
     settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
@@ -45,14 +45,14 @@ def adam(
     beta1: float = AdamSettings.beta1,
     beta2: float = AdamSettings.beta2,
     epsilon: float = AdamSettings.epsilon,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Adam without weight decay (Kingma and Ba, arXiv:1412.6980)."""
     settings = AdamSettings(beta1=beta1, beta2=beta2, epsilon=epsilon)
     return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, 0.0, axes)
 
 
-def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: Any = None) -> optax.GradientTransformation:
+def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """Lion with one moment (Chen et al., arXiv:2302.06675)."""
     del axes
     return _in_dtype_of_weights(optax.scale_by_lion(settings.beta1, settings.beta2))
@@ -64,14 +64,14 @@ def lion(
     beta1: float = LionSettings.beta1,
     beta2: float = LionSettings.beta2,
     weight_decay: float = LionSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Lion: updates are signs, so use at most a third of the learning rate of Adam."""
     settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     return with_learning_rate(scale_by_lion(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def trace(settings: SgdSettings = SgdSettings(), *, axes: Any = None) -> optax.GradientTransformation:
+def trace(settings: SgdSettings = SgdSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """SGD: no state without momentum; with momentum, one value per parameter."""
     del axes
     return optax.identity() if is_zero(settings.momentum) else _in_dtype_of_weights(optax.trace(settings.momentum))
@@ -82,7 +82,7 @@ def sgd(
     *,
     momentum: float = SgdSettings.momentum,
     weight_decay: float = SgdSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """SGD; with momentum one state value per parameter, without it none."""
     settings = SgdSettings(momentum=momentum, weight_decay=weight_decay)
@@ -93,11 +93,11 @@ def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTran
     """`tx` with state in the dtype of each weight (float32 for float16), for any dtype of its gradient. The dtype of a
     quantized weight is that of its dequantized values."""
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731
         return tx.init(widened(jax.tree.map(plain, params, is_leaf=is_quantized)))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         updates, new = tx.update(widened(updates), state, params)
         return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
+from jaxmem.typing import AxesTree
 
 MIN_SIZE = 4096  # elements below which quantized state saves too little
 MAX_SHARDS = 8  # if possible, a dimension has a multiple of this number of blocks, so that shards have complete blocks
@@ -96,7 +97,7 @@ def quantized(
     return rule_for
 
 
-def scale_by_adam8bit(settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_adam8bit(settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: AxesTree = None) -> Transformation:
     """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: `triton`, a fused update on GPUs;
     `auto`, the same for arrays whose blocks are all complete; `none`, plain JAX.
 
@@ -122,14 +123,14 @@ def adamw8bit(
     epsilon: float = AdamW8bitSettings.epsilon,
     weight_decay: float = AdamW8bitSettings.weight_decay,
     kernel: str = AdamW8bitSettings.kernel,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """AdamW in 8 bits per moment: 2.03 bytes per parameter."""
     settings = AdamW8bitSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, kernel=kernel)
     return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_adam4bit(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_adam4bit(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> Transformation:
     """Adam in 4 bits per moment: 1.06 bytes per parameter."""
     return by_layer(quantized(Adam(settings), ADAM4, block_size=128), axes)
 
@@ -141,14 +142,14 @@ def adamw4bit(
     beta2: float = AdamWSettings.beta2,
     epsilon: float = AdamWSettings.epsilon,
     weight_decay: float = AdamWSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """AdamW in 4 bits per moment: 1.06 bytes per parameter."""
     settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
     return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: Any = None) -> Transformation:
+def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> Transformation:
     """Lion with its moment in 8 bits: 1.02 bytes per parameter."""
     return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
 
@@ -159,14 +160,14 @@ def lion8bit(
     beta1: float = LionSettings.beta1,
     beta2: float = LionSettings.beta2,
     weight_decay: float = LionSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Lion in 8 bits: 1.02 bytes per parameter."""
     settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def trace8bit(settings: MomentumSettings = MomentumSettings(), *, axes: Any = None) -> Transformation:
+def trace8bit(settings: MomentumSettings = MomentumSettings(), *, axes: AxesTree = None) -> Transformation:
     """Momentum in 8 bits: 1.02 bytes per parameter."""
     return by_layer(quantized(Momentum(settings.momentum), MOMENTUM8), axes)
 
@@ -176,7 +177,7 @@ def momentum8bit(
     *,
     momentum: float = MomentumSettings.momentum,
     weight_decay: float = MomentumSettings.weight_decay,
-    axes: Any = None,
+    axes: AxesTree = None,
 ) -> Transformation:
     """SGD with momentum in 8 bits: 1.02 bytes per parameter."""
     settings = MomentumSettings(momentum=momentum, weight_decay=weight_decay)

@@ -1,0 +1,7 @@
+"""Names for types of values that exist only while a kernel is traced."""
+
+from typing import Any
+
+Tree = Any  # nested tuples, dicts and dataclasses of arrays
+Ref = Any  # memory of a kernel, in which it reads and writes
+Index = Any  # an integer, known or traced
