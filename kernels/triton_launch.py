@@ -98,7 +98,8 @@ def _triton_call() -> Any:
         made = compiled(module, backend, options, target, *later_arguments)
         number = getattr(target, "arch", target)  # jax-triton 0.3 passes the compute capability itself: 90 for 9.0
         name = f"{number // 10}.{number % 10}"
-        if (needed := made.shared_mem_bytes) > SHARED_MEMORY_BYTES.get(name, needed):
+        needed = made.shared_mem_bytes
+        if needed > SHARED_MEMORY_BYTES.get(name, needed):
             raise ValueError(
                 f"{made.name}: a block needs {needed:,} bytes of shared memory; compute capability {name} has"
                 f" {SHARED_MEMORY_BYTES[name]:,}; use smaller blocks or another implementation"

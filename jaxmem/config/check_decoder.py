@@ -16,7 +16,8 @@ def check_decoder(cfg: Config) -> Iterator[str]:
 def decoder_errors(model: Decoder) -> Iterator[str]:
     if model.heads % model.kv_heads:
         yield indivisible("model.heads", model.heads, "model.kv_heads", model.kv_heads)
-    if (experts := model.experts) is not None and experts.top_k > experts.count:
+    experts = model.experts
+    if experts is not None and experts.top_k > experts.count:
         given = f"model.experts.top_k={experts.top_k} exceeds model.experts.count={experts.count}"
         yield f"{given}; use model.experts.top_k={experts.count} or less"
     for rope in model.ropes:
@@ -53,16 +54,18 @@ def _dense_layers(model: Decoder) -> Iterator[str]:
 def _deepseek(model: Decoder) -> Iterator[str]:
     if (latent := model.latent) is not None:
         for name in ("rope_dim", "value_dim"):
-            if (size := getattr(latent, name)) > model.head_dim - (name == "rope_dim"):
+            size = getattr(latent, name)
+            if size > model.head_dim - (name == "rope_dim"):
                 given = f"model.latent.{name}={size} exceeds model.head_dim={model.head_dim}, the width of a key"
                 yield f"{given}; use a smaller model.latent.{name}"
         if model.kv_heads != model.heads:
             given = f"model.latent computes keys of all heads, but model.kv_heads={model.kv_heads}"
             yield f"{given}; use model.kv_heads={model.heads}"
     if (experts := model.experts) is not None:
+        least = -(-experts.top_k * experts.groups // experts.count)  # groups that hold top_k experts
         if experts.count % experts.groups:
             yield indivisible("model.experts.count", experts.count, "model.experts.groups", experts.groups)
-        elif not (least := -(-experts.top_k * experts.groups // experts.count)) <= experts.top_groups <= experts.groups:
+        elif not least <= experts.top_groups <= experts.groups:
             given = f"model.experts.top_groups={experts.top_groups} of model.experts.groups={experts.groups} groups"
             yield f"{given}; use {least} to {experts.groups} for model.experts.top_k={experts.top_k}"
 

@@ -37,7 +37,8 @@ def check_data(cfg: Config) -> Iterator[str]:
         yield from _source(cfg, key, source)
     if data.mixture:
         for field, info in Source.model_fields.items():
-            if (value := getattr(data, field)) != info.default:
+            value = getattr(data, field)
+            if value != info.default:
                 yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; use data.mixture[0].{field}"
     elif data.weight != Source().weight:
         yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"

@@ -47,13 +47,18 @@ def check_combinations(cfg: Config) -> Iterator[str]:
         if value != info.default and actual not in values:
             yield required(f"{key}={as_yaml(value)}", other, values, actual)
     for setting, key, use in _TABLES["needs"]:
-        if (given := _matching(cfg, setting)) and value_of(cfg, key) is None:
+        given = _matching(cfg, setting)
+        if given and value_of(cfg, key) is None:
             yield f"{given} requires {key}; {use}"
     for key, other in EXCLUSIVE_KEYS:
-        if None not in (value := value_of(cfg, key), another := value_of(cfg, other)):
+        value = value_of(cfg, key)
+        another = value_of(cfg, other)
+        if value is not None and another is not None:
             yield f"{key}={value} and {other}={another} are both set; remove one of them"
     for setting, excluded, use in _TABLES["conflicts"]:
-        if (given := _matching(cfg, setting)) and (other := _matching(cfg, excluded)):
+        given = _matching(cfg, setting)
+        other = _matching(cfg, excluded)
+        if given and other:
             yield unsupported(given, other, use)
 
 

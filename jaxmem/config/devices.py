@@ -129,7 +129,8 @@ def _experts(cfg: Config) -> Iterator[str]:
         near = nearest_numbers(size, divisors(experts.count))
         yield f"model.experts.count={experts.count} is not divisible by mesh.expert={size}; use mesh.expert={near}"
     groups = cfg.memory.expert_groups
-    if groups > 1 and (devices := math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)) > 1:
+    devices = math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)
+    if groups > 1 and devices > 1:
         yield f"memory.expert_groups={groups} does not support {devices} devices; use memory.expert_groups=1"
     elif groups > 1 and experts is not None and experts.count % groups:
         near = nearest_numbers(groups, divisors(experts.count))
@@ -208,7 +209,8 @@ def _stages(cfg: Config) -> Iterator[str]:
         yield unsupported(f"mesh.stage={stage}", f"model.family={model.family}", "mesh.stage=1")
         return
     rounds = cfg.pipeline.rounds
-    if stage * rounds > (layers := pipelined_layers(model)):
+    layers = pipelined_layers(model)
+    if stage * rounds > layers:
         factor = f" x pipeline.rounds={rounds}" if rounds > 1 else ""
         most = f"mesh.stage={layers // rounds}" if rounds <= layers else "fewer pipeline.rounds"
         of = f"model.layers={layers}"

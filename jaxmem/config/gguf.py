@@ -192,7 +192,8 @@ def settings_of(opened: GgufFile) -> JsonDict:
         raise UnsupportedError(
             f"general.architecture={json.dumps(name)[:60]} is not supported; expected one of {', '.join(ARCHITECTURES)}"
         )
-    if (files := metadata.get("split.count", 1)) != 1:
+    files = metadata.get("split.count", 1)
+    if files != 1:
         raise UnsupportedError(f"the model is split into {files} files; join them with llama-gguf-split --merge")
     check_quantization(opened)
     values = {

@@ -116,7 +116,8 @@ class HfFamily:
         """The fields of multi-head latent attention."""
         if not self.is_latent:
             return {}
-        if (kv_heads := read(settings, "num_key_value_heads", Size, heads)) != heads:
+        kv_heads = read(settings, "num_key_value_heads", Size, heads)
+        if kv_heads != heads:
             raise UnsupportedError(f"num_key_value_heads={kv_heads} is not supported; expected {heads}, all heads")
         latent = {name: read(settings, key, Size) for name, key in LATENT.items() if name != "q_rank"}
         latent["q_rank"] = None if settings["q_lora_rank"] is None else read(settings, "q_lora_rank", Size)
@@ -124,7 +125,8 @@ class HfFamily:
 
     def latent_settings(self, model: Decoder) -> JsonDict:
         """The inverse: the keys of config.json for latent attention."""
-        if not self.is_latent or (latent := model.latent) is None:
+        latent = model.latent
+        if not self.is_latent or latent is None:
             return {}
         settings = {key: getattr(latent, name) for name, key in LATENT.items()}
         return settings | {"qk_nope_head_dim": model.head_dim - latent.rope_dim, "head_dim": latent.rope_dim}

@@ -72,8 +72,10 @@ def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
     if not isinstance(kind, str) or kind not in ROPE:
         raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
     check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.without_user(FIXED_ROPE), section="rope_scaling.")
-    rope: JsonDict = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
-    if family.has_partial_rope and (share := read({**settings, **scaling}, "partial_rotary_factor", Number, 1.0)) != 1:
+    settings_of_rope = {**settings, **scaling}
+    rope: JsonDict = {"theta": read(settings_of_rope, "rope_theta", Number, 10_000.0)}
+    share = read(settings_of_rope, "partial_rotary_factor", Number, 1.0) if family.has_partial_rope else 1
+    if share != 1:
         rope["share"] = share
     if kind == "default":
         return rope

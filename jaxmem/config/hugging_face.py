@@ -104,6 +104,7 @@ def fields_of(settings: JsonView) -> JsonDict:
     settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Quantity if name == "layers" else Size) for name, key in SHAPE.items()}
     biased = read(settings, "attention_bias", bool, False) if family.biased is None else family.biased
+    windows = _windows(settings, family, shape["layers"])
     fields = {
         **shape,
         "kv_heads": read(settings, "num_key_value_heads", Size, shape["heads"]),
@@ -115,7 +116,7 @@ def fields_of(settings: JsonView) -> JsonDict:
         "tie_embeddings": read(settings, "tie_word_embeddings", bool, False),
         **family.fields,
         **{name: read(settings, key, Decoder.model_fields[name].annotation) for name, key in family.keys.items()},
-        **(windows := _windows(settings, family, shape["layers"])),
+        **windows,
         **rope_fields(settings, family, windows),
         **family.expert_fields(settings, shape["layers"]),
         **family.latent_fields(settings, shape["heads"]),

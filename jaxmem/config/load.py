@@ -241,7 +241,8 @@ def _expand_hf(raw: JsonDict, directory: str) -> None:
         from jaxmem.config.hugging_face import decoder_fields
 
         raw["model"] = _merge(decoder_fields(directory), model)
-    if isinstance(data := raw.setdefault("data", {}), dict):
+    data = raw.setdefault("data", {})
+    if isinstance(data, dict):
         data.setdefault("tokenizer", directory)
 
 
@@ -255,8 +256,10 @@ def _expand_adapter(raw: JsonDict, directory: str) -> None:
 
     fields, trainable = adapter_fields(directory, model)
     raw["adapter"] = {**fields, **raw["adapter"]}
-    if trainable and isinstance(optimizer := raw.setdefault("optimizer", {}), dict):
-        optimizer.setdefault("trainable", trainable)
+    if trainable:
+        optimizer = raw.setdefault("optimizer", {})
+        if isinstance(optimizer, dict):
+            optimizer.setdefault("trainable", trainable)
 
 
 def _merge(base: JsonView, over: JsonView) -> JsonDict:

@@ -162,7 +162,8 @@ def _with_sections(raw: JsonDict, parts: Parts) -> JsonDict:
         raw["objective"] = {"name": "own"}
     if parts.get("optimizer") is not None:
         given = raw.get("optimizer") or {}
-        if wrong := [key for key in given if key not in ("trainable", "kernel")] if isinstance(given, dict) else []:
+        wrong = [key for key in given if key not in ("trainable", "kernel")] if isinstance(given, dict) else []
+        if wrong:
             raise UserError(f"optimizer.{wrong[0]} has no effect with the argument optimizer; remove one of them")
         raw["optimizer"] = {**given, "clip": None}
     return raw

@@ -185,7 +185,8 @@ class ChatEncoder:
                 if header and (at := text.rfind(header, previous_end, start)) >= 0:
                     start = at + len(header)
         after = len(text) - len(text[end:].lstrip())
-        if (following := self._special.match(text, after)) is None:  # the rest of a tool call is in between
+        following = self._special.match(text, after)
+        if following is None:  # the rest of a tool call is in between
             is_last = number + 1 == len(chat.messages)
             next_text = len(text) if is_last else self._changed_span(chat, number + 1, text)[0]
             following = self._special.search(text, end, next_text)
@@ -198,7 +199,8 @@ class ChatEncoder:
             message = _replaced(chat.messages[number], names=names)
             return self._render(chat, [*chat.messages[:number], message, *chat.messages[number + 1 :]]).text
 
-        start = _common_prefix(text, with_names := changed(names=True))
+        with_names = changed(names=True)
+        start = _common_prefix(text, with_names)
         # The header of a result may have the name of the function, which then is not a part of this message.
         other = changed(names=False) if "tool_calls" in chat.messages[number] else with_names
         return start, len(text) - _common_prefix(text[start:][::-1], other[start:][::-1])
@@ -225,7 +227,8 @@ def parse_pair(record: JsonDict, tokenizer: Tokenizer, encoder: Callable[[], Cha
     """The two answers of a record, each after the prompt."""
     if missing := [answer for answer in PAIR if answer not in record]:
         raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
-    if isinstance(prompt := record.get("prompt"), str) and isinstance(record["chosen"], str):
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and isinstance(record["chosen"], str):
         return [_document(tokenizer, prompt, string_value(record[answer], answer)) for answer in PAIR]
     return [encoder().document(chat) for chat in pair_of(record)]
 

@@ -111,7 +111,8 @@ class ColumnRows:
             if self._field not in opened.schema.names:
                 hint = nearest(self._field, opened.schema.names)
                 raise UserError(f"{path}: data.field={self._field} is not a column{hint}")
-            if "string" not in (kind := str(opened.schema.field(self._field).type)):
+            kind = str(opened.schema.field(self._field).type)
+            if "string" not in kind:
                 raise UserError(f"{path}: data.field={self._field} has type {kind}; use a column of strings")
         return opened
 

@@ -112,10 +112,10 @@ class Loader(AbstractContextManager["Loader"]):
         if data.buckets:
             return BucketRows(records[0], rows_here, size, data.lengths)
         most = data.documents_per_row if data.packing else None
-        streams = [
-            RowStream(records[column // share], turn * share + column % share, size // count, most)
-            for turn, column in (divmod(row, width) for row in rows_here.ravel().tolist())
-        ]
+        streams = []
+        for row in rows_here.ravel().tolist():
+            turn, column = divmod(row, width)
+            streams.append(RowStream(records[column // share], turn * share + column % share, size // count, most))
         return TextRows(streams, rows_here, data.sequence_length)
 
     @property

@@ -112,7 +112,8 @@ class FileTokenizer:
         with self._errors_of_file():
             tokenizer: Any = Implementation.from_buffer(self._content)
             for part in (tokenizer.normalizer, tokenizer.decoder):
-                if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
+                growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+                if growth > MAX_GROWTH:
                     raise ValueError(f"it can make a text {growth:,.0f} times as long; the limit is {MAX_GROWTH} times")
             tokenizer.no_truncation()
             tokenizer.no_padding()

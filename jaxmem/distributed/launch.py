@@ -136,7 +136,8 @@ async def _wait(children: Sequence[Process]) -> tuple[int, int]:
             _send(children, stops.pop(0)[1])
         for end in done:
             killed += end.result() < 0 and len(stops) == 2
-            if (status := end.result()) and not code:
+            status = end.result()
+            if status and not code:
                 code = status if status > 0 else 128 - status
                 how = f"exited with {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
                 others = "; stopping the others" if running else ""

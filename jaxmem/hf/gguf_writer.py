@@ -97,7 +97,8 @@ def save_gguf(
 
 def _architecture(cfg: Decoder) -> str:
     for name in UNSUPPORTED:
-        if (value := getattr(cfg, name)) != Decoder.model_fields[name].default:
+        value = getattr(cfg, name)
+        if value != Decoder.model_fields[name].default:
             raise UserError(
                 f"GGUF export does not support model.{name}={as_yaml(value)}; export to a directory instead"
             )
@@ -182,7 +183,8 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
         types[number] = BYTE if is_byte else NORMAL
     for added in content.get("added_tokens", ()):
         tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER
-    if (unknown := model.get("unk_token")) in tokens:
+    unknown = model.get("unk_token")
+    if unknown in tokens:
         types[tokens.index(unknown)] = UNKNOWN
     metadata: JsonDict = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     if is_sentencepiece:  # a merge has the score of the token that it results in

@@ -128,11 +128,11 @@ def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int]
             experts = flat[(*path[:-1], "b")].shape[1] if is_shared else None
             weight = _stacked(path, array, file_name, experts, stack_indices(name, flat, indices))
             dim = RANK_DIMS.get(kind)
-            tensors = [
-                tensor._replace(shape=tuple(adapter.rank if n == dim else size for n, size in enumerate(tensor.shape)))
-                for tensor, adapter in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True)
-                if adapter is not None
-            ]
+            tensors = []
+            for tensor, adapter in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True):
+                if adapter is not None:
+                    shape = (adapter.rank if n == dim else size for n, size in enumerate(tensor.shape))
+                    tensors.append(tensor._replace(shape=tuple(shape)))
             yield replace(weight, tensors=tuple(tensors))
 
 

@@ -37,8 +37,9 @@ def adapter_json(
         before = len(named)
         stacks = {path: layers.get(path, (None,)) for path in paths}
         different = {lora for stack in stacks.values() for lora in stack}
-        if len(different) == 1 and (only := next(iter(different))) is not None:
-            named[end] = only
+        first = next(iter(different), None)
+        if len(different) == 1 and first is not None:
+            named[end] = first
         else:
             for path, stack in stacks.items():
                 numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)

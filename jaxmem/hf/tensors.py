@@ -112,7 +112,8 @@ class Tensors:
             if not shapes.keys() >= set(parts):
                 continue  # `expect` refuses it
             sizes = [shapes[part][how.dim] for part in parts]
-            if entry.shape != (full_shape := _with_size(shapes[parts[0]], how.dim, sum(sizes))):
+            full_shape = _with_size(shapes[parts[0]], how.dim, sum(sizes))
+            if entry.shape != full_shape:
                 raise _wrong_shape(entry, full_shape, "config.json")
             del self.entries[name]
             for i, part in enumerate(parts):

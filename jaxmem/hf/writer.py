@@ -141,12 +141,12 @@ def _stored_layer(q: QTensor, place: jax.Array, depth: int) -> tuple[jax.Array, 
 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
     """The adapters of a model, by the path of the weight that they change."""
-    return {
-        (*map(str, path[:-1]), name): (weights, module.scale)
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Lora | TokenRows)
-        for name, weights in weights_to_merge(module).items()
-    }
+    adapters = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Lora | TokenRows):
+            for name, weights in weights_to_merge(module).items():
+                adapters[(*map(str, path[:-1]), name)] = weights, module.scale
+    return adapters
 
 
 def output_tensors(

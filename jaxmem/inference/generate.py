@@ -156,7 +156,9 @@ class Generator:
         """Gives the cache room for `needed` tokens."""
         if state.cache is None:
             state.cache = self._empty(len(state.first), cache_size_for(needed))
-        elif needed > (room := capacity_of(state.cache)):  # room is doubled, so that few lengths are compiled
+            return
+        room = capacity_of(state.cache)
+        if needed > room:  # the cache is doubled, so that few lengths are compiled
             state.cache = self._compiled_grow(state.cache, cache_size_for(max(needed, 2 * room)) - room)
 
     def _step(self, state: DecodingState, tokens: np.ndarray, count: int, lengths: np.ndarray) -> jax.Array:

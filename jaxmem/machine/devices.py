@@ -97,7 +97,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory, in one pool for all threads; call it before jax starts threads. On a CPU, XLA
     allocates its temporary buffers at each step; glibc would map and clear large blocks each time, which takes a fifth
     of the time of a small step."""
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
         arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
         for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
             mallopt(option, value)
@@ -240,10 +241,12 @@ def spill_to_host() -> None:
             "memory.spill=unified does not support WSL, where CUDA cannot exceed the GPU's memory; use "
             "memory.spill=none"
         )
-    if (allocator := os.environ.setdefault(_ALLOCATOR, "bfc").lower()) not in ("bfc", "default"):
+    allocator = os.environ.setdefault(_ALLOCATOR, "bfc").lower()
+    if allocator not in ("bfc", "default"):
         raise UserError(f"{_ALLOCATOR}={allocator} does not support memory.spill=unified; unset it, or use bfc")
     for name in _FRACTIONS:
-        if (share := os.environ.get(name)) is not None and float(share) <= 1:
+        share = os.environ.get(name)
+        if share is not None and float(share) <= 1:
             raise UserError(f"{name}={share} leaves no memory for memory.spill=unified; unset it")
     count = _visible(gpus_found)
     least = min(gpu["memory"] for gpu in gpus_found)

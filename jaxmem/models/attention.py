@@ -148,9 +148,10 @@ class Attention(nnx.Module):
     def group_count(self, x: Float[Array, "batch time embed"]) -> int:
         """The number of groups of heads (`memory.head_groups`)."""
         spec = self.spec
-        parts = 1 if (layout := current()) is None else layout.parts("activations", "heads")
+        layout = current()
         if spec.joint_qk_norm:
             return 1
+        parts = 1 if layout is None else layout.parts("activations", "heads")
         return self.execution.chunking.group_count(
             x, spec.heads, spec.kv_heads, spec.head_dim, self.head_shards // parts
         )

@@ -253,7 +253,8 @@ def map_head_groups(
         if dim is None:
             return jnp.broadcast_to(w, (groups, *w.shape))
         count = heads[axis_name(axes_of_w[dim])]
-        if (repeats := math.lcm(count, parts * groups) // count) > 1:
+        repeats = math.lcm(count, parts * groups) // count
+        if repeats > 1:
             with_heads = w.reshape(*w.shape[:dim], count, -1, *w.shape[dim + 1 :])
             w = jnp.repeat(with_heads, repeats, axis=dim).reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
         w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])

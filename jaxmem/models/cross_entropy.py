@@ -144,10 +144,12 @@ class SlicedLoss:
         # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.
         prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
         loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
-        if (y := intercepted(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
+        y = intercepted(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))
+        if y is not None:
             return y
-        at, stored = (weight.proxy, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
-        return _sliced(loss, x, at, stored, labels)
+        if isinstance(weight, weights.StoredWeight):
+            return _sliced(loss, x, weight.proxy, weight.stored, labels)
+        return _sliced(loss, x, weight, None, labels)
 
     def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
         """The loss, with one function for the gradient of the features and one for that of the weight. Features and
@@ -252,7 +254,8 @@ class SlicedLoss:
         x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = jnp.einsum("bte,epv->btpv", x, weight)
         logits = constrain(logits, "vocab_batch", "vocab_time", "vocab", None).astype(jnp.float32)
-        return logits if (cap := self.terms.soft_cap) is None else soft_cap(logits, cap)
+        cap = self.terms.soft_cap
+        return logits if cap is None else soft_cap(logits, cap)
 
 
 _Saved = tuple[jax.Array, Any, Any, jax.Array, Statistics]

@@ -150,7 +150,9 @@ class Experts(nnx.Module):
         y = checkpoint_name(y, MATMUL)
         if self.cfg.shared is not None:
             shared = self.shared(x, keys)
-            y = y + (shared if (gate := self.shared_gate) is None else jax.nn.sigmoid(gate(x)).astype(x.dtype) * shared)
+            if self.shared_gate is not None:
+                shared = jax.nn.sigmoid(self.shared_gate(x)).astype(x.dtype) * shared
+            y = y + shared
         return y, constrain(statistics, "batch", "stream", None)
 
     def _route(self, x: Features, segment_ids: jax.Array | None) -> tuple[Choices, Shares, jax.Array]:

@@ -142,21 +142,18 @@ class Mixture:
                 )
             return dataclasses.replace(aligned, size=w.size // parts)
 
-        def specs(tree: Tree) -> Tree:
+        def spec(axes: Axes, w: jax.Array | QTensor) -> Tree:
+            return jax.tree.map(lambda _: layout.spec("compute", axes), w)
+
+        def map_weights(function: Callable[[Axes, jax.Array | QTensor], Tree], tree: Tree) -> Tree:
             return {
-                name: {
-                    key: jax.tree.map(lambda _, names=axes[name][key]: layout.spec("compute", names), w)
-                    for key, w in arrays.items()
-                }
-                for name, arrays in tree.items()
+                name: {key: function(axes[name][key], w) for key, w in arrays.items()} for name, arrays in tree.items()
             }
 
-        frozen = {
-            name: {key: local(axes[name][key], w) for key, w in arrays.items()} for name, arrays in frozen.items()
-        }
+        frozen = map_weights(local, frozen)
         into = layout.spec("activations", ("batch", "mlp_time", None))
         out = layout.spec("activations", ("batch", "stream" if self.scatters else "mlp_time", None))
-        in_specs = specs(trainable), specs(frozen), *[into] * len(tokens)
+        in_specs = map_weights(spec, trainable), map_weights(spec, frozen), *[into] * len(tokens)
         run = map_devices(self, in_specs, out)
         return run(trainable, frozen, *tokens)
 

@@ -85,24 +85,25 @@ class PlainModel:
         module = nnx.merge(self.graphdef, unflatten_dict(numbered(arrays)), new_randomness(self.randomness))
         variables = {tuple(map(str, path)): node for path, node in nnx.iter_graph(module)}
         state = {path: variables[path] for path in self.state}
+        weights = {path: x for path, x in flat.items() if path not in state}
         stacks = [
             Stack(
                 path,
                 count,
                 module=module,
-                weights={
-                    name[len(path) :]: x
-                    for name, x in flat.items()
-                    if self._stack_of(name) == path and name not in state
-                },
-                axes={name[len(path) :]: axes for name, axes in self.axes.items() if self._stack_of(name) == path},
-                state={name[len(path) :]: x for name, x in state.items() if self._stack_of(name) == path},
+                weights=self._within(path, weights),
+                axes=self._within(path, self.axes),
+                state=self._within(path, state),
                 options=options,
                 dtype=dtype,
             )
             for path, count in self.stacks.items()
         ]
         return PlainNetwork(module, state, stacks, dtype)
+
+    def _within(self, stack: Path, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        """The values of a stack, by their paths inside it."""
+        return {path[len(stack) :]: x for path, x in values.items() if self._stack_of(path) == stack}
 
     def _stack_of(self, path: Path) -> Path | None:
         return next((stack for stack in self.stacks if path[: len(stack)] == stack), None)

@@ -126,7 +126,8 @@ def axes_or_unnamed(axes: AxesTree, params: Tree) -> AxesTree:
     def of_weight(path: KeyPath, w: Any) -> Axes:
         if axes is None:
             return (None,) * w.ndim
-        if (name := path_name(path)) not in named:
+        name = path_name(path)
+        if name not in named:
             raise UserError(f"axes: {name} has no axes{nearest(name, named)}; add a tuple with a name per dimension")
         return named[name]
 

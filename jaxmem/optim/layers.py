@@ -180,10 +180,10 @@ class _Rules:
             spec, layers = _one_layer(names, w)
             state = _initial_state(_rule(self.rule_for, spec), spec)
             state_of_weights.append({name: _repeated(array, layers) for name, array in _by_name(state).items()})
-        arrays = {
-            name: jax.tree.unflatten(treedef, [state.get(name, optax.MaskedNode()) for state in state_of_weights])
-            for name in sorted({name for state in state_of_weights for name in state})
-        }
+        arrays = {}
+        for name in sorted(set().union(*state_of_weights)):
+            of_weights = [state.get(name, optax.MaskedNode()) for state in state_of_weights]
+            arrays[name] = jax.tree.unflatten(treedef, of_weights)
         if not _keeps_declarations.get():
             arrays = jax.tree.map(lambda array: array.value, arrays, is_leaf=is_declared)
         return ByLayerState(jnp.zeros((), jnp.int32), arrays)

@@ -274,7 +274,8 @@ def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
                 f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"
                 f" {key}={value}: {format_seconds(used.seconds)} instead of {format_seconds(other.seconds)} (estimated)"
             )
-            if (saved := other.total - used.total) > NOTABLE_SHARE * used.total:
+            saved = other.total - used.total
+            if saved > NOTABLE_SHARE * used.total:
                 text += f"; it saves {format_bytes(saved)} per device"
             yield PlanWarning(SLOW, text, f"{key}={value}")
 

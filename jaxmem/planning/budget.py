@@ -102,7 +102,8 @@ def check_size(cfg: Config, target: Target) -> None:
     if cfg.memory.remat == "auto":
         cfg = cfg.replace(memory={"remat": "none"})  # no policy changes the state
     parts = estimate(for_devices(cfg, target.count), target.platform).parts
-    if (size := sum(parts[part] for part in STATE)) > target.memory:
+    size = sum(parts[part] for part in STATE)
+    if size > target.memory:
         raise UserError(
             f"{cfg.name} needs {format_bytes(size)} per device for weights and optimizer state, more than this machine"
             f" has ({target.name}, {format_bytes(target.memory)}); name the devices of the run, such as --target"

@@ -24,7 +24,7 @@ from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
-from jaxmem.planning.timeline import Timeline, timeline
+from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.step import Program, program
 from jaxmem.step.programs import step_at
@@ -255,14 +255,12 @@ class Plan(Printed):
 
     def _traffic_as_json(self, kinds: Container[str], bytes_key: str) -> dict[str, JsonDict]:
         has_speed = self.target.gpu is not None
-        return {
-            kind: {
-                bytes_key if key == "wire_bytes" else key: value if has_speed or "seconds" not in key else None
-                for key, value in traffic._asdict().items()
-            }
-            for kind, traffic in self.timeline.traffic.items()
-            if kind in kinds
-        }
+
+        def row(traffic: Traffic) -> JsonDict:
+            fields = {bytes_key if key == "wire_bytes" else key: value for key, value in traffic._asdict().items()}
+            return {key: value if has_speed or "seconds" not in key else None for key, value in fields.items()}
+
+        return {kind: row(traffic) for kind, traffic in self.timeline.traffic.items() if kind in kinds}
 
     def table(self) -> Any:
         """The plan as a table that rich prints."""

@@ -152,9 +152,9 @@ class Fit(Printed):
             parts += [Text("nothing fits", style="red"), Text(smallest)]
         if self.other_methods:
             return Group(*parts, self.other_methods.table())
-        if others := [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front][
-            :OTHER_ROWS
-        ]:
+        others = [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front]
+        others = others[:OTHER_ROWS]
+        if others:
             parts.append(Text("Other compiled configs:"))
             parts += [Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim") for candidate in others]
         if error := trials.estimate_error:

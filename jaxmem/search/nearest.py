@@ -116,7 +116,8 @@ def slower_settings(plan: Plan) -> list[str]:
             candidate for candidate in others if _fits(plan, ratio * candidate.estimate.total, candidate.estimate.host)
         ]
         fastest = min(fitting, key=_seconds, default=given)
-        if (slower := _seconds(given) / _seconds(fastest)) > MIN_SLOWDOWN:
+        slower = _seconds(given) / _seconds(fastest)
+        if slower > MIN_SLOWDOWN:
             setting = " ".join(overrides(difference(fastest.cfg, given.cfg)))
             sentences.append(
                 f"{setting} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)"

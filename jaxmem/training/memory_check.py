@@ -61,7 +61,8 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in (message := str(error)):
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message:
             raise
         in_use = device_memory().get("bytes_in_use")
         requested = _requested(message)

@@ -73,7 +73,8 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
 def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], JsonDict] | None:
     """Like `restore`, but returns a function instead of the state. The function also reads the frozen base, which is
     not in the checkpoints, and returns the complete state."""
-    if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
+    latest = checkpoints.read_latest()
+    if latest and not latest[1]:  # no data position: imported weights
         from jaxmem.hf.peft import add_adapters
         from jaxmem.inference.load import base_params
 

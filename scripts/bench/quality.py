@@ -125,7 +125,8 @@ def documents(package: str) -> Iterator[str]:
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef
         tree = ast.parse(file.read_bytes())
         texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-        if len(text := "\n\n".join(filter(None, texts))) > 200:
+        text = "\n\n".join(filter(None, texts))
+        if len(text) > 200:
             yield text[:MAX_CHARACTERS]
 
 
