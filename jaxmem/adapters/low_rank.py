@@ -33,13 +33,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmem.adapters import flax_layers
-from jaxmem.adapters.trained_parts import TokenRows
+from jaxmem.adapters.trained_parts import TokenRows, prompt, tokens
 from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.errors import UserError, nearest
+from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
+from jaxmem.models.network import Network
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Axis
 from jaxmem.sharding.host import fetch_from_host
@@ -150,6 +152,18 @@ def lora(model: nnx.Module, *, dora: bool = False, key: jax.Array | None = None,
     config's section `adapter`, such as `rank`, `alpha`, `targets`. Returns the patterns of the trainable weights."""
     add_low_rank(model, Adapter(kind="dora" if dora else "lora", **options), jax.random.key(0) if key is None else key)
     return (LORA_WEIGHTS,)
+
+
+def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
+    """Adds the adapters of a config to a model, in place. `order`: the layer at each position of a stack. The kinds
+    head, last_layers and patterns add no parameters: they train weights of the model."""
+    if cfg.kind in ("lora", "dora", "qlora"):
+        add_low_rank(model, cfg, key, order)
+    if isinstance(model, Decoder):
+        if cfg.kind == "prompt":
+            prompt(model, length=cfg.virtual_tokens, key=key)
+        if cfg.token_indices:
+            tokens(model, cfg.token_indices)
 
 
 def add_low_rank(model: Any, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:

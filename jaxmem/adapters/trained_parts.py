@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmem.config.adapter import EMBEDDING_ROWS, Adapter
+from jaxmem.config.adapter import EMBEDDING_ROWS
 from jaxmem.errors import UserError
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import RESIDUAL, take_rows
@@ -106,20 +106,6 @@ def head(model: Network, *, outputs: int | None = None, key: jax.Array | None = 
         rngs = nnx.Rngs(params=jax.random.key(0) if key is None else key)
         model.head = Linear(rngs, inputs, outputs or before, ("embed", "classes"), bias=True)
     return ("head.*",)
-
-
-def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
-    """Adds the adapters of a config to a model, in place. `order`: the layer at each position of a stack. The kinds
-    head, last_layers and patterns add no parameters: they train weights of the model."""
-    if cfg.kind in ("lora", "dora", "qlora"):
-        from jaxmem.adapters.low_rank import add_low_rank
-
-        add_low_rank(model, cfg, key, order)
-    if isinstance(model, Decoder):
-        if cfg.kind == "prompt":
-            prompt(model, length=cfg.virtual_tokens, key=key)
-        if cfg.token_indices:
-            tokens(model, cfg.token_indices)
 
 
 def base_of(tree: Tree) -> Tree:

@@ -1,9 +1,11 @@
 """The checkpoints of a run: saved in the background, rotated, found and restored."""
 
+import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from jaxmem.checkpoint.record import (
     named_leaves,
     read_record,
 )
-from jaxmem.checkpoint.retention import Retention
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError, abridge, one_of
@@ -33,6 +34,35 @@ CHUNK_BYTES = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP_PATTERN = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 MAX_ERRORS = 10  # of one failed save that Orbax raises one after the other
 ROTATED_DIRECTORY = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
+
+
+@dataclass
+class Retention(ocp.checkpoint_managers.PreservationPolicy):
+    """Keeps the newest `keep` checkpoints, and with `keep_best` the one with the lowest held-out loss.
+    Orbax has such policies (`LatestN`, `BestN`), but they cannot tell in advance whether a checkpoint with some loss
+    would be kept as the best, which decides whether a step is saved at all."""
+
+    keep: int
+    keep_best: bool
+    losses: dict[int, float | None] = field(default_factory=dict)  # the held-out loss of each step
+
+    def is_best(self, loss: float | None) -> bool:
+        """Whether a checkpoint with this loss would be kept as the best."""
+        others = [other for other, _ in self._finite(self.losses)]
+        return self.keep_best and loss is not None and math.isfinite(loss) and loss < min(others, default=math.inf)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        steps = [info.step for info in checkpoints]
+        kept = set(sorted(steps)[-self.keep :])
+        if self.keep_best and (finite := self._finite(steps)):
+            kept.add(min(finite)[1])
+        return [step in kept for step in steps]
+
+    def _finite(self, steps: Iterable[int]) -> list[tuple[float, int]]:
+        """(loss, step) of the steps whose loss is known and finite."""
+        known = [(self.losses.get(step), step) for step in steps]
+        return [(loss, step) for loss, step in known if loss is not None and math.isfinite(loss)]
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):

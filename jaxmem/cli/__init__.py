@@ -16,7 +16,7 @@ from jaxmem import __version__
 from jaxmem.cli import inference, info, planning, training
 from jaxmem.errors import UserError, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
-from jaxmem.machine.os_errors import as_user_error
+from jaxmem.machine.files import as_user_error
 
 app = typer.Typer(
     help="Train and fine-tune large models with little memory, and plan memory use before a run.",

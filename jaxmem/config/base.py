@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
@@ -24,6 +26,9 @@ StoredFormat = Literal[
     "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
     "uint3", "uint2", "nf4", "fp4", "mxfp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
 ]  # fmt: skip
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may lack its parser in C, which is ten times as fast
 
 
 class Section(BaseModel):
@@ -101,3 +106,9 @@ def literals(error: ErrorDetails) -> list[str]:
     """The texts of which a value must be one; empty for other errors."""
     keys = {"literal_error": "expected", "union_tag_invalid": "expected_tags"}
     return re.findall(r"'([^']*)'", error["ctx"][keys[error["type"]]]) if error["type"] in keys else []
+
+
+def read_table(name: str) -> Any:
+    """A table of this package, from its YAML file."""
+    text = files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, _LOADER)  # noqa: S506, a safe loader

@@ -18,8 +18,7 @@ from jaxmem.config.names import (
 )
 from jaxmem.config.networks import Convnet, Decoder, ImageInput, ImageText, Vit
 from jaxmem.config.recompute import Save, is_scheduled, policy_of
-from jaxmem.config.sections import Config, Data, Source
-from jaxmem.config.sources import SOURCES
+from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.errors import as_yaml, nearest, nearest_numbers, one_of, required, unsupported
 
 BYTE_VOCAB = 257  # 256 bytes and the end-of-document token

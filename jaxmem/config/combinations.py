@@ -5,11 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmem.config.base import Section
+from jaxmem.config.base import Section, read_table
 from jaxmem.config.optimizers import OPTIMIZERS
-from jaxmem.config.sections import Config
-from jaxmem.config.sources import SOURCES
-from jaxmem.config.tables import read_table
+from jaxmem.config.sections import SOURCES, Config
 from jaxmem.errors import as_yaml, required, unsupported
 
 NEEDS_PATH = tuple(name for name, kind in SOURCES.items() if kind.needs_path)

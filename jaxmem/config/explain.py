@@ -7,9 +7,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxmem.config.base import literals, must_be
+from jaxmem.config.base import literals, must_be, read_table
 from jaxmem.config.sections import Config
-from jaxmem.config.tables import read_table
 from jaxmem.errors import as_yaml
 from jaxmem.typing import JsonView
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem.config.gguf_tokenizer import special_token_ids, tokenizer_config, tokenizer_json
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.errors import UserError, one_line
-from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.machine.files import atomic_directory
 from jaxmem.typing import JsonDict, JsonView
 
 FILE = "model.gguf"  # name of the link in the directory

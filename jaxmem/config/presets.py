@@ -3,7 +3,7 @@
 import re
 from typing import Any, NoReturn
 
-from jaxmem.config.tables import read_table
+from jaxmem.config.base import read_table
 from jaxmem.errors import UserError, nearest
 from jaxmem.typing import JsonDict
 

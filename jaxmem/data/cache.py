@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.config.sections import Config, Data, Source
-from jaxmem.config.sources import SOURCES
+from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.data.corpus import open_source, sources_of
 from jaxmem.data.records import Document, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, one_of
-from jaxmem.machine.atomic_directory import atomic_directory
-from jaxmem.machine.files import read_file
+from jaxmem.machine.files import atomic_directory, read_file
 from jaxmem.typing import JsonDict
 
 FORMAT = 1

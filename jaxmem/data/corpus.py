@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmem.config.hub import dataset_files, is_dataset
-from jaxmem.config.sections import Config, Data, Source
-from jaxmem.config.sources import SOURCES
+from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.data import record_order
 from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.config.sections import Data, Source
-from jaxmem.config.sources import COLUMNS
+from jaxmem.config.sections import COLUMNS, Data, Source
 from jaxmem.data.columns import ColumnRows
 from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, RecordSource, TokenizedText

@@ -64,7 +64,7 @@ class RecordCounts:
 
 
 class RecordSource:
-    """Documents with random access. A subclass reads the files of one kind of source (`config/sources.py`)."""
+    """Documents with random access. A subclass reads the files of one kind of source (`SOURCES`)."""
 
     noun = "documents"  # the name of records in messages
     documents_per_record = 1

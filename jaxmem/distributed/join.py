@@ -12,7 +12,7 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster, find
 from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
-from jaxmem.machine.os_errors import as_user_error
+from jaxmem.machine.files import as_user_error
 
 _watch: Watch | None = None
 

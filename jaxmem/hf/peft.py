@@ -43,7 +43,7 @@ from jaxmem.hf.peft_initialized import InitializedTensors
 from jaxmem.hf.reader import read_arrays, read_weights
 from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
-from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.machine.files import atomic_directory
 from jaxmem.quant.precision import Params
 from jaxmem.step import Program
 from jaxmem.typing import Tree

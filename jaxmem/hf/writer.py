@@ -26,7 +26,7 @@ from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, write_tensors
-from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.machine.files import atomic_directory
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized

@@ -19,7 +19,7 @@ from jaxmem.config.hub import local_directory
 from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
 from jaxmem.inference.load import HF_FOLDER, check_run, is_run, model_config, open_model
-from jaxmem.machine.atomic_directory import atomic_directory
+from jaxmem.machine.files import atomic_directory
 
 
 def import_model(source: str | Path, target: str | Path) -> None:

@@ -1,13 +1,24 @@
-"""Files that are read whole if they are regular and not too large, or written whole or not at all."""
+"""Files that are read whole if they are regular and not too large; files and directories that are written whole or not
+at all; and errors of the operating system as errors that a user can correct."""
 
+import errno
 import os
+import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmem.errors import UserError
 
 BLOCK_BYTES = 1 << 16
+# Errors of system calls for files and directories that cannot be used, and for limits of the machine.
+_OF_THE_MACHINE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ESTALE),
+)
+_MORE_FILES = "too many open files: raise the limit with `ulimit -n 4096`"
 
 
 def read_file(file: Path, limit: int) -> bytes:
@@ -41,7 +52,47 @@ def write_file(path: Path, text: str) -> None:
         Path(partial).unlink(missing_ok=True)
 
 
+@contextmanager
+def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary directory next to `directory`. It is renamed to `directory` at the end, or removed after an error."""
+    target = Path(directory).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already; remove it, or use another directory")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
+    try:
+        yield unfinished
+        for file in unfinished.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        unfinished.chmod(0o777 & ~umask())  # mkdtemp gives permissions only to the owner
+        unfinished.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def as_user_error(error: BaseException) -> BaseException:
+    """A UserError if the cause is the machine (a directory that cannot be written, a full disk, too few file
+    descriptors), otherwise the error itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE:
+            if cause.errno in (errno.EMFILE, errno.ENFILE):
+                return UserError(_MORE_FILES)
+            return UserError(f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause.strerror))
+        if not isinstance(cause, UserError) and os.strerror(errno.EMFILE) in str(cause):  # from a library in C++
+            return UserError(_MORE_FILES)
+        cause = cause.__cause__
+    return error

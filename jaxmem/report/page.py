@@ -6,7 +6,6 @@ This module computes what the page shows; `page.html` is its template.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
@@ -15,7 +14,7 @@ from jaxmem.estimate.parts import PARTS
 from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
-from jaxmem.typing import JsonView
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_LIMIT_RATIO = 1.6  # a limit above this multiple of the peak is not drawn
 CURVES = {
@@ -104,7 +103,7 @@ def _tiles(plan: JsonView, memory: JsonView, record: RunRecord | None) -> list[t
     return tiles
 
 
-def _step(plan: JsonView, memory: JsonView, time: Callable[[float], str]) -> dict[str, Any]:
+def _step(plan: JsonView, memory: JsonView, time: Callable[[float], str]) -> JsonDict:
     """A chart of memory over a step by band, stacked, with its peak, and the limit if it is near."""
     columns = memory["columns"]
     at_peak, *peak = memory["peak"]

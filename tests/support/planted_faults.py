@@ -246,7 +246,7 @@ FAULTS = {
     ),
     "best": Fault(
         "the worst checkpoint is kept as the best",
-        "jaxmem/checkpoint/retention.py",
+        "jaxmem/checkpoint/manager.py",
         "kept.add(min(finite)[1])",
         "kept.add(max(finite)[1])",
         "tests/checkpoint tests/training/test_run.py",
@@ -342,7 +342,7 @@ FAULTS = {
     "phases": Fault(
         "the memory of initialization and evaluation is ignored",
         "jaxmem/search/largest.py",
-        "one.total = max(one.total, *self._compilers.phases(cfg).values())",
+        "candidate.total = max(candidate.total, *self._compilers.phases(cfg).values())",
         "self._compilers.phases(cfg)",
         "tests/search/test_largest.py",
     ),
@@ -356,8 +356,8 @@ FAULTS = {
     "front": Fault(
         "slower candidates that need more memory stay",
         "jaxmem/search/candidates.py",
-        "one.total < (1 - MIN_MEMORY_GAIN) * chosen[-1].total",
-        "one.total < (1 + MIN_MEMORY_GAIN) * chosen[-1].total",
+        "candidate.total < (1 - MIN_MEMORY_GAIN) * chosen[-1].total",
+        "candidate.total < (1 + MIN_MEMORY_GAIN) * chosen[-1].total",
         "tests/search",
     ),
     # ------------------------------------------------------------------ inference
