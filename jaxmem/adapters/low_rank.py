@@ -59,8 +59,16 @@ class Lora(nnx.Module):
         cfg: Adapter,
         order: Sequence[int] | None = None,
     ):
-        """`layers`: the adapter of each layer of a stack, or of a single layer. `order`: the number of the layer at
-        each position of a stack, where numbers beyond `layers` are identity layers; None: layers are in order."""
+        """Initializes the adapters of a layer or of a stack of layers.
+
+        Args:
+            rngs: Draws A; B is zero.
+            base: The layer that is adapted.
+            layers: The adapter of each layer of a stack, or of a single layer.
+            cfg: The config's section.
+            order: The number of the layer at each position of a stack, where numbers beyond `layers` are identity
+                layers; None: layers are in order.
+        """
         *stack, inputs, outputs = base.weight.get_value().shape  # layers, and experts
         axes: Axes = base.weight.get_metadata()["axes"]
         stacked = axes[: len(stack)]

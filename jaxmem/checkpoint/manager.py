@@ -83,8 +83,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         read_only: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """With `read_only`, nothing is changed on disk, so that a run may write at the same time. If a save fails, the
-        next `save` passes the message to `warn`, or raises the error if `warn` is None. `wait` always raises it."""
+        """Opens the checkpoints of a directory.
+
+        Args:
+            directory: Contains one directory per checkpoint.
+            every: Steps between checkpoints.
+            keep: The newest checkpoints that are kept.
+            keep_best: Also keep the checkpoint with the lowest held-out loss.
+            read_only: Change nothing on disk, so that a run may write at the same time.
+            warn: If a save fails, the next `save` passes the message to it, or raises the error if it is None. `wait`
+                always raises it.
+        """
         self.directory = absolute(directory)
         # In a bucket a rename is a copy, so replaced checkpoints are deleted directly.
         self._has_rename = not read_only and "://" not in str(self.directory)
@@ -119,12 +128,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Starts a save if this step is due, forced, or (with `keep_best`) the best so far, unless it is saved
-        already. Returns whether a save was started. `state` may be donated as soon as this returns. `metrics["loss"]`
-        is the held-out loss of this state, if it has been evaluated.
-
+        """Starts a save if this step is due, forced, or (with `keep_best`) the best so far, unless it is saved already.
         A failed save is reported or raised by the next `save`, and raised by `wait` and by `save` with `force`; the run
         may continue after it.
+
+        Args:
+            step: The number of updates of this state.
+            state: May be donated as soon as this returns.
+            position: Of the data.
+            config: Saved beside the state.
+            metrics: `metrics["loss"]` is the held-out loss of this state, if it has been evaluated.
+            force: Save also if the step is not due.
+
+        Returns:
+            Whether a save was started.
         """
         if not self.is_due(step, metrics, force):
             return False

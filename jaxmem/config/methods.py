@@ -113,10 +113,16 @@ def run_config(
     devices: int = 1,
     **parts: Unpack[Parts],
 ) -> Config:
-    """The config of a planned run, from a config (`train` may be absent), a preset or a Hugging Face directory.
+    """The config of a planned run.
 
-    `method`: a name in METHODS, whose settings replace those of the config. `batch`: sequences per update; for a model
-    by default one per device.
+    Args:
+        source: A config (`train` may be absent), a preset or a Hugging Face directory.
+        overrides: Settings such as `batch.global_size=8`, which replace those of the source.
+        method: A name in METHODS, whose settings replace those of the config.
+        sequence_length: Tokens per sequence.
+        batch: Sequences per update; for a model by default one per device.
+        devices: The number of devices.
+        **parts: What a script brings.
     """
     sizes = {"data.sequence_length": sequence_length, "batch.global_size": batch}
     overrides = [*(f"{key}={size}" for key, size in sizes.items() if size is not None), *overrides]

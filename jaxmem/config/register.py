@@ -21,9 +21,12 @@ def register_optimizer(
 ) -> None:
     """Adds an optimizer, which `optimizer.name` can then select.
 
-    `scale(settings, axes=...)` returns the transformation of gradients, without weight decay and learning rate.
-    `settings`: a frozen dataclass of hyperparameters with their defaults. `axes`: the names of the dimensions of each
-    weight. `summary`: one line, with the bytes of state per parameter.
+    Args:
+        name: The value of `optimizer.name`.
+        scale: `scale(settings, axes=...)` returns the transformation of gradients, without weight decay and learning
+            rate. `axes`: the names of the dimensions of each weight.
+        settings: A frozen dataclass of hyperparameters with their defaults.
+        summary: One line, with the bytes of state per parameter.
     """
     unknown = {field.name for field in dataclasses.fields(settings)} - {*HYPERPARAMETERS}
     if unknown:

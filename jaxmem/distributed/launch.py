@@ -30,9 +30,18 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def launch(command: Sequence[str], processes: int, devices: int | None = None, restarts: int = 0) -> int:
-    """Runs the processes and returns the exit code. `devices`: simulated CPU devices per process, instead of GPUs.
-    `restarts`: how often the command is started again after processes were killed, in the largest number of processes
-    that are left and divides `processes`."""
+    """Runs the processes of a command on this machine.
+
+    Args:
+        command: The program and its arguments.
+        processes: How many run at the same time.
+        devices: Simulated CPU devices per process, instead of GPUs.
+        restarts: How often the command is started again after processes were killed, in the largest number of processes
+            that are left and divides `processes`.
+
+    Returns:
+        The exit code.
+    """
     if not command:
         raise UserError("launch: the command is missing; use jaxmem launch -n 2 -- jaxmem train configs/demo.yaml")
     variables = environments(processes, devices)

@@ -54,7 +54,14 @@ def load(
     dtype: DTypeLike = jnp.float32,
     execution: models.Execution = models.Execution(),
 ) -> models.Decoder:
-    """The model of a directory as a network with weights stored in `dtype`, on one device or sharded by `layout`."""
+    """The model of a Hugging Face directory as a network.
+
+    Args:
+        directory: Contains config.json and safetensors files.
+        layout: Shards the weights; None: they are on one device.
+        dtype: Of the stored weights.
+        execution: How the network is computed.
+    """
     cfg = Decoder(**decoder_fields(str(directory)))
     if errors := [*decoder_errors(cfg)]:
         raise UserError("\n".join(f"{directory}: {error}" for error in errors))

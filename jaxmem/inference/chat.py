@@ -24,7 +24,15 @@ class TextGenerator:
         stops: Sequence[str] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        """`tokens`: largest number of tokens per answer. `stops`: texts before which the output ends."""
+        """Opens a model.
+
+        Args:
+            directory: A run, or a Hugging Face directory.
+            sampling: How tokens are chosen.
+            tokens: Largest number of tokens per answer.
+            stops: Texts before which the output ends.
+            overrides: Settings that replace those of the run.
+        """
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
         self._conversation = Conversation(self._generate)

@@ -49,10 +49,18 @@ def import_model(source: str | Path, target: str | Path) -> None:
 def export_model(
     run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
 ) -> str:
-    """Writes a run as a Hugging Face directory or, if the target is named FILE.gguf, as a GGUF file. Returns a line
-    that describes the result. `dtype`: by default the dtype of the imported files or, without import, the stored dtype;
-    for a GGUF file float16. `adapter`: writes only the adapters, in PEFT's format. `merge`: writes all weights with the
-    adapters merged, tensor by tensor."""
+    """Writes a run as a Hugging Face directory or as a GGUF file.
+
+    Args:
+        run: The directory of the run.
+        target: The directory to write; FILE.gguf for a GGUF file.
+        dtype: By default the dtype of the imported files or, without import, the stored dtype; for a GGUF file float16.
+        adapter: Write only the adapters, in PEFT's format.
+        merge: Write all weights with the adapters merged, tensor by tensor.
+
+    Returns:
+        A line that describes the result.
+    """
     check_run(run)
     _check_adapters(run, model_config(run), adapter, merge)
     program, params = open_model(run)

@@ -33,8 +33,15 @@ class Reference:
 
 
 def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity: str, weights: str | None) -> Reference:
-    """Reads the file, or computes it with `params`. `identity`: the data's fingerprint. `weights`: in a resumed run
-    the fingerprint of its initial weights, since `params` have changed."""
+    """Reads the log-probabilities of the reference model from their file, or computes them.
+
+    Args:
+        program: Computes them.
+        corpus: The data.
+        params: The weights of the reference model, if the file is missing.
+        identity: The data's fingerprint.
+        weights: In a resumed run the fingerprint of its initial weights, since `params` have changed.
+    """
     cfg = program.cfg
     file = file_for(cfg)
     data = f"{identity} {cfg.data.sequence_length} {cfg.data.on_overlong} {cfg.data.on_invalid}"

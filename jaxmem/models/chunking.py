@@ -64,8 +64,14 @@ class Chunking:
         return chunk if chunk is not None and chunk < time else None
 
     def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int, context: int = 1) -> int:
-        """The number of groups of heads for x [batch, time, embed]. `context`: the number of devices that shard each
-        group.
+        """The number of groups of heads.
+
+        Args:
+            x: [batch, time, embed].
+            heads: Query heads of the model.
+            kv_heads: Key and value heads of the model.
+            head_dim: The width of a head.
+            context: The number of devices that shard each group.
 
         >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
         8

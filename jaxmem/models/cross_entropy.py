@@ -61,9 +61,22 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> PerToken:
-    """The loss per token of a decoder, from its features. The logits are computed at once, or in slices of `chunk`
-    entries (see `slices_for`). With an adapter on the output projection they are computed at once. Pipeline stages
-    compute it together, each in its part of the vocabulary (Yeung et al., arXiv:2411.05288)."""
+    """The loss per token of a decoder, from its features. With an adapter on the output projection the logits are
+    computed at once. Pipeline stages compute it together, each in its part of the vocabulary (Yeung et al.,
+    arXiv:2411.05288).
+
+    Args:
+        network: The decoder.
+        x: Its features, [batch, time, embed].
+        labels: [batch, time].
+        chunk: The vocabulary entries whose logits are computed at a time; see `slice_width`.
+        max_entries: Limits the entries whose gradient may exist at the same time.
+        label_smoothing: As in `cross_entropy`.
+        z_loss: As in `cross_entropy`.
+
+    Returns:
+        The loss of each token, [batch, time].
+    """
     over = vocab_over()
     weight = network.projection
     entries = network.cfg.vocab // axis_size(over)

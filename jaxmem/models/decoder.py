@@ -234,12 +234,20 @@ class Decoder(Network):
         last: Int[Array, ""] | None = None,
         lengths: Int[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Returns the logits after `tokens`, and the cache with `tokens` written in place, starting at index `length`.
+        """Reads `tokens` after those that the cache has.
 
-        `first`: the index of the first token of each text that is not padding (texts are padded on the left). `last`:
-        the index of the token whose logits are returned, by default the last; tokens after it are padding, which the
-        next call overwrites. `lengths`: the number of tokens of each text, by default up to the last of `tokens`; if
-        its factors of longrope differ from those of the cache, the caller reads the text again from its beginning.
+        Args:
+            tokens: [batch, time].
+            cache: Keys and values of earlier tokens.
+            length: The index in the cache at which `tokens` start.
+            first: The index of the first token of each text that is not padding (texts are padded on the left).
+            last: The index of the token whose logits are returned, by default the last; tokens after it are padding,
+                which the next call overwrites.
+            lengths: The number of tokens of each text, by default up to the last of `tokens`; if its factors of
+                longrope differ from those of the cache, the caller reads the text again from its beginning.
+
+        Returns:
+            The logits after `tokens`, and the cache with `tokens` written in place.
         """
         from jaxmem.models.kv_cache import CacheSlot
 

@@ -42,11 +42,16 @@ def cross_entropy(
     z_loss: float = 0.0,
     over: tuple[str, ...] = (),
 ) -> Float[Array, "*batch"]:
-    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass. `over`: mesh
-    axes of a `jax.shard_map` along which devices have the logits of other classes, and labels counted from their first
-    class.
+    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass. The label is
+    picked by comparison, not by a gather, so that logits sharded over the classes are reduced in place.
 
-    The label is picked by comparison, not by a gather, so that logits sharded over the classes are reduced in place.
+    Args:
+        logits: [..., classes].
+        labels: [...].
+        label_smoothing: The share of the target that is divided evenly over all classes.
+        z_loss: The factor of log(sum(exp(logits)))^2, which is added.
+        over: Mesh axes of a `jax.shard_map` along which devices have the logits of other classes, and labels counted
+            from their first class.
     """
     logits = logits.astype(jnp.float32)
     partition = jax.nn.logsumexp(logits, axis=-1)

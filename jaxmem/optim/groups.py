@@ -97,7 +97,15 @@ def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, unstacked: Tree
 
 
 def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
-    """Stacked leaves with the new values of one layer, in the same memory. Leaves that are not stacked are replaced."""
+    """Writes one layer into stacked leaves, in the same memory. Leaves that are not stacked are replaced.
+
+    Args:
+        tree: The stacked leaves.
+        axes: Their logical axes.
+        role: What they are: weights or optimizer state.
+        layer: The number of the layer.
+        new: Its values.
+    """
 
     def put_leaf(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         if names[:1] != ("layer",):

@@ -59,9 +59,18 @@ def resolve_remat(
     compiles: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Config, str | None]:
-    """The config with a policy instead of `memory.remat: auto`, and the reason for it; (the same config, None) if
-    `memory.remat` is not auto. `compiles`: False to choose by the estimate alone, with some memory left free.
-    `progress` is called with a line of text for each step that is compiled."""
+    """Chooses the policy of `memory.remat: auto`.
+
+    Args:
+        cfg: The config.
+        target: The devices.
+        reserve_gib: Memory of each GPU outside the compiled program.
+        compiles: False to choose by the estimate alone, with some memory left free.
+        progress: Called with a line of text for each step that is compiled.
+
+    Returns:
+        The config with a policy, and the reason for it; (the same config, None) if `memory.remat` is not auto.
+    """
     if cfg.memory.remat != "auto":
         return cfg, None
     limit = usable_memory(target, cfg, reserve_gib)

@@ -84,10 +84,16 @@ def compile_all(
     here: bool,
     code: bool = True,
 ) -> tuple[Compiled, dict[str, int]]:
-    """The compiled step, and bytes per device of other programs. XLA compiles in threads while jax lowers the next
-    program.
+    """Compiles in threads while jax lowers the next program.
 
-    `here`: whether the devices are those of this machine. `code`: False if the programs never run.
+    Args:
+        step: The lowered step.
+        others: Functions that lower other programs, by name.
+        here: Whether the devices are those of this machine.
+        code: False if the programs never run.
+
+    Returns:
+        The compiled step, and bytes per device of the other programs.
     """
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile, step, here, code)

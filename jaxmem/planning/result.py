@@ -277,11 +277,14 @@ def plan(
     progress: Callable[[str], None] = lambda _: None,
     **options: Unpack[RunOptions],
 ) -> Plan:
-    """Plan every phase of a run for a target such as `h100-80gb:16x8`, by default for the devices of this machine.
+    """Plan every phase of a run.
 
-    `source`: a config, a preset such as `llama3-8b`, or a Hugging Face directory. `options`: `method` (a name in
-    `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`. `reserve_gib`: memory of each GPU outside the
-    compiled program, by default `jaxmem.machine.gpus.reserved`. `progress` is called with lines of text.
+    Args:
+        source: A config, a preset such as `llama3-8b`, or a Hugging Face directory.
+        target: Devices such as `h100-80gb:16x8`; by default those of this machine.
+        reserve_gib: Memory of each GPU outside the compiled program, by default `jaxmem.machine.gpus.reserved`.
+        progress: Called with lines of text.
+        **options: `method` (a name in `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`.
     """
     start = time.perf_counter()
     aim = local_target(jax.devices()) if target is None else parse_target(target)

@@ -116,8 +116,14 @@ class Timeline:
 
 
 def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:
-    """Simulates a module on one of `devices`, `per_host` of them on each host. Without a `gpu`, only bytes and
-    executions are counted, and all communication is exposed."""
+    """Simulates a module on one device.
+
+    Args:
+        module: The compiled module.
+        gpu: Its speeds; without one, only bytes and executions are counted, and all communication is exposed.
+        devices: The number of all devices.
+        per_host: The devices of each host.
+    """
     simulation = _Simulation(module, gpu, devices, per_host)
     result = simulation.timeline
     result.seconds = simulation.run(module.entry)

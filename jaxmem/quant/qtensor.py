@@ -117,9 +117,15 @@ def quantize(
 ) -> QTensor:
     """Quantizes `x`, with one scale per `block_size` values along `axis`. The last block may be shorter.
 
-    With `block_size=None` there is one scale per slice along `axis` (per channel), with `axis=None` one scale for x.
-    `double_quant` also quantizes the scales, in groups of up to 256 blocks, or `double_quant` blocks if it is a
-    number; mxfp4 always has 8-bit scales. With a `key`, or a 32-bit seed per block (`seeds`), rounding is stochastic.
+    Args:
+        x: The values.
+        format: A name in `FORMATS`.
+        block_size: None: one scale per slice along `axis` (per channel).
+        axis: None: one scale for x.
+        double_quant: Also quantize the scales, in groups of up to 256 blocks, or `double_quant` blocks if it is a
+            number; mxfp4 always has 8-bit scales.
+        key: Rounding is stochastic; None: to nearest.
+        seeds: A 32-bit seed per block, in place of `key`.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes

@@ -211,12 +211,17 @@ def fit(
     progress: Progress = lambda _: None,
     **options: Unpack[RunOptions],
 ) -> Fit | Comparison:
-    """Search for the configs that fit a target such as `h100-80gb:8` (default: this machine's devices), fastest first.
+    """Search for the configs that fit a target, fastest first.
 
-    `source`: a config, a preset or a Hugging Face directory. `method`: one method of training, or several to compare,
-    separated by commas; without it, all methods are compared if the source is a model. `allow`: words for the settings
-    that may change (`knobs.KNOBS` lists the settings of each word). `compiles`: the largest number of steps to compile.
-    `progress` is called with lines of text.
+    Args:
+        source: A config, a preset or a Hugging Face directory.
+        target: Devices such as `h100-80gb:8`; by default those of this machine.
+        allow: Words for the settings that may change (`knobs.KNOBS` lists the settings of each word).
+        reserve_gib: Memory of each GPU outside the compiled program, by default `jaxmem.machine.gpus.reserved`.
+        compiles: The largest number of steps to compile.
+        progress: Called with lines of text.
+        **options: `method`: one method of training, or several to compare, separated by commas; without it, all methods
+            are compared if the source is a model. `sequence_length`, `batch`, `overrides`.
     """
     aim = compile_target(target)
     methods = [name.strip() for name in (options.get("method") or "").split(",")]

@@ -30,21 +30,31 @@ def attention(
 ) -> Any:  # an array; with `return_lse` a pair
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
-    q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]; the output has the shape of q. `heads`
-    may be a multiple of `kv_heads`: consecutive groups of query heads share a key head. `causal`: a query attends to
-    the keys up to its own position; with more keys than queries, the last query is at the position of the last key.
-    `window`: a query attends to this number of keys, of which the key at its own position is the last. `segment_ids`: a
-    query attends to keys of its own id. `kv_segment_ids`: the ids of keys; by default `segment_ids`. `max_segments`:
-    the largest number of runs of equal ids in a sequence, where each id is in one run. `cudnn` needs this number; its
-    output is NaN for sequences with more runs. The output of a query that attends to no key is zero. `scale` is
-    1/sqrt(dim) by default. `soft_cap` bounds the scores, cap tanh(score / cap). `deterministic`: equal inputs have
-    bitwise equal gradients. Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster;
-    all other implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads,
-    queries] in float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: `blockwise`.
-    `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases and runs
-    one of them, so layers of one scan may differ in it. `window_share`, for the planner: (number of calls to which the
-    window applies, number of all calls). `sinks`: a logit for each head, [heads], that is part of each softmax without
-    a value; differentiable.
+    Args:
+        q: [batch, queries, heads, dim].
+        k: [batch, keys, kv_heads, dim]. `heads` may be a multiple of `kv_heads`: consecutive groups of query heads
+            share a key head.
+        v: Like `k`.
+        implementation: A name in IMPLEMENTATIONS; None: `blockwise`.
+        return_lse: Also return log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
+        **options:
+            `causal`: a query attends to the keys up to its own position; with more keys than queries, the last query is
+            at the position of the last key.
+            `window`: a query attends to this number of keys, of which the key at its own position is the last.
+            `has_window`: a boolean on the device; false: the window does not apply. The call then compiles both cases
+            and runs one of them, so layers of one scan may differ in it.
+            `window_share`, for the planner: (number of calls to which the window applies, number of all calls).
+            `segment_ids`: a query attends to keys of its own id. `kv_segment_ids`: the ids of keys; by default
+            `segment_ids`.
+            `max_segments`: the largest number of runs of equal ids in a sequence, where each id is in one run. `cudnn`
+            needs this number; its output is NaN for sequences with more runs.
+            `scale`: by default 1/sqrt(dim). `soft_cap` bounds the scores, cap tanh(score / cap).
+            `sinks`: a logit for each head, [heads], that is part of each softmax without a value; differentiable.
+            `deterministic`: equal inputs have bitwise equal gradients. Otherwise `mosaic` accumulates dq in an order
+            that varies between runs, which is faster; all other implementations are always deterministic.
+
+    Returns:
+        An array of the shape of q, zero for a query that attends to no key; with `return_lse` a pair.
     """
     arrays, checked, extras = check_arguments(q, k, v, **options)
     with_lse = CHECKS.flag("return_lse", return_lse)

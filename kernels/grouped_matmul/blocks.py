@@ -92,12 +92,18 @@ def map_groups(
     *,
     parts: int = 1,
 ) -> Float[Array, "rows outputs"]:
-    """For each row of x, the sum over its groups of `function(weights, frozen, rows, values)`, in float32.
+    """For each row of x, the sum over its groups of `function(weights, frozen, rows, values)`, in float32. Gradients
+    exist for `weights`, `x` and `values`.
 
-    Leaves of `weights` and `frozen` are [groups, ...]; leaves of `values` are [sorted, ...], in the order of
-    `groups.rows`. Gradients exist for `weights`, `x` and `values`. `parts`: about 1 / `parts` of `groups.rows` belongs
-    to these groups. If it is above 1, the number of blocks is computed at run time, and `jax.vmap` of the loop copies
-    the result in each block.
+    Args:
+        function: Of the weights of one group and some rows of it.
+        weights: Trainable leaves, [groups, ...].
+        frozen: Leaves without gradient, [groups, ...].
+        x: [rows, inputs].
+        values: Leaves [sorted, ...], in the order of `groups.rows`.
+        groups: The rows of each group.
+        parts: About 1 / `parts` of `groups.rows` belongs to these groups. If it is above 1, the number of blocks is
+            computed at run time, and `jax.vmap` of the loop copies the result in each block.
     """
     return _map(function, parts, weights, frozen, x, values, groups)
 

@@ -79,9 +79,19 @@ def grouped_matmul(
     groups: Groups,
     gathers: bool,
 ) -> Float[Array, "sorted outputs"]:
-    """For each sorted row: x @ weight + bias, with the matrix and the bias of its group; the bias is multiplied by
-    `shares`. x has the sorted rows; with `gathers`, the rows that `groups.rows` selects. Results of rows that belong to
-    no group are 0. Quantized matrices have no gradient."""
+    """For each sorted row: x @ weight + bias, with the matrix and the bias of its group.
+
+    Args:
+        x: The sorted rows; with `gathers`, the rows that `groups.rows` selects.
+        weight: [groups, inputs, outputs]. A quantized matrix has no gradient.
+        bias: Of each group.
+        shares: Factors of the bias, one for each sorted row.
+        groups: The rows of each group.
+        gathers: Whether x is in the order before sorting.
+
+    Returns:
+        The result of each sorted row, 0 for a row that belongs to no group.
+    """
     together, inputs, outputs = _sizes(weight)
     planes = jnp.moveaxis(x.reshape(x.shape[0], inputs // together, together), 2, 0) if together > 1 else x
     static, arrays, warps = _prepare("grouped_matmul", x, weight, groups, gathers)

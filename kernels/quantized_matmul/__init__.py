@@ -131,13 +131,21 @@ def dequant_matmul(
     transposed: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """x @ w, where w = value(codes) * scale, of [inputs, outputs]; `transposed`: x @ w.T.
+    """x @ w, where w = value(codes) * scale. Values are dequantized in float32 and rounded to the dtype of x; sums are
+    in float32. Only x has a gradient, computed from the same codes.
 
-    x is [..., inputs] (transposed [..., outputs]), codes [inputs / codes per byte, outputs], scale [blocks, outputs].
-    `format`: nf4, fp4, mxfp4, int4 (two codes per byte along `inputs`, the first in the high bits, uint8) or int8.
-    `scale` has a float32 for each `block_size` inputs of each output, or is `QuantizedScales`. Values are dequantized
-    in float32 and rounded to the dtype of x; sums are in float32. Only x has a gradient, computed from the same codes.
-    `inputs`: by default the size in x, or in the codes. `implementation`: a name in IMPLEMENTATIONS; None: `sliced`.
+    Args:
+        x: [..., inputs]; transposed [..., outputs].
+        codes: [inputs / codes per byte, outputs].
+        scale: [blocks, outputs], a float32 for each `block_size` inputs of each output, or `QuantizedScales`.
+        format: nf4, fp4, mxfp4, int4 (two codes per byte along `inputs`, the first in the high bits, uint8) or int8.
+        block_size: Inputs per scale.
+        inputs: By default the size in x, or in the codes.
+        transposed: Compute x @ w.T.
+        implementation: A name in IMPLEMENTATIONS; None: `sliced`.
+
+    Returns:
+        [..., outputs], transposed [..., inputs], in the dtype of x.
     """
     transposed = Validator("dequant_matmul").flag("transposed", transposed)
     x, codes, scale, call = check_arguments(x, codes, scale, format, block_size, inputs, transposed)

@@ -96,12 +96,20 @@ def adam8_update(
     block_size: int = 256,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Moments8]:
-    """Adam's direction for a gradient [..., rows, columns], in the gradient's dtype, and the new state, which replaces
-    the old state in place if it is donated.
+    """Adam's direction with moments in 8 bits. A second moment never becomes zero: it is at least the smallest nonzero
+    value of a code.
 
-    `state`: 8-bit dynamic codes (Dettmers et al., arXiv:2110.02861) in blocks along `axis`, -1 or -2. A second moment
-    never becomes zero: it is at least the smallest nonzero value of a code. `unbiased`: 1 - beta1^t and 1 - beta2^t,
-    [2], by which the moments are divided.
+    Args:
+        g: The gradient, [..., rows, columns].
+        state: 8-bit dynamic codes (Dettmers et al., arXiv:2110.02861) in blocks along `axis`.
+        unbiased: 1 - beta1^t and 1 - beta2^t, [2], by which the moments are divided.
+        adam: Hyperparameters.
+        axis: -1 or -2.
+        block_size: Values per scale.
+        implementation: A name in IMPLEMENTATIONS.
+
+    Returns:
+        The direction, in the dtype of g, and the new state, which replaces the old state in place if it is donated.
     """
     checks = Validator("adam8_update")
     checks.require(isinstance(state, Moments8), f"state is {describe(state)}; it should be Moments8")
@@ -132,10 +140,21 @@ def int8_add(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds an update to int8 weights, value = code / 127 * scale, and quantizes the sum with stochastic rounding, so
-    that updates far below a quantization step are correct on average. Donated arrays are updated in place.
+    that updates far below a quantization step are correct on average.
 
-    `seeds`: a random word per block. The number drawn for an element depends on this word and on the position in the
-    block, so blocks with the same word draw the same numbers in any part of an array."""
+    Args:
+        codes: [..., rows, columns], int8.
+        scale: A float32 for each `block_size` values along `axis`.
+        update: Added to the values; the shape of `codes`.
+        seeds: A random word per block. The number drawn for an element depends on this word and on the position in the
+            block, so blocks with the same word draw the same numbers in any part of an array.
+        axis: -1 or -2.
+        block_size: Values per scale.
+        implementation: A name in IMPLEMENTATIONS.
+
+    Returns:
+        The new codes and scales, in the same memory if the arrays are donated.
+    """
     numbers = {"codes": (codes, "int8")}
     scales = {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
     checks = Validator("int8_add")
