@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.launch import on_each_platform
+from jaxmem.kernels.typing import Ref
 
 THREAD = "mosaic_warpgroup"
 
@@ -35,7 +36,7 @@ class MosaicKernel:
     program: Callable[..., None]
     grid: Mapping[str, int]
     warpgroups: int
-    memory: Any
+    memory: Ref
     flops: float = 0.0
 
 

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -91,7 +90,7 @@ def _type(value: JsonDict) -> str:
             return {"boolean": "`true`, `false`", "null": "`null`"}.get(kind, f"{kind}{limit}")
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
-from typing import Any
 
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.typing import JsonDict, JsonView
@@ -83,13 +82,13 @@ def _is_in(field: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(field, pattern) or fnmatchcase(field, f"{pattern}.*") for pattern in patterns)
 
 
-def _value(fields: JsonView, field: str) -> Any:
+def _value(fields: JsonView, field: str) -> object:
     """The value of a field; false if it is absent, since configs of earlier versions lack later settings."""
     value = fields.get(field)
     return None if value is False else value
 
 
-def _flat(value: Any, field: str = "") -> JsonDict:
+def _flat(value: object, field: str = "") -> JsonDict:
     """Values by dotted field; lists of sections are numbered. A list of numbers is one value, and a tuple is a list,
     as in JSON; an absent field equals one that is None or empty."""
     if isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):

@@ -43,7 +43,7 @@ class Section(BaseModel):
         )
 
 
-def setting(default: Any, description: str) -> Any:
+def setting(default: object, description: str) -> Any:
     """A field of a section. `default`: `...` if it is required. `description`: for the schema and docs/config.md."""
     return Field(default, description=description)
 
@@ -79,7 +79,7 @@ class NameIn:
     def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonDict:
         return {"enum": list(self.table), "type": "string"}
 
-    def _check(self, value: Any) -> str:
+    def _check(self, value: object) -> str:
         if not isinstance(value, str) or value not in self.table:
             raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{name}'" for name in self.table)})
         return value

@@ -309,7 +309,7 @@ class InFamilies:
         return core_schema.no_info_plain_validator_function(self._read, json_schema_input_schema=handler(source))
 
     @staticmethod
-    def _read(value: Any) -> Family:
+    def _read(value: object) -> Family:
         if isinstance(value, Family):
             return value
         if not isinstance(value, Mapping):

@@ -124,14 +124,14 @@ def _answer_of(record: JsonDict, key: str) -> list[Message]:
     return [{"role": "assistant", "content": string_value(value, key)}]
 
 
-def messages_of(value: Any, key: str) -> list[Message]:
+def messages_of(value: object, key: str) -> list[Message]:
     """The messages of a list."""
     if not isinstance(value, list) or not value:
         raise InvalidRecordError(f"{key} must be a list of messages")
     return [_message(message, key) for message in value]
 
 
-def _message(record: Any, key: str) -> Message:
+def _message(record: object, key: str) -> Message:
     """A message under OpenAI's names, without fields that are null."""
     if not isinstance(record, dict):
         raise InvalidRecordError(f"{key} must contain messages, not {as_yaml(record)[:60]}")
@@ -158,7 +158,7 @@ def _message(record: Any, key: str) -> Message:
     return message
 
 
-def _part(part: Any) -> str:
+def _part(part: object) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise InvalidRecordError(f"content of type {kind} is not supported; use type text")
@@ -179,6 +179,6 @@ def _calls(calls: Any) -> list[JsonDict]:
     return parsed_calls
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     """The value of a text in JSON; other values are unchanged."""
     return parse_json(value) if isinstance(value, str) else value

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxmem.config.sections import Config
 from jaxmem.data.packing import Batch, Position, Rows
@@ -20,7 +21,7 @@ class ImageForm:
 
     size: int
     channels: int
-    dtype: Any
+    dtype: DTypeLike
 
 
 class ImageSource(RecordSource):

@@ -143,7 +143,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def string_value(value: Any, key: str) -> str:
+def string_value(value: object, key: str) -> str:
     """`value`, the text at `key` of a line."""
     if not isinstance(value, str):
         raise InvalidRecordError(f"{key} must be a string, not {as_yaml(value)[:60]}")

@@ -38,14 +38,14 @@ class FileWeight:
     """A weight of a network, and its tensors in a file: one, or for a stack one per layer, in order."""
 
     path: WeightPath
-    array: Any  # the values, or only shape, dtype and sharding
+    array: Tree  # the values, or only shape, dtype and sharding
     shape: tuple[int, ...]  # the shape of a tensor in the file; for adapters, of the tensor of largest rank
     is_transposed: bool
     tensors: tuple[FileTensor, ...]
 
     @classmethod
     def of(
-        cls, path: WeightPath, array: Any, name: str, is_transposed: bool, indices: Sequence[int] | None = None
+        cls, path: WeightPath, array: Tree, name: str, is_transposed: bool, indices: Sequence[int] | None = None
     ) -> Self:
         """`name`: the name of the tensor, with {} for the layer and for the expert. `indices`: the position of each
         layer in the stack, by default all positions in order."""

@@ -98,7 +98,9 @@ def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[Low
     return [adapter for adapter in stack for _ in range(len(weight.tensors) // len(stack))]
 
 
-def _stacked(path: WeightPath, array: Any, name: str, experts: int | None, indices: Sequence[int] | None) -> FileWeight:
+def _stacked(
+    path: WeightPath, array: Tree, name: str, experts: int | None, indices: Sequence[int] | None
+) -> FileWeight:
     """A weight of an adapter. `experts`: the number of experts, if `array` is an A that they all share."""
     is_matrix = path[-1] in ("a", "b")
     if experts is None:

@@ -19,6 +19,7 @@ from jaxmem.hf.tensors import DTYPES
 from jaxmem.kernels.codes import FP4, NF4, dynamic_code
 from jaxmem.quant import FORMATS, QTensor
 from jaxmem.quant.packing import pack
+from jaxmem.typing import Tree
 
 Parts = dict[str, Any]  # the arrays of a matrix, by the end of their names
 Expected = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shapes and dtypes, by the end of the names
@@ -27,7 +28,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in an int32 of each of 8 co
 QUANT_STATE = "weight.quant_state.bitsandbytes__"
 
 
-def quantized_weight(codes: Any, scale: Any, offset: Any, form: str, block: int) -> QTensor:
+def quantized_weight(codes: Tree, scale: Tree, offset: Tree, form: str, block: int) -> QTensor:
     """A weight [*stack, in, out] of these arrays, its blocks along `in`."""
     return QTensor(codes, scale, offset, form, -2, block, codes.shape[-2] * 8 // FORMATS[form].bits, "bfloat16")
 
@@ -81,7 +82,7 @@ class Bitsandbytes4:
             if not (saved.shape == (len(values),) and np.allclose(saved, values, atol=1e-7)):
                 raise ValueError(f"{end} has other values than {scheme.format} of bitsandbytes")
 
-    def weight(self, parts: Parts) -> Any:
+    def weight(self, parts: Parts) -> Tree:
         """The weight [in, out]."""
         block = self.block
         form = self.scheme.format
@@ -118,7 +119,7 @@ class Bitsandbytes8(Bitsandbytes4):
         if redundant.get("weight_format", np.zeros(1)).any():
             raise ValueError("weight_format is not 0 (rows); save the model again with a recent bitsandbytes")
 
-    def weight(self, parts: Parts) -> Any:
+    def weight(self, parts: Parts) -> Tree:
         return quantized_weight(parts["weight"].T, parts["SCB"][None], None, "int8", self.columns)
 
 
@@ -224,7 +225,7 @@ class EvenlySpaced:
         shape = [count * (self.words if dim == packed else 1) for dim, count in enumerate(x.shape)]
         return jax.lax.slice_in_dim(codes.astype(jnp.uint8).reshape(shape), 0, size, axis=packed)
 
-    def weight(self, parts: Parts) -> Any:
+    def weight(self, parts: Parts) -> Tree:
         """The weight [in, out]."""
         names = self.tensors
         bits = self.scheme.bits

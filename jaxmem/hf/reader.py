@@ -153,7 +153,7 @@ def _read(
         return _on_devices(read, shape, sharding)
 
     def read(name: str) -> jax.Array | QTensor | Encoded:
-        x: Any
+        x: Tree
         if name in quantized:  # each device reads all codes, which are smaller than values
             x = jax.tree.map(lambda x: on_devices(lambda at: x[at], (None,) * x.ndim, x.shape), quantized[name]())
         elif name in tensors.entries:
@@ -242,7 +242,7 @@ def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) 
 
 @cache
 def _zeros(spec: Spec) -> Tree:
-    def zeros(x: Any) -> jax.Array:
+    def zeros(x: Tree) -> jax.Array:
         if x.sharding.memory_kind != HOST_MEMORY:
             return jnp.zeros(x.shape, x.dtype)
         # Each device writes its shard: XLA cannot compile the loop in `zeros_on_host` over a dimension with shards.

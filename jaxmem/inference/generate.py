@@ -170,7 +170,7 @@ class Generator:
         return token
 
     @cached_property
-    def _compiled_step(self) -> Any:
+    def _compiled_step(self) -> Tree:
         def step(
             params: Tree, tokens: jax.Array, cache: KVCache, length: Any, first: Any, last: Any, lengths: Any
         ) -> tuple[jax.Array, KVCache]:
@@ -187,7 +187,7 @@ class Generator:
         return jax.jit(partial(network.empty_cache, storage=self._cache_format), static_argnums=(0, 1))
 
     @cached_property
-    def _compiled_grow(self) -> Any:
+    def _compiled_grow(self) -> Tree:
         return jax.jit(grow, static_argnums=1)
 
 

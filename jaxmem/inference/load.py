@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import KeyPath
 
 from jaxmem import adapters, hf
 from jaxmem.checkpoint import Checkpoints
@@ -190,11 +191,11 @@ def _store_as(built: Program, params: Tree) -> Tree:
     left = flatten_dict(params)
     params.clear()
 
-    def stored(path: Any) -> Any:
+    def stored(path: KeyPath) -> Tree:
         stacked = axes[path][:1] == ("layer",)
         weight_axes = axes[path][1:] if stacked else axes[path]
 
-        def convert(w: Any) -> Any:
+        def convert(w: Tree) -> Tree:
             w = fetch_from_host(w)
             return store(w.dequantize(jnp.float32) if is_quantized(w) else w, weight_axes, built.model.storage(path))
 
@@ -207,6 +208,6 @@ def _store_as(built: Program, params: Tree) -> Tree:
     return unflatten_dict({path: stored(path) for path in list(left)})
 
 
-def _format_of(w: Any) -> tuple[Any, ...]:
+def _format_of(w: Tree) -> tuple[Any, ...]:
     """Structure, shapes, dtypes and shardings of a weight."""
     return jax.tree.structure(w), [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(w)]

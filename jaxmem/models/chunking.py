@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.config.mesh import head_group_counts
@@ -252,7 +253,7 @@ def map_head_groups(
     graphdef, weights = gather_weights(modules, x.dtype)
     names = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(nnx.state(modules))}
 
-    def split(path: Any, w: jax.Array) -> jax.Array:
+    def split(path: KeyPath, w: jax.Array) -> jax.Array:
         """The heads of each device in groups: [groups, ...]."""
         axes_of_w = names[tuple(step.key for step in path)][-w.ndim :]
         dim = next((i for i, axis in enumerate(axes_of_w) if axis is not None and axis_name(axis) in heads), None)

@@ -166,7 +166,7 @@ class Decoder(Network):
             carry = jax.tree.map(lambda x: x[:, self.prompt.length :], carry)
         return self.norm(carry[0]), carry[1]
 
-    def _apply(self, layer: Callable[..., Any], x: Any, inputs: Tree, shared: Tree, options: StackOptions) -> Tree:
+    def _apply(self, layer: Callable[..., Any], x: Tree, inputs: Tree, shared: Tree, options: StackOptions) -> Tree:
         """Applies `layer(block, x, input, shared)` for each layer; `inputs` has an entry for each layer."""
 
         def take(layers: range) -> Tree:
@@ -175,7 +175,7 @@ class Decoder(Network):
 
         for name, stacks in self._stacks.items():
 
-            def group(blocks: Any, x: Any, inputs: Tree, shared: Tree, stacks: tuple[range, ...] = stacks) -> Tree:
+            def group(blocks: Any, x: Tree, inputs: Tree, shared: Tree, stacks: tuple[range, ...] = stacks) -> Tree:
                 for layers, layer_inputs in zip(stacks, inputs, strict=True):
                     x = layer(
                         blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers)), x, layer_inputs, shared

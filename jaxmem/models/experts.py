@@ -233,7 +233,7 @@ map_expert_groups.defvjp(lambda run, groups, *saved: (map_expert_groups(run, gro
 
 
 class _Groups:
-    def __init__(self, groups: int, trainable: Tree, frozen: Tree, dtype: Any):
+    def __init__(self, groups: int, trainable: Tree, frozen: Tree, dtype: DTypeLike):
         self._groups, self._trainable, self._frozen, self._dtype = groups, trainable, frozen, dtype
         self._size = jax.tree.leaves((trainable, frozen), is_leaf=is_streamed)[0].shape[0] // groups
 
@@ -255,7 +255,7 @@ class _Groups:
         return step(self._groups - 1, last, carry)
 
     def _fetch(self, group: jax.Array | int) -> Tree:
-        def weight(w: Any) -> Any:
+        def weight(w: Tree) -> Tree:
             w = jax.tree.map(lambda x: self._slice(x, group), w, is_leaf=is_streamed)
             return w if isinstance(w, QTensor) else w.astype(self._dtype)
 

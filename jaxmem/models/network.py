@@ -51,13 +51,13 @@ class Network(nnx.Module):
 
 
 def apply_blocks(
-    blocks: Any,
-    x: Any,
+    blocks: Tree,
+    x: Tree,
     keys: RowKeys | None,
     layers: int,
     options: StackOptions,
     apply: Callable[[Any, Any, Any], Any] = lambda block, x, keys: block(x, keys),
-) -> Any:
+) -> Tree:
     """Applies a stack of layers without further inputs to `x`, each as `apply(block, x, dropout keys of the layer)`."""
     layer_keys = None if keys is None else split_keys(keys, layers)
     return apply_stack(blocks, lambda *inputs: (apply(*inputs[:3]), None), x, layer_keys, options=options)[0]

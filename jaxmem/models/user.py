@@ -57,7 +57,7 @@ class PlainModel:
         """`build` returns a module and its stacks. `shards`: the number of devices that shard the weights."""
         stacks: dict[Path, int] = {}
 
-        def create() -> Any:
+        def create() -> Tree:
             network, new_stacks = build()
             stacks.update(new_stacks)
             return network
@@ -118,7 +118,7 @@ class PlainNetwork:
     _stacks: Sequence[Stack]
     dtype: DTypeLike
 
-    def prepared(self, keys: jax.Array | None) -> Any:
+    def prepared(self, keys: jax.Array | None) -> Tree:
         """The module for a pass over a batch: its random number generators begin at the key of the first row. Without
         keys, dropout is off and BatchNorm uses its statistics."""
         if keys is None:
@@ -151,7 +151,7 @@ def variables_of(network: Any) -> dict[Path, Any]:
     return {path: variable.get_value() for path, variable in flat.items()}
 
 
-def _stored(x: Any) -> Any:
+def _stored(x: Tree) -> Tree:
     return x.stored if isinstance(x, StoredWeight) else x
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.errors import UserError, one_of
@@ -100,13 +101,13 @@ class Stack:
         # Not by the `setattr` of a module, which refuses values that are neither variables nor static.
         object.__setattr__(_at(self.module, self.path[:-1]), self.path[-1], Blocks(self, block, keys))
 
-    def __call__(self, block: Any, x: Any, arguments: Tree, keys: jax.Array | None) -> Any:
+    def __call__(self, block: Tree, x: Tree, arguments: Tree, keys: jax.Array | None) -> Tree:
         """The output of the last block. `arguments`: the other arguments of each block, (positional, named)."""
         graphdef, randomness, _ = nnx.split(block, nnx.RngState, ...)  # type: ignore[misc]
         leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_rngs)
         arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray) else None for leaf in leaves]
 
-        def run(weights: Tree, x: Any, layer_inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def run(weights: Tree, x: Tree, layer_inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
             keys, state = layer_inputs
             flat = flatten_dict(apply_hooks(fetch_from_host(weights)))
             gathered = {path: gather(w, self.axes[path][1:], self.dtype) for path, w in flat.items()}
@@ -134,7 +135,7 @@ class Stack:
         return y
 
 
-def _argument(leaf: Any, array: Any, keys: jax.Array | None) -> Any:
+def _argument(leaf: Tree, array: Tree, keys: jax.Array | None) -> Tree:
     """An argument of a block. A random number generator has another key in each layer."""
     if _is_rngs(leaf):
         return nnx.Rngs(jax.random.key(0) if keys is None else keys.ravel()[-1])
@@ -144,7 +145,7 @@ def _argument(leaf: Any, array: Any, keys: jax.Array | None) -> Any:
 class Blocks(Sequence[Any]):
     """The list of blocks that the script sees in a pass over a batch."""
 
-    def __init__(self, stack: Stack, block: Any, keys: jax.Array | None) -> None:
+    def __init__(self, stack: Stack, block: Tree, keys: jax.Array | None) -> None:
         self.stack, self.block, self._keys = stack, block, keys
         self._arguments: Any = None
         self._output: Any = None
@@ -152,10 +153,10 @@ class Blocks(Sequence[Any]):
     def __len__(self) -> int:
         return self.stack.count
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Tree) -> Tree:
         return [_Block(self, i) for i in range(len(self))][index]
 
-    def call(self, index: int, x: Any, arguments: Tree) -> Any:
+    def call(self, index: int, x: Tree, arguments: Tree) -> Tree:
         if index == 0:
             self._arguments = arguments
             self._output = self.stack(self.block, x, arguments, self._keys)
@@ -176,7 +177,7 @@ class _Block:
     def __init__(self, blocks: Blocks, index: int) -> None:
         self._blocks, self._index = blocks, index
 
-    def __call__(self, x: Any, *arguments: Tree, **named: Any) -> Any:
+    def __call__(self, x: Tree, *arguments: Tree, **named: Any) -> Tree:
         return self._blocks.call(self._index, x, (arguments, named))
 
     def __getattr__(self, name: str) -> Any:
@@ -218,7 +219,7 @@ def _stacked(name: str, blocks: list[Any]) -> Tree:
     return nnx.merge(graphdef, jax.tree.map(lambda *layers: jnp.stack(layers), *states))
 
 
-def _difference(a: Any, b: Any) -> str | None:
+def _difference(a: Tree, b: Tree) -> str | None:
     """The attribute in which two modules differ; None: they are equal except for the values of variables."""
     if type(a) is not type(b):
         return ""
@@ -235,7 +236,7 @@ def _difference(a: Any, b: Any) -> str | None:
     return None
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: Tree, b: Tree) -> bool:
     """Whether two values of the configuration of a module, or two arguments, are equal."""
     if a is b:
         return True
@@ -255,21 +256,21 @@ def _is_same(a: Any, b: Any) -> bool:
     return not isinstance(a, jax.Array) and bool(a == b)
 
 
-def _is_list_of_blocks(node: Any) -> bool:
+def _is_list_of_blocks(node: Tree) -> bool:
     return isinstance(node, nnx.List) and len(node) > 1 and len({type(x) for x in node}) == 1 and callable(node[0])
 
 
-def _is_rngs(x: Any) -> bool:
+def _is_rngs(x: Tree) -> bool:
     return isinstance(x, nnx.Rngs)
 
 
-def _at(node: Any, path: tuple[Any, ...]) -> Any:
+def _at(node: Tree, path: tuple[Any, ...]) -> Tree:
     return functools.reduce(lambda node, key: getattr(node, str(key)), path, node)
 
 
-def dotted_name(path: Any) -> str:
+def dotted_name(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def _form(x: Any) -> str:
+def _form(x: Tree) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__

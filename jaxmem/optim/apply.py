@@ -42,7 +42,7 @@ class SlicedSums:
     known: list[Any]
     shares: list[Any] = field(default_factory=list, init=False)
 
-    def __call__(self, share: Any) -> Any:
+    def __call__(self, share: Tree) -> Any:
         self.shares.append(share)
         number = len(self.shares) - 1
         return self.known[number] if number < len(self.known) else share  # later sums are traced but not computed
@@ -63,7 +63,7 @@ def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -
     complete matrix."""
     first = jnp.zeros((), jnp.int32)
 
-    def share(j: jax.Array) -> Any:
+    def share(j: jax.Array) -> Tree:
         """The contribution of slice j to the first unknown sum."""
         sums = SlicedSums(known)
         update(j, sums)
@@ -103,7 +103,7 @@ def apply_updates(
     `auto` uses it only for weights whose blocks are all complete.
     """
 
-    def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Any:
+    def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Tree:
         leaf_seed = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
             return map_with_keys(_add, (w, u), leaf_seed, names, layer, vocab_slice)

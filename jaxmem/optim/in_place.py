@@ -132,7 +132,7 @@ def _update_strided_rows(
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
-    def shorten(x: Any) -> Tree:
+    def shorten(x: Tree) -> Tree:
         is_along_rows = isinstance(x, QTensor) and x.axis == -x.ndim
         return dataclasses.replace(x, size=x.size // parts) if is_along_rows else x
 

@@ -55,7 +55,7 @@ class ParameterSpec:
         """Whether this is a matrix other than an embedding or output matrix."""
         return len(self.shape) == 2 and "vocab" not in self.axes
 
-    def state_array(self, value: Any, dims: tuple[int, ...] | None = None) -> StateArray:
+    def state_array(self, value: Tree, dims: tuple[int, ...] | None = None) -> StateArray:
         """Declares a state array, or a QTensor, along these dimensions of the weight, by default all."""
         return StateArray(value, self.dims if dims is None else tuple(self.dims[d] for d in dims))
 
@@ -199,7 +199,7 @@ class _Rules:
         vocab_slice: VocabSlice | None = None,
         **_: Any,
     ) -> tuple[Tree, ByLayerState]:
-        treedef: Any
+        treedef: Tree
         leaves, treedef = jax.tree_util.tree_flatten_with_path(widened(grads))
         weights = [g for _, g in leaves] if params is None else treedef.flatten_up_to(params)
         axes_of_weights = self._axes_of(grads if params is None else params)
@@ -238,7 +238,7 @@ class _Rules:
         key = leaf_key(jax.random.key(self.seed), path)
         total = stack[0] if stack else step.layers
 
-        def update_layer(pair: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
+        def update_layer(pair: tuple[jax.Array, Tree], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Tree]:
             g, state = pair
             context = UpdateContext(w, spec, step.count, i, total, jax.random.fold_in(key, i), step.vocab_slice)
             u, new = rule.update(_as_state(g, spec), state, context)
@@ -335,7 +335,7 @@ def _repeated(array: StateArray, layers: tuple[int, ...]) -> StateArray:
 def _with_values(declared: State, arrays: Iterator[jax.Array]) -> State:
     """The state that a rule updates, from arrays in the order of `_by_name`: QTensors are put together again."""
 
-    def value(array: StateArray) -> Any:
+    def value(array: StateArray) -> Tree:
         complete = array.value
         parts = jax.tree.map(lambda _: next(arrays), complete)
         return with_sliced_size(parts, complete) if isinstance(complete, QTensor) else parts

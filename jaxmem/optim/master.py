@@ -28,8 +28,8 @@ _FINITE = 0x7F7F_FFFF  # bits of the largest float32
 
 
 class MasterState(NamedTuple):
-    master: Any  # the weights in float32
-    inner: Any  # the state of `tx`
+    master: Tree  # the weights in float32
+    inner: Tree  # the state of `tx`
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -60,8 +60,8 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 class RemainderState(NamedTuple):
     step: jax.Array  # updates so far
-    master: Any  # the remainders of the weights
-    inner: Any  # the state of `tx`
+    master: Tree  # the remainders of the weights
+    inner: Tree  # the state of `tx`
 
 
 def with_remainder(

@@ -66,7 +66,7 @@ class Selection:
     def select(self, tree: Tree) -> Tree:
         """Replaces frozen parameters by None, and stacks by their trainable layers, in a tree of weights or axes."""
 
-        def select_leaf(path: Path, x: Any) -> Any:
+        def select_leaf(path: Path, x: Tree) -> Any:
             if path not in self.layers:
                 return None
             some = self.layers[path]
@@ -78,7 +78,7 @@ class Selection:
         """`tree`, with the trainable parameters replaced by those of `selected`."""
         new = {path: x for path, _, x in _named(selected)}
 
-        def merge_leaf(path: Path, x: Any) -> Any:
+        def merge_leaf(path: Path, x: Tree) -> Any:
             some = self.layers.get(path)
             if path not in new or some is None:
                 return new.get(path, x)
@@ -139,7 +139,7 @@ def select_trainable(tree: Tree, patterns: Sequence[str]) -> Tree:
 
 
 def _layers_in(
-    x: Any, name: str, pattern: str, layers: slice, stack: range | None, total: int
+    x: Tree, name: str, pattern: str, layers: slice, stack: range | None, total: int
 ) -> tuple[int, ...] | None:
     """The positions of the selected layers in a stack with the layers `stack` (default: all), or None for axes."""
     if is_axes(x):
@@ -166,7 +166,7 @@ def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             begin = n
 
 
-def _take_layers(x: Any, layers: tuple[int, ...]) -> Tree:
+def _take_layers(x: Tree, layers: tuple[int, ...]) -> Tree:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(layers), *x.shape[1:]), x.dtype, sharding=x.sharding)
     parts = [x[first : first + count] for first, count, _ in _runs(layers)]
@@ -184,5 +184,5 @@ def _named(tree: Tree) -> list[tuple[Path, str, Any]]:
     return [(path, path_name(path), x) for path, x in leaves]
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x: Tree) -> bool:
     return is_quantized(x) or is_axes(x)

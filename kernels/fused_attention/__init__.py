@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from jax.typing import ArrayLike
 
 from jaxmem.kernels.choice import Operation, capability
+from jaxmem.kernels.typing import Tree
 
 from .arguments import CHECKS, AttentionOptions, check_arguments
 from .derivative import Implementation
@@ -27,7 +28,7 @@ def attention(
     implementation: str | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Any:  # an array; with `return_lse` a pair
+) -> Tree:  # an array; with `return_lse` a pair
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
     Args:

@@ -115,7 +115,7 @@ def _visit_tiles(
         return state
     table = jnp.asarray(np.concatenate([lines, lines[-1:]]))
 
-    def next_tile(_: Any, carried: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+    def next_tile(_: Any, carried: tuple[jax.Array, jax.Array, Tree]) -> tuple[jax.Array, jax.Array, Tree]:
         line, other, state = carried
         state = visit(table[line, 0], other, state)
         is_last = other + step >= table[line, 2]
@@ -202,7 +202,7 @@ def _fitted(
 # ---------------------------------------------------------------- one tile
 
 
-def _scores(problem: Problem, q: Queries, k: Keys, tile: Tile, *, by_keys: bool = False) -> tuple[jax.Array, Any]:
+def _scores(problem: Problem, q: Queries, k: Keys, tile: Tile, *, by_keys: bool = False) -> tuple[jax.Array, Tree]:
     """The scores of a tile in float32, -inf where they are masked, [batch, kv_heads, group, queries, keys]; with
     `by_keys` [batch, kv_heads, keys, group, queries], as the matmuls of dk and dv read them. Also the slope
     d(score)/d(q . k)."""

@@ -72,7 +72,7 @@ def _ulysses(shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras) ->
     return _to_sequence(shard.axis, out)[0], lse
 
 
-def _ulysses_backward(shard: ShardedAttention, inputs: Tree, out: Any, lse: Any, d_out: Any) -> Any:
+def _ulysses_backward(shard: ShardedAttention, inputs: Tree, out: Any, lse: Tree, d_out: Tree) -> Tree:
     axis = shard.axis
     q, k, v, extras = inputs
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)

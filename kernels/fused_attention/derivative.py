@@ -49,7 +49,7 @@ class Implementation(NamedTuple):
         return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
     def gradients(
-        self, saved: Residuals, d_out: Any, d_lse: Any, options: Options, extras: Extras
+        self, saved: Residuals, d_out: Tree, d_lse: Tree, options: Options, extras: Extras
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The gradients of q, k and v, and of the sinks, with the log-sum-exp that includes them."""
         of_arrays = _branches(lambda *how: self.module.gradients(saved, d_out, d_lse, *how), options, extras)
@@ -71,7 +71,7 @@ def row_products(out: jax.Array, d_out: jax.Array) -> jax.Array:
     return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
 
-def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: Extras) -> Any:
+def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: Extras) -> Tree:
     """`run` with the window or, where `has_window` is false, without it."""
     share = options.window_share
     has_window = extras.has_window
@@ -87,13 +87,13 @@ def _run(implementation: Any, options: Options, q: Any, k: Any, v: Any, extras: 
     return implementation.forward(q, k, v, options, extras)
 
 
-def _saving(implementation: Any, options: Options, *inputs: Tree) -> tuple[Any, Any]:
+def _saving(implementation: Any, options: Options, *inputs: Tree) -> tuple[Tree, Tree]:
     inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
     out, lse = (checkpoint_name(x, SAVED) for x in _run(implementation, options, *inputs))
     return (out, lse), (inputs, out, lse)
 
 
-def _backward(implementation: Any, options: Options, saved: Tree, cotangents: tuple[Any, Any]) -> tuple[Tree, ...]:
+def _backward(implementation: Any, options: Options, saved: Tree, cotangents: tuple[Tree, Tree]) -> tuple[Tree, ...]:
     ((*arrays, extras), out, lse), (d_out, d_lse) = saved, cotangents
     d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
     d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import MosaicKernel, launch
-from jaxmem.kernels.typing import Tree
+from jaxmem.kernels.typing import Ref, Tree
 
 from . import flash, triton
 from .arguments import Extras, Options, Residuals
@@ -93,7 +93,7 @@ def _run(
     arrays: Sequence[Any],
     extras: Extras,
     outputs: Sequence[Any],
-    memory: Any,
+    memory: Ref,
     flops: float,
 ) -> list[jax.Array]:
     """The outputs; for the backward pass also dq in float32, without the factor `scale`."""

@@ -44,7 +44,7 @@ class FixedBlocks(NamedTuple):
     """Blocks in shared memory that a warpgroup reads once, [COMPUTE_WARPGROUPS, ...], and the barrier of the copies."""
 
     blocks: tuple[Any, ...]
-    arrived: Any
+    arrived: Ref
 
 
 class Stream(NamedTuple):
@@ -52,16 +52,16 @@ class Stream(NamedTuple):
     slot that is free."""
 
     blocks: tuple[Any, ...]
-    arrived: Any
-    free: Any
+    arrived: Ref
+    free: Ref
 
 
 class SharedGradients(NamedTuple):
     """Shared memory for the gradients that the warpgroups of a program share."""
 
-    ds: Any  # [2, COMPUTE_WARPGROUPS, keys, queries]: one half is written while the other may still be read
-    arrived: Any
-    dq: Any  # [COMPUTE_WARPGROUPS, queries, columns], copied to global memory
+    ds: Tree  # [2, COMPUTE_WARPGROUPS, keys, queries]: one half is written while the other may still be read
+    arrived: Ref
+    dq: Tree  # [COMPUTE_WARPGROUPS, queries, columns], copied to global memory
 
 
 class ForwardMemory(NamedTuple):
@@ -174,7 +174,7 @@ def broadcast_along(x: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array
 
 
 def matmul(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
-    def multiply(accumulator: Any) -> jax.Array:
+    def multiply(accumulator: Tree) -> jax.Array:
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 

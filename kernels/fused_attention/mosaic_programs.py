@@ -60,7 +60,7 @@ def forward(
         at = parts.positions(ROWS, first, BY_ROW)
         pl.when(number == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
 
-        def softmax(j: Index, raw: Any, out: Any, top: Any, total: Any, *, masked: bool) -> Tree:
+        def softmax(j: Index, raw: Tree, out: Any, top: Tree, total: Tree, *, masked: bool) -> Tree:
             s, _ = parts.capped_scores(call, raw)
             key = parts.positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
             slot = parts.slot_of(call, j - begin)
@@ -171,7 +171,7 @@ def gradients(
                 at = parts.positions(size, i * size, BY_COLUMN)
                 less = -parts.broadcast_along(parts.load_as(inner, BY_COLUMN), shape, 1)
 
-                def multiply(accumulator: Any) -> None:
+                def multiply(accumulator: Tree) -> None:
                     dk, dv, scores, change = accumulator
                     plgpu.wgmma(scores, k, q.transpose((1, 0)))
                     plgpu.wgmma(change, v, d_out.transpose((1, 0)))
@@ -232,7 +232,7 @@ def _add_to_dq(
     size, columns = together.dq.shape[-2:]
     half = pl.ds(number * columns, columns)
 
-    def multiply(dq: Any) -> None:
+    def multiply(dq: Tree) -> None:
         for part in range(COMPUTE_WARPGROUPS):
             plgpu.wgmma(dq, both.at[part].transpose((1, 0)), keys.at[part, :, half])
         plgpu.wgmma(dk[0], ds, dk[1])

@@ -22,7 +22,7 @@ class ShardedAttention(NamedTuple):
     heads or the positions of this device."""
 
     method: Callable[..., tuple[jax.Array, jax.Array]]
-    derivative: Callable[..., Any]  # the derivative of the method
+    derivative: Callable[..., Tree]  # the derivative of the method
     kernel: Implementation
     axis: str
     options: Options
@@ -30,7 +30,7 @@ class ShardedAttention(NamedTuple):
     def forward(self, q: Any, k: Any, v: Any, _: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
         return self.method(self, q, k, v, extras)
 
-    def gradients(self, saved: Residuals, d_out: Any, _lse: Any, _: Options, extras: Extras) -> Tree:
+    def gradients(self, saved: Residuals, d_out: Tree, _lse: Tree, _: Options, extras: Extras) -> Tree:
         return self.derivative(self, (*saved[:3], extras), saved.out, saved.lse, d_out)
 
 

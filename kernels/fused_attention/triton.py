@@ -93,7 +93,7 @@ def attend(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[ja
     return out, lse
 
 
-def gradients(saved: Residuals, d_out: Any, d_lse: Any, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
+def gradients(saved: Residuals, d_out: Tree, d_lse: Tree, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
     q, k, v, *_ = saved
     arrays = q, k, v, d_out, *flash.backward_rows(saved, d_out, d_lse, options)
     call = flash.call_for(("triton", "d_queries"), options, q, k)

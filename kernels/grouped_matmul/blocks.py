@@ -189,7 +189,7 @@ class _Blocks(NamedTuple):
         rows = self.rows.at[places].get(mode="fill", fill_value=self.limit)
         return rows, places, self.group[i]
 
-    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Tree, counts_blocks: bool) -> Tree:
+    def loop(self, step: Callable[[jax.Array, Tree], Tree], begin: Tree, counts_blocks: bool) -> Tree:
         most = self.start.shape[0]
         with jax.named_scope(run_count(most, 1)):  # the largest number of runs
             return jax.lax.fori_loop(0, self.used if counts_blocks else most, step, begin)

@@ -7,7 +7,6 @@ backward pass recomputes each chunk.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,5 +92,5 @@ class _Chunks:
         values = y.at[within].get(mode="fill", fill_value=0)
         return jnp.sum(values, axis=1, dtype=jnp.float32).astype(y.dtype)
 
-    def loop(self, step: Callable[[jax.Array, Any], Any], begin: Tree) -> Tree:
+    def loop(self, step: Callable[[jax.Array, Tree], Tree], begin: Tree) -> Tree:
         return jax.lax.fori_loop(0, -(-self.all.stops[-1] // self.size), step, begin)

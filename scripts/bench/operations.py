@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTIONS
@@ -18,7 +19,7 @@ from jaxmem.kernels.quantized_matmul import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import UPDATE_SHAPES, UpdateShape
 from jaxmem.quant import QTensor, quantize
-from jaxmem.typing import JsonDict
+from jaxmem.typing import JsonDict, Tree
 from scripts.bench.work import BenchOperation, BenchPass, BenchWork, Run
 from scripts.course import sliding_max as windows
 
@@ -33,7 +34,7 @@ def _small_attention(shape: AttentionShape) -> AttentionShape:
     return AttentionShape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
 
 
-def attention_work(shape: AttentionShape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
+def attention_work(shape: AttentionShape, dtype: DTypeLike = jnp.bfloat16, **options: Any) -> BenchWork:
     """The work for a shape. `options`: options of attention in addition to those of the shape."""
     queries = (shape.batch, shape.queries, shape.heads, shape.dim)
     keys = (shape.batch, shape.keys, shape.kv_heads, shape.dim)
@@ -99,7 +100,7 @@ def random_key() -> jax.Array:
     return jax.random.key(time.time_ns() % 2**31)
 
 
-def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
+def _draws(*shapes: tuple[int, ...], dtype: DTypeLike = BF16) -> Iterator[jax.Array]:
     for key, shape in zip(jax.random.split(random_key(), len(shapes)), shapes, strict=True):
         yield jax.random.normal(key, shape, dtype)
 
@@ -111,7 +112,7 @@ def _dequant_matmul(shape: MatmulShape) -> BenchWork:
     scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
     options: JsonDict = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
 
-    def run(transposed: bool, implementation: str | None, x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Any:
+    def run(transposed: bool, implementation: str | None, x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Tree:
         left = g if transposed else x
         if implementation == DEQUANTIZED:
             return left @ (w.T if transposed else w)
@@ -134,18 +135,18 @@ def _adam8(shape: UpdateShape) -> BenchWork:
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
 
-    def moments(state: Any) -> Any:
+    def moments(state: Tree) -> Tree:
         """The dequantized moments. Their error is up to half a step of their codes, 0.7 % of the largest value."""
         pairs = (m, state.m, state.m_scale), (v, state.v, state.v_scale)
         return tuple(dataclasses.replace(q, codes=c, scale=s).dequantize(jnp.float32) for q, c, s in pairs)
 
-    def exact(g: Any, state: Any, unbiased: Any) -> Any:
+    def exact(g: Any, state: Tree, unbiased: Any) -> Tree:
         old_m, old_v = (x.astype(jnp.float64) for x in moments(state))
         new_m = 0.9 * old_m + 0.1 * g
         new_v = 0.95 * old_v + 0.05 * g**2
         return new_m / unbiased[0] / (jnp.sqrt(new_v / unbiased[1]) + 1e-8), new_m, new_v
 
-    def dequantized(result: Any) -> Any:
+    def dequantized(result: Tree) -> Tree:
         return result[0], *moments(result[1])
 
     arrays = (g, Moments8(m.codes, v.codes, m.scale, v.scale), jnp.asarray([0.19, 0.0975], jnp.float32))
@@ -160,12 +161,12 @@ def _int8_add(shape: UpdateShape) -> BenchWork:
     q = quantize(w, "int8", shape.block, shape.along)
     update = update * jnp.asarray(0.01, BF16)
 
-    def dequantized(result: Any) -> Any:
+    def dequantized(result: Tree) -> Tree:
         codes, scale = result
         steps = jnp.repeat(scale.astype(jnp.float64), shape.block, axis=shape.along) / 127
         return codes.astype(jnp.float64) * jax.lax.slice_in_dim(steps, 0, codes.shape[shape.along], axis=shape.along)
 
-    def exact(codes: Any, scale: Any, update: Any, _: Any) -> Any:
+    def exact(codes: Any, scale: Any, update: Any, _: Any) -> Tree:
         return dequantized((codes, scale)) + update
 
     amount = shape.numbers * (4 + 12 / shape.block) / 1e9
@@ -178,7 +179,7 @@ def _int8_add(shape: UpdateShape) -> BenchWork:
 def _sliding_max(shape: windows.SlidingMaxShape) -> BenchWork:
     (x,) = _draws((shape.numbers,), dtype=jnp.float32)
 
-    def exact(x: Any) -> Any:
+    def exact(x: Any) -> Tree:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
 
     forward = BenchPass(_calls(windows.sliding_max, window=shape.window), exact, 2 * x.nbytes / 1e9, step=2**-24)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem.typing import JsonView
+from jaxmem.typing import JsonView, Tree
 from scripts.bench.contest import Call
 
 Run = Callable[..., Any]
@@ -36,7 +36,7 @@ class BenchPass:
             executable = jax.jit(run, donate_argnums=donated).lower(*arrays).compile()
         current = [jax.tree.map(jnp.copy, x) if i in donated else x for i, x in enumerate(arrays)]
 
-        def call() -> Any:
+        def call() -> Tree:
             results = executable(*current)
             for place, result in self.in_place:
                 current[place] = results[result]
@@ -44,13 +44,13 @@ class BenchPass:
 
         return call
 
-    def expected(self, work: BenchWork) -> Any:
+    def expected(self, work: BenchWork) -> Tree:
         """The exact result."""
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             arrays, cotangents = jax.tree.map(_as_float64, (work.arrays, work.cotangents))
             return jax.jit(self._complete(self.exact))(arrays, cotangents)
 
-    def error(self, implementation: str, work: BenchWork, expected: Any) -> float:
+    def error(self, implementation: str, work: BenchWork, expected: Tree) -> float:
         """The error in steps. Outputs are initialized with NaN or the largest integer, so that missing writes are
         found."""
         run, arrays = self._timed(implementation, work)
@@ -58,7 +58,7 @@ class BenchPass:
         into = jax.jit(lambda _, *arrays: run(*arrays), donate_argnums=0, keep_unused=True)
         return self.error_of(into.lower(poison, *arrays).compile()(poison, *arrays), expected)
 
-    def error_of(self, result: Any, expected: Any) -> float:
+    def error_of(self, result: Tree, expected: Tree) -> float:
         """The largest error of all arrays, in steps relative to the largest value of each; infinite for NaN."""
 
         @jax.jit
@@ -83,7 +83,7 @@ class BenchPass:
         pull = jax.jit(lambda arrays: self._pull(partial(self.run, implementation), arrays))(work.arrays)
         return lambda pull, d: pull(d), (pull, work.cotangents)
 
-    def _pull(self, run: Run, arrays: tuple[Any, ...]) -> Any:
+    def _pull(self, run: Run, arrays: tuple[Tree, ...]) -> Tree:
         def of_these(*some: Any) -> Any:
             return run(*(dict(enumerate(arrays)) | dict(zip(self.gradients, some, strict=True))).values())
 
@@ -91,10 +91,10 @@ class BenchPass:
 
 
 class BenchWork(NamedTuple):
-    arrays: tuple[Any, ...]
+    arrays: tuple[Tree, ...]
     passes: Mapping[str, BenchPass]
     unit: str
-    cotangents: Any = None  # shaped like the result, for passes that compute gradients
+    cotangents: Tree = None  # shaped like the result, for passes that compute gradients
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class BenchOperation:
     # The works that are checked, one per option and the first without options; None: only `work`.
     checks: Callable[[Any], Mapping[str, Callable[[], BenchWork]]] | None = None
 
-    def shape(self, name: str, *, dry: bool) -> Any:
+    def shape(self, name: str, *, dry: bool) -> Tree:
         return self.small(self.shapes[name]) if dry else self.shapes[name]
 
 

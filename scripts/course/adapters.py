@@ -18,6 +18,7 @@ from jaxmem.config import Mlp
 from jaxmem.data.digits import MAX_BRIGHTNESS, Digits
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.models.losses import cross_entropy
+from jaxmem.typing import Tree
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, rows_of, train_all
 from scripts.course.docstrings import questions, source_files
@@ -97,7 +98,7 @@ def compare_subsets() -> Iterator[Row]:
 
     graphdef, state = nnx.split(models.build(Mlp(layers=4, embed=WIDTH, mlp=2 * WIDTH), nnx.Rngs(0)))
 
-    def full(trainable: Params) -> Any:
+    def full(trainable: Params) -> Tree:
         return nnx.merge(graphdef, unflatten_dict(trainable))
 
     initial = flatten_dict(nnx.to_pure_dict(state))
@@ -112,7 +113,7 @@ def compare_subsets() -> Iterator[Row]:
     draws = np.random.default_rng(2)
     places = {path: draws.choice(x.size, round(share * x.size), replace=False) for path, x in matrices.items()}
 
-    def subset(trainable: Params) -> Any:
+    def subset(trainable: Params) -> Tree:
         changed = {
             path: x.reshape(-1).at[places[path]].add(trainable[path]).reshape(x.shape) for path, x in matrices.items()
         }
@@ -142,7 +143,7 @@ def _train(apply: Apply, trainable: Params, data: Data, rate: float) -> tuple[Pa
     tx = optim.adam(rate)
     trainable = jax.tree.map(jnp.copy, trainable)  # a copy, because updates are in place
 
-    def step(trainable: Params, state: Any, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
+    def step(trainable: Params, state: Tree, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
         grads = jax.grad(lambda trainable: jnp.mean(cross_entropy(apply(trainable)(x), y)))(trainable)
         updates, state = tx.update(grads, state, trainable)
         return optax.apply_updates(trainable, updates), state

@@ -23,6 +23,7 @@ from jaxmem.planning.targets import local_target, parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.stack import StackOptions, apply_stack
 from jaxmem.stack.schedule import schedule
+from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
 from scripts.course.table import LinePlot, Row, Table, gib
 
@@ -122,7 +123,7 @@ def backward(
     graphdef, state = nnx.split(network)
     place = jax.sharding.SingleDeviceSharding(target_devices(aim, 1000 * aim.memory)[0])
 
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
+    def loss(weights: Tree, x: jax.Array) -> jax.Array:
         network: Any = nnx.merge(graphdef, weights)
         turned = angles(jnp.zeros((1, tokens), jnp.int32), cfg.rope, cfg.head_dim)
         layer = lambda block, x, _, angles: (block(x, Tokens(angles))[0], None)  # noqa: E731

@@ -25,7 +25,7 @@ from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
 from jaxmem.step import program
-from jaxmem.typing import JsonDict, JsonView
+from jaxmem.typing import JsonDict, JsonView, Tree
 from scripts.bench.contest import Say, isolated_rows
 
 Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
@@ -86,7 +86,7 @@ def _measured(aim: Target, cfg: Config, plan: JsonView) -> int | None:
     return measure_apart(cfg.model_dump(mode="json")).get("measured")
 
 
-def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compiled:
+def compile_for(device: Any, run: Callable[..., Any], *arguments: Tree) -> Compiled:
     """A function of arrays of these shapes, compiled for one device, which may be absent."""
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
     place = first_dim_sharding(mesh, None)
@@ -133,7 +133,7 @@ def _train(job: tuple[JsonView, Sequence[str], str | None]) -> Outcome:
         return Outcome(result.plan.as_json(), dict(result.held_out))
 
 
-def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:
+def seconds(run: Callable[..., Any], *arguments: Tree, times: int = 3) -> float:
     """The time of the fastest of several calls, after a call that compiles: on a CPU processor time, since other
     programs run too; on a GPU clock time."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter

@@ -11,6 +11,7 @@ from jaxmem.config import load_config
 from jaxmem.kernels.grouped_matmul import sort_rows
 from jaxmem.models.experts import Experts
 from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.typing import Tree
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, compile_for, rows_of, train_all
 from scripts.course.table import Bars, Row, Table
@@ -63,7 +64,7 @@ def temporaries(device: Any, implementation: str, count: int) -> int:
     layer = nnx.eval_shape(lambda: Experts(nnx.Rngs(0), model, implementation))
     graphdef, weights = nnx.split(layer)
 
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
+    def loss(weights: Tree, x: jax.Array) -> jax.Array:
         layer = nnx.merge(graphdef, weights)
         y = _with_ragged_dot(layer, x) if implementation == "ragged_dot" else layer(x)[0]
         return jnp.sum(y.astype(jnp.float32) ** 2)

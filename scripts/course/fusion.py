@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
@@ -14,6 +15,7 @@ from jaxmem.estimate.passes import equations, inside
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import moved_bytes
+from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
 from scripts.course.table import Bars, Row, Table, gib
 
@@ -41,7 +43,7 @@ def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tup
     """(name, function, arguments, indices of the arguments with a gradient). The gradient of a branch equals that of
     the residual stream."""
 
-    def numbers(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    def numbers(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def norm(x: Any, branch: Any, scale: Any) -> Any:
@@ -64,7 +66,7 @@ def chains(device: Any) -> Iterator[Row]:
     for name, function, arguments, differentiable in operations():
 
         def both(
-            arguments: Any, cotangents: Any, function: Any = function, differentiable: Any = differentiable
+            arguments: Tree, cotangents: Tree, function: Any = function, differentiable: Any = differentiable
         ) -> Any:
             def of_own(*chosen: Any) -> Any:
                 replaced = dict(zip(differentiable, chosen, strict=True))

@@ -29,6 +29,7 @@ import optax
 from jaxmem import optim
 from jaxmem.step import Program
 from jaxmem.step.objective import means, objective
+from jaxmem.typing import Tree
 
 Gradient = Callable[[Any, Any], tuple[jax.Array, Any]]  # (weights, batch) -> loss, gradients
 
@@ -42,7 +43,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         tx: optax.GradientTransformation,
         workers: int,
         device: jax.Device,
@@ -64,12 +65,12 @@ class ParameterServer:
         self._turn = 0  # synchronous: the worker whose push is next
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Tree:
         """A copy of the current weights."""
         with self._changed:
             return jax.tree.map(jnp.copy, self._params)
 
-    def pull(self, worker: int, to: jax.Device) -> Any:
+    def pull(self, worker: int, to: jax.Device) -> Tree:
         """The weights, copied to device `to`. Waits until this worker is at most `staleness` steps ahead."""
         with self._changed:
             clock = self._clocks[worker]
@@ -81,7 +82,7 @@ class ParameterServer:
             # The weights are copied before an update may donate them.
             return jax.block_until_ready(jax.device_put(jax.tree.map(jnp.copy, self._params), to))
 
-    def push(self, gradients: Any, worker: int) -> None:
+    def push(self, gradients: Tree, worker: int) -> None:
         """Sends a worker's gradients; they update the weights, in synchronous mode with those of all workers."""
         gradients = jax.device_put(gradients, self.device)
         with self._changed:
@@ -119,7 +120,7 @@ class ParameterServer:
         if self._stopped:
             raise RuntimeError("another worker has failed")
 
-    def _apply(self, gradients: Any, count: int) -> None:
+    def _apply(self, gradients: Tree, count: int) -> None:
         updated = self._update(self._params, self._state, gradients, count)
         self._params, self._state = jax.block_until_ready(updated)
         self.updates += 1
@@ -148,7 +149,7 @@ def gradient_of(program: Program) -> Gradient:
     """Loss and gradients of a program's network and objective: means over a batch, as in its training step."""
     of_batch = objective(program.cfg)
 
-    def mean(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    def mean(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
         worker_batch = jax.tree.map(lambda x: x[0], batch)
         return means(of_batch(program.model.network(params), worker_batch, None))["loss"]
 
@@ -164,13 +165,13 @@ def busiest_link(parameter_bytes: int, workers: int) -> tuple[int, float]:
     return workers * parameter_bytes, 2 * parameter_bytes * (workers - 1) / workers
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def _update_weights(
-    tx: optax.GradientTransformation, params: Any, state: Any, gradients: Any, count: int
-) -> tuple[Any, Any]:
+    tx: optax.GradientTransformation, params: Tree, state: Tree, gradients: Tree, count: int
+) -> tuple[Tree, Tree]:
     gradients = jax.tree.map(lambda g: g / jnp.asarray(count, g.dtype), gradients)
     with jax.numpy_dtype_promotion("standard"):
         updates, state = tx.update(gradients, state, params)

@@ -22,6 +22,7 @@ from jaxmem.data.digits import MAX_BRIGHTNESS, Digits
 from jaxmem.planning import plan_program
 from jaxmem.step import program
 from jaxmem.training.run import run
+from jaxmem.typing import Tree
 from scripts.course import SIMULATED, Findings, main
 from scripts.course.common import CONFIGS
 from scripts.course.table import LinePlot, Table
@@ -40,8 +41,8 @@ def bare_loop(cfg: Config) -> list[float]:
     losses = []
 
     @jax.jit
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
-        def loss(params: Any) -> jax.Array:
+    def step(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
+        def loss(params: Tree) -> jax.Array:
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graphdef, params)(x), y))
 
         value, gradients = jax.value_and_grad(loss)(params)

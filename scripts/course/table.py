@@ -36,7 +36,7 @@ def format_column(values: Sequence[Any]) -> list[str]:
     return [_format(value) for value in values]
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, int) or abs(value) >= 100:
