@@ -1,7 +1,5 @@
 """Attention of a sequence sharded over devices: the same as on one device, in values and gradients."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,9 +71,14 @@ def check(method, arrays, ids, atol=1e-5, **options):
     ("method", "window", "packed"),
     cases(
         [
-            *itertools.product(["ring"], [None, 1, 20, 37, 1000], [False, True]),
-            *itertools.product(["ulysses"], [None, 20], [False, True]),
-            *itertools.product(["all_gather"], [None], [False, True]),
+            ("ring", None, True),
+            ("ring", 1, False),
+            ("ring", 20, False),
+            ("ring", 37, True),
+            ("ring", 1000, False),
+            ("ulysses", None, False),
+            ("ulysses", 20, True),
+            ("all_gather", None, True),
         ],
         ("ring", None, True),
         ("ring", 20, False),
@@ -88,7 +91,7 @@ def test_it_is_attention(method, window, packed):
     check(method, drawn(4, 2), documents() if packed else None, soft_cap=2.0, **options)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [exhaustive(12, 3), (4, 1), exhaustive(8, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [exhaustive(12, 3), (4, 1)])
 def test_ulysses_repeats_kv_heads_that_are_fewer_than_devices(heads, kv_heads):
     check("ulysses", drawn(heads, kv_heads), documents())
 

@@ -118,8 +118,6 @@ ROWS = np.array([[1] * 5 + [2] * 11 + [3] * 8, [1] * 24, [1] * 3 + [2] * 9 + [0]
 @pytest.mark.parametrize(
     ("heads", "options", "workspace"),
     [
-        exhaustive((2, 2), {"causal": True}, 2**30),
-        exhaustive((4, 2), {"causal": True}, 2**30),
         ((4, 2), {"causal": True}, 50_000),  # a key head and its query heads at once
         exhaustive((4, 2), {"causal": True}, 1),  # a query head at once
         ((2, 1), {"causal": True, "window": 4}, 2**30),
@@ -222,7 +220,7 @@ def test_an_implementation_that_failed_its_check_is_replaced_by_the_next():
 
 @pytest.mark.parametrize(
     ("capability", "packed"),
-    [exhaustive(80, False), (89, False), (90, True), exhaustive(100, True), exhaustive(120, False)],
+    [(89, False), (90, True), exhaustive(100, True)],
 )
 def test_it_compiles_for_each_gpu(capability, packed):
     """Without cuDNN: XLA's two calls, their FLOPs, and the workspace of the backward pass."""

@@ -54,7 +54,7 @@ def alone() -> Trained:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_every_zero_stage_trains_master_weights_as_one_device(zero: int, alone: Trained) -> None:
     """To the rounding of gradients to bfloat16, which each stage adds up in its own order."""
     split = Trained(config(precision=MIXED, mesh={"fsdp": 4}, zero=zero), 4, begin=alone)

@@ -37,13 +37,12 @@ def alone(family):
     return Trained(pictures(family))
 
 
-# Every stage, and every family.
 @pytest.mark.parametrize(
     ("family", "zero"),
-    cases([("vit", 0), ("vit", 1), ("vit", 2), ("convnet", 3), ("mlp", 3)], ("convnet", 3)),
+    cases([("vit", 1), ("convnet", 3), ("mlp", 3)], ("convnet", 3)),
     indirect=["family"],
 )
-def test_every_zero_stage_trains_as_one_device(family, alone, zero):
+def test_every_family_trains_as_one_device(family, alone, zero):
     split = Trained(pictures(family, mesh=EVERYWHERE, zero=zero), 8, begin=alone)
     split.agrees_with(alone)
     share = held(inner(split.state.params)) / held(inner(alone.state.params))
@@ -62,22 +61,6 @@ def inner(params):
     return [x for path, x in paths(params) if "blocks" in str(path) and str(path[-1]) == "['weight']"]
 
 
-@pytest.mark.exhaustive
-def test_dropout_drops_the_same_on_every_layout():
-    cfgs = [
-        config(
-            model={"family": "mlp", "layers": 1, "embed": 16, "mlp": 32, "dropout": rate},
-            objective="classify",
-            data={"source": "digits"},
-            mesh=mesh,
-        )
-        for rate, mesh in ((0.5, {}), (0.5, EVERYWHERE), (0.0, {}))
-    ]
-    alone = Trained(cfgs[0], updates=2)
-    Trained(cfgs[1], 8, updates=2, begin=alone).agrees_with(alone)
-    assert Trained(cfgs[2], updates=1, begin=alone).metrics[0]["loss"] != pytest.approx(alone.metrics[0]["loss"], 1e-3)
-
-
 def test_every_weight_learns(family, alone):
     for path, before in jax.tree_util.tree_leaves_with_path(alone.first):
         after = alone.params
@@ -86,6 +69,7 @@ def test_every_weight_learns(family, alone):
         assert not np.array_equal(before, after), path
 
 
+@pytest.mark.parametrize("family", cases(RUNS, "vit"), indirect=True)
 def test_gathered_weights_are_not_the_whole_model(family):
     """Weights are gathered a layer at a time, activations over time and batches never: more layers do not make the
     largest gather larger."""

@@ -40,11 +40,7 @@ def agree(cfg, *variants):
 def test_a_decoder():
     """Clipped by the length of all gradients, which a pass before measures."""
     cfg = {"model": MODEL}
-    agree(
-        cfg,
-        (4, during(cfg, "full", "activations", mesh={"fsdp": 2, "tensor": 2})),
-        (4, during(cfg, mesh={"fsdp": 4}, zero=1)),
-    )
+    agree(cfg, (4, during(cfg, "full", "activations", mesh={"fsdp": 2, "tensor": 2})))
 
 
 @pytest.mark.exhaustive
