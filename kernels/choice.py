@@ -36,6 +36,35 @@ class Choice:
     kind: str
 
 
+NONE_FAILED: Mapping[str, str] = {}
+
+
+def choose(
+    order: Mapping[str, str], plain: str, capability: int | None, refusal: Callable[[str], str | None], kind: str
+) -> Choice:
+    """The first implementation that is not refused, and why.
+
+    Args:
+      order: fused implementations, and the reason to choose each.
+      plain: the implementation in plain JAX, if all others are refused.
+      capability: the compute capability of the GPU; None: not a GPU.
+      refusal: returns the reason why an implementation cannot be used; None: it can.
+      kind: the dtypes and formats of the calls.
+    """
+    if capability is None:
+        return Choice(plain, "no NVIDIA GPU", kind)
+    refused: list[str] = []
+    for name, reason in order.items():
+        why = refusal(name)
+        if why is None:
+            return Choice(name, "; ".join([reason, *refused]), kind)
+        value, _, limit = why.partition("; ")
+        is_stated = bool(limit) and any(earlier.startswith(value) for earlier in refused)
+        text = limit if is_stated else why  # a value is stated once
+        refused.append(text if name in text else f"{name}: {text}")
+    return Choice(plain, "; ".join(refused), kind)
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation with several implementations. `implementations`: {name: module, or the name of a module to import at

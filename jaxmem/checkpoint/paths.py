@@ -7,7 +7,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmem.config import Config
 from jaxmem.errors import UserError
 
 BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens buckets
@@ -35,11 +34,11 @@ def refuse_links(directory: str | Path | epath.Path) -> None:
             )
 
 
-def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
-    """The directory of the checkpoints of a run in `directory`."""
-    other = cfg.checkpoint.path
+def checkpoint_directory(directory: str | Path, other: str | None, name: str) -> epath.Path:
+    """The directory of the checkpoints of a run in `directory`. `other`: the setting `checkpoint.path`, in which they
+    have the name of the run."""
     try:
-        path = absolute(Path(directory, "checkpoints") if other is None else epath.Path(other, cfg.name))
+        path = absolute(Path(directory, "checkpoints") if other is None else epath.Path(other, name))
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} is not a directory; remove it, or set checkpoint.path to another directory")
     except ImportError as error:

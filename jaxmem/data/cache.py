@@ -98,9 +98,9 @@ def tokenize(
 ) -> JsonDict:
     """Writes the token cache of a config's data; returns its meta.json. `progress` is called with (records done,
     all records)."""
-    if len(sources_of(cfg)) > 1:
+    if len(sources_of(cfg.data)) > 1:
         raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, and mix the caches")
-    [source] = sources_of(cfg)
+    [source] = sources_of(cfg.data)
     if source.kind.contents in ("chat", "pairs"):
         texts = one_of(name for name, kind in SOURCES.items() if kind.contents == "text")
         raise UserError(f"jaxmem tokenize does not support data.source={source.source}; use {texts}")

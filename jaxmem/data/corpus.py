@@ -34,7 +34,7 @@ class Corpus:
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
-        self._sections: Sequence[Source] = sources_of(cfg)
+        self._sections: Sequence[Source] = sources_of(cfg.data)
         names = [source.source for source in self._sections]
         images = not cfg.reads_text
         are_images = {source.kind.contents == "images" for source in self._sections}
@@ -63,7 +63,7 @@ class Corpus:
         if images:
             from jaxmem.data.images import check_classes
 
-            check_classes(cfg, self.sources[0])
+            check_classes(self.sources[0], cfg.model, cfg.objective, cfg.data)
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
     def documents(self, source: int, record: Any) -> Sequence[Document]:
@@ -130,13 +130,13 @@ def fingerprint(cfg: Config) -> str:
     if cfg.reads_text:
         tokenizer = tokenizer_for(cfg.data.tokenizer)
         digest.update(tokenizer.identity.encode())
-        contents = {source.kind.contents for source in sources_of(cfg)}
+        contents = {source.kind.contents for source in sources_of(cfg.data)}
         has_template = cfg.data.chat_template or cfg.data.tokenizer != "bytes"  # pairs of texts need no template
         if "chat" in contents or ("pairs" in contents and has_template):
             from jaxmem.data.chat_template import template_for
 
             digest.update(template_for(tokenizer, cfg.data.chat_template).source.encode())
-    for source in sources_of(cfg):
+    for source in sources_of(cfg.data):
         if cfg.data.streaming and source.path is not None and is_dataset(source.path):
             files = dataset_files(source.path, source.kind.suffixes)
             digest.update(repr((files.repository, files.commit, files.names, source.field)).encode())
@@ -165,8 +165,8 @@ def _update(digest: Any, path: Path, size: int, *, completely: bool) -> None:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def sources_of(cfg: Config) -> Sequence[Source]:
-    return cfg.data.mixture or (cfg.data,)
+def sources_of(data: Data) -> Sequence[Source]:
+    return data.mixture or (data,)
 
 
 def open_source(source: Source, data: Data, tokenizer: Tokenizer) -> RecordSource:

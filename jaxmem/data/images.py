@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmem.config.sections import Config
+from jaxmem.config.networks import Model
+from jaxmem.config.sections import Config, Data, Objective
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.records import RecordSource
 from jaxmem.errors import UserError, abridge, one_of
@@ -80,19 +81,19 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
     return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
 
 
-def check_classes(cfg: Config, source: RecordSource) -> None:
+def check_classes(source: RecordSource, model: Model, objective: Objective, data: Data) -> None:
     """Refuses a directory whose number of classes is not the number of outputs of the model."""
     if not isinstance(source, ImageFolder):
         return
     count = len(source.classes)
-    wanted = getattr(cfg.model, "outputs", None)
-    if cfg.objective.name == "binary":
+    wanted = getattr(model, "outputs", None)
+    if objective.name == "binary":
         wanted = 2
     if wanted is not None and count != wanted:
-        use = "two directories" if cfg.objective.name == "binary" else f"model.outputs={count}"
+        use = "two directories" if objective.name == "binary" else f"model.outputs={count}"
         raise UserError(
-            f"data.path={cfg.data.path}: {count} classes ({abridge(source.classes)}), but {cfg.objective.name} with "
-            f"model.outputs={getattr(cfg.model, 'outputs', 1)} requires {wanted}; use {use}"
+            f"data.path={data.path}: {count} classes ({abridge(source.classes)}), but {objective.name} with "
+            f"model.outputs={getattr(model, 'outputs', 1)} requires {wanted}; use {use}"
         )
 
 

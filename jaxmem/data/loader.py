@@ -108,7 +108,7 @@ class Loader(AbstractContextManager["Loader"]):
                 [images] = corpus.sources
                 assert isinstance(images, ImageSource)
                 return ImageRows(cfg, images, order, rows_here, total)
-            records = {0: _ordered(cfg, corpus, order, total)}
+            records = {0: _ordered(corpus, order, total, has_references=cfg.objective.name == "dpo")}
         if data.buckets:
             return BucketRows(records[0], rows_here, size, data.lengths)
         most = data.documents_per_row if data.packing else None
@@ -189,14 +189,14 @@ def _close(batches: list[Any]) -> None:
         batches.pop().close()
 
 
-def _ordered(cfg: Config, corpus: Corpus, order: Any, total: int) -> OrderedRecords:
+def _ordered(corpus: Corpus, order: Any, total: int, *, has_references: bool) -> OrderedRecords:
     """The first `total` records of an order."""
     return OrderedRecords(
         documents=lambda place: corpus.documents(*order[place]),
         has=lambda place: place < total,
         per_record=corpus.sources[0].documents_per_record,
         length=lambda place: corpus.length(*order[place]),
-        references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
+        references=(lambda place: corpus.reference(order[place][1])) if has_references else None,
     )
 
 
@@ -204,7 +204,7 @@ def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRec
     """The records of a shard of the files."""
     from jaxmem.data.streaming import StreamOrder
 
-    order: Any = StreamOrder(cfg, corpus.sources, shard)
+    order: Any = StreamOrder(corpus.sources, shard, cfg.seed, cfg.data.epochs)
     return OrderedRecords(
         documents=lambda place: corpus.documents(*order.find(place)),
         has=lambda place: cfg.data.epochs is None or order.find(place) is not None,

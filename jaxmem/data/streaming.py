@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.config.hub import DatasetFiles
-from jaxmem.config.sections import Config, Data, Source
+from jaxmem.config.sections import Data, Source
 from jaxmem.data.record_order import WeightedSelection, held_out_order, mix_seed, permutation, training_order
 from jaxmem.data.records import Document, EmptyDataError, RecordSource
 from jaxmem.data.tokenizer import Tokenizer
@@ -188,10 +188,8 @@ class FileOrder:
 class StreamOrder:
     """The training records of a shard of all sources: `find(place)` is (source, (file, record))."""
 
-    def __init__(self, cfg: Config, sources: Sequence[StreamedFiles], shard: tuple[int, int]) -> None:
-        self._orders = [
-            FileOrder(files, shard, mix_seed(cfg.seed, source), cfg.data.epochs) for source, files in enumerate(sources)
-        ]
+    def __init__(self, sources: Sequence[StreamedFiles], shard: tuple[int, int], seed: int, epochs: int | None) -> None:
+        self._orders = [FileOrder(files, shard, mix_seed(seed, source), epochs) for source, files in enumerate(sources)]
         weights = [files.source.weight for files in sources]
         self._selection = WeightedSelection([UNKNOWN_COUNT] * len(weights), weights) if len(weights) > 1 else None
 

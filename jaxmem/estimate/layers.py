@@ -17,10 +17,9 @@ from jax.extend.core import Literal
 
 from jaxmem.config import Config, Decoder
 from jaxmem.estimate.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
-from jaxmem.estimate.share import one_share
+from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, inexact_leaves, intercept_with, with_inexact
-from jaxmem.step.objective import objective
 
 _BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins
 
@@ -87,8 +86,8 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     """One layer of each stack of a config whose mesh is resolved, for one sequence, on one of the devices that shard
     the sequence."""
     shape = shape_of(cfg, platform).replace(memory={"remat": "none", "offload": "none", "attention": "auto"})
-    built = on_one_device(one_share(shape, cfg))
-    loss, known = objective(built.cfg), cfg.model.activations
+    built = on_one_device(shape.replace(model=share_of(cfg).part_of_model))
+    loss, known = built.objective, cfg.model.activations
     params = jax.tree.map(without_sharding, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
     stream = (cfg.model.embed, cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else (0, 1)

@@ -15,16 +15,17 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
+from jaxmem.estimate.chunks import head_groups, loss_chunk, mlp_chunk
 from jaxmem.estimate.parts import SAVED
-from jaxmem.estimate.passes import passes_of
+from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
-from jaxmem.estimate.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
 from jaxmem.estimate.state import STATE, DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
+from jaxmem.sharding.share import share_of
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.model import repeats_forward
@@ -70,8 +71,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         offloaded[role] += size_of(role, away)
         if role != "weights":
             continue
-        layer = _one_layer(cfg, size_of, role, away)
-        experts = _one_layer(cfg, size_of, role, [x for x in leaves if x.can_offload and "expert" in x.axes])
+        layer = _one_layer(size_of, role, away)
+        experts = _one_layer(size_of, role, [x for x in leaves if x.can_offload and "expert" in x.axes])
         if may_offload:  # the weights of the current and of the next layer
             kinds["weights: from the host"] = 2 * (layer - experts + experts // cfg.memory.expert_groups)
         else:  # XLA slices the experts of a layer from the stack, since loops and kernels read them
@@ -88,10 +89,10 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         gradients = (
             _update_during(size_of, updated, widening, activations)
             if cfg.mesh.stage == 1
-            else _update_in_stages(cfg, size_of, state)
+            else _update_in_stages(size_of, state, pipelined_layers(cfg.model), cfg.batch.accumulate)
         )
     else:
-        gradients = _update_after(cfg, size_of, state, sizes.width, activations)
+        gradients = _update_after(size_of, state, cfg.batch.accumulate, sizes.width, activations)
     all_state = sum(parts.values()) + sum(offloaded.values())
     parts |= {"gradients": gradients, "activations": activations, "batch": sizes.batch}
     seconds = None
@@ -105,13 +106,13 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     return Estimate(parts, kinds, seconds, host)
 
 
-def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, width: int, activations: int) -> int:
+def _update_after(size_of: DeviceBytes, state: StateLeaves, micro_batches: int, width: int, activations: int) -> int:
     """The larger of the bytes of gradients, and the bytes by which updates exceed the activations, which are freed
     before the update. `width`: bytes per element of the compute dtype."""
     gradients = size_of("gradients", state.trainable)
-    if cfg.mesh.stage > 1 or cfg.batch.accumulate > 1:  # the gradients of layers are added to float32 sums one by one
+    if size_of.stages > 1 or micro_batches > 1:  # the gradients of layers are added to float32 sums one by one
         gradients = max((size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked), default=0)
-        if cfg.mesh.stage == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
+        if size_of.stages == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
             gradients = max(gradients, size_of("optimizer", state.trainable, width))
         gradients += size_of("gradients", state.trainable, FLOAT32)
     # If the optimizer state is sharded over more devices than the weights, shards of all new weights exist; new weights
@@ -123,20 +124,20 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, width: 
     return max(gradients, updates - activations)
 
 
-def _one_layer(cfg: Config, size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], *width: int) -> int:
+def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], *width: int) -> int:
     """Bytes of one layer of the stacked arrays."""
     stacked = (leaf for leaf in leaves if leaf.is_stacked)
-    return sum(size_of(role, [leaf], *width) * cfg.mesh.stage // leaf.shape[0] for leaf in stacked)
+    return sum(size_of(role, [leaf], *width) * size_of.stages // leaf.shape[0] for leaf in stacked)
 
 
-def _update_in_stages(cfg: Config, size_of: DeviceBytes, state: StateLeaves) -> int:
+def _update_in_stages(size_of: DeviceBytes, state: StateLeaves, layers: int, micro_batches: int) -> int:
     """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, and the largest gradient of
-    a layer or of a parameter outside of the stages. With one micro-batch, layers of stages have no sums."""
-    layers = pipelined_layers(cfg.model)
+    a layer or of a parameter outside of the stages. With one micro-batch, layers of stages have no sums. `layers`: of
+    all stages."""
     inside = [leaf for leaf in state.trainable if leaf.is_stacked and leaf.shape[0] == layers]
     outside = [leaf for leaf in state.trainable if leaf not in inside]
-    sums = size_of("gradients", outside if cfg.batch.accumulate == 1 else state.trainable, FLOAT32)
-    layer = _one_layer(cfg, size_of, "gradients", inside, FLOAT32)
+    sums = size_of("gradients", outside if micro_batches == 1 else state.trainable, FLOAT32)
+    layer = _one_layer(size_of, "gradients", inside, FLOAT32)
     return sums + max([layer, *(size_of("gradients", [leaf]) for leaf in outside)])
 
 
@@ -155,29 +156,30 @@ class _Activations:
     """Activations of one device and one micro-batch in the compute dtype; sizes in bytes."""
 
     def __init__(self, cfg: Config, platform: str) -> None:
-        mesh, model = cfg.mesh, cfg.model
-        self.cfg = cfg
-        self.rows, self.has_all_logits = rows_of(cfg), True
-        self.width = compute_dtype(cfg.precision, platform).itemsize
+        mesh, model, memory = cfg.mesh, cfg.model, cfg.memory
+        share, dtype = share_of(cfg), compute_dtype(cfg.precision, platform)
+        self.cfg, self.share = cfg, share
+        self.rows, self.has_all_logits = share.rows, True
+        self.width = dtype.itemsize
         split = mesh.row_shards * mesh.context
         spec = batch_spec(cfg).values()
         self.batch = sum(math.prod(size) * np.dtype(dtype).itemsize // split for size, dtype, _ in spec)
         if isinstance(model, Decoder):
             tokens, width, tensor = self.rows * cfg.row_length, self.width, mesh.tensor
-            heads, mlp, vocab = (shards(cfg, axis) for axis in ("heads", "mlp", "vocab"))
-            groups = head_groups(cfg, platform)
+            heads, mlp, vocab = (share.shards(axis) for axis in ("heads", "mlp", "vocab"))
+            groups = self.head_groups = head_groups(memory, share, dtype)
             self.residual = tokens * model.embed * width
             self.queries = tokens * model.heads * model.head_dim * width / heads / groups
             self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
             self.hidden = tokens * model.mlp * width / tensor
             self.chunked = 0.0  # additional bytes of an MLP that is computed in chunks
-            if chunk := mlp_chunk(cfg, platform):
+            if chunk := mlp_chunk(memory, share, dtype):
                 self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
                 # The residual stream and its gradient before and after the MLP; weight gradients, summed in float32.
                 sums = 0 if cfg.trainable_patterns else 3 * model.embed * model.mlp / mlp * FLOAT32
                 self.chunked = sums + 3 * self.residual / tensor
-            self.chunk = loss_chunk(cfg, platform) or 0
-            self.has_all_logits = self.chunk == vocab_entries(cfg)
+            self.chunk = loss_chunk(memory, share, dtype) or 0
+            self.has_all_logits = self.chunk == share.vocab
             scattered = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
             # Whether the gradients of each layer are communicated in order (`sharding.gather_with_input`).
             self.in_order = scattered and tensor == 1 and tokens >= MIN_TOKENS_PER_ROW * model.embed
@@ -193,7 +195,7 @@ class _Activations:
                 # three arrays of hidden units; with `mesh.expert`, for one chunk, plus inputs, outputs and the
                 # gradients of both for all tokens.
                 self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
-                if cfg.memory.experts == "triton":
+                if memory.experts == "triton":
                     chosen = tokens * model.experts.top_k * (MAX_LOAD_RATIO if mesh.expert > 1 else 1)
                     self.hidden = chosen * (3 * model.mlp / mlp + 2 * model.embed) * width / 4
                     self.hidden += tokens * mesh.expert * model.embed * width if mesh.expert > 1 else 0
@@ -264,7 +266,7 @@ class _Activations:
         if cfg.memory.attention != "cudnn":
             return 0
         is_ring = cfg.mesh.context > 1 and cfg.mesh.context_method != "ulysses"
-        split = shards(cfg, "heads") * head_groups(cfg, "gpu") * (1 if is_ring else cfg.mesh.context)
+        split = self.share.shards("heads") * self.head_groups * (1 if is_ring else cfg.mesh.context)
         heads, kv_heads = max(1, model.heads // split), max(1, model.kv_heads // split)
         segments = cfg.data.max_segments if cfg.data.packing else 1
         length, rows = cfg.row_length // (cfg.mesh.context if is_ring else 1), math.ceil(self.rows * cfg.mesh.context)

@@ -17,19 +17,21 @@ from jax.extend.core import Literal
 from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
-from jaxmem.estimate.share import layers_per_pass, loss_chunk, one_share, vocab_entries
+from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.kernels.run_counts import mean_runs
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
+from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
 from jaxmem.step.model import pipeline_of
-from jaxmem.step.objective import objective, trained_sum
+from jaxmem.step.objective import trained_sum
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
 # Primitives of kernels: Pallas for Mosaic GPU, without and with an accumulator; Triton; library calls.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
+_BACKWARD = 0.75  # share of the backward pass in the time of both, with full recompute
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
 # two and a half times the bytes of the matmuls, and there are about three kernels per matmul or write in place.
 TRAFFIC_PER_MATMUL, _KERNELS_PER_MATMUL = 2.5, 3
@@ -64,12 +66,11 @@ class TracedPasses:
 
 def shape_of(cfg: Config, platform: str) -> Config:
     """The part of a config on which shapes depend: without mesh, batch, and settings that only a run reads."""
-    compute = compute_dtype(cfg.precision, platform).name
-    chunk, entries = loss_chunk(cfg, platform), vocab_entries(cfg)
-    if isinstance(cfg.model, Decoder) and chunk is not None and chunk < entries:
-        chunk = max(
-            -(-cfg.model.vocab // cfg.mesh.tensor) // 16, 1
-        )  # the size of a slice hardly changes the passes: one shape for all
+    compute, share = compute_dtype(cfg.precision, platform), share_of(cfg)
+    chunk = loss_chunk(cfg.memory, share, compute)
+    if isinstance(cfg.model, Decoder) and chunk is not None and chunk < share.vocab:
+        # The size of a slice hardly changes the passes: one shape for all.
+        chunk = max(-(-cfg.model.vocab // cfg.mesh.tensor) // 16, 1)
     if cfg.objective.name == "dpo":  # each sequence of a pair is computed like any other
         data = config.Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
         cfg = cfg.replace(objective=config.Objective(), data=data)
@@ -83,7 +84,7 @@ def shape_of(cfg: Config, platform: str) -> Config:
         train=config.Train(steps=cfg.steps),
         checkpoint=config.Checkpoint(),
         memory={"loss_chunk": chunk or "auto", "budget": None},
-        precision={"compute": compute},
+        precision={"compute": compute.name},
     )
 
 
@@ -104,7 +105,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
         shape = shape.replace(adapter={"kind": kind, "base": "bfloat16", "double_quant": True})
-    shape, tensor = one_share(shape, cfg), cfg.mesh.tensor
+    shape, tensor = shape.replace(model=share_of(cfg).part_of_model), cfg.mesh.tensor
     # Each half is traced once for all configs in which it is equal.
     of_layers = shape.replace(memory={"loss_chunk": "auto"})
     if pipeline := pipeline_of(cfg):  # one group of layers
@@ -119,13 +120,34 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     return TracedPasses(saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels)
 
 
+def passes_per_update(cfg: Config) -> float:
+    """The duration of an update as a number of passes of a micro-batch."""
+    return cfg.batch.accumulate * (1 + _BACKWARD) if cfg.needs_global_norm_first else cfg.batch.accumulate
+
+
+def layers_per_pass(cfg: Config) -> float:
+    """The layers that a device computes for a micro-batch. The time in which a pipeline stage is idle counts as more
+    layers."""
+    if (pipeline := pipeline_of(cfg)) is None:
+        return getattr(cfg.model, "layers", 1)
+    return pipeline.group * pipeline.rounds / (1 - pipeline.bubble)
+
+
+def passes_in_memory(cfg: Config) -> float:
+    """The number of passes whose saved activations are in memory at the same time; in a pipeline, of passes through one
+    group of layers."""
+    if (pipeline := pipeline_of(cfg)) is not None:
+        return pipeline.timetable.slots.counts[0]
+    return cfg.batch.accumulate if cfg.memory.update == "during" else 1
+
+
 @functools.lru_cache(maxsize=512)
 def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     """One half of the passes: "layers", from a sequence to the output of the last layer, or "loss", from this output
     through the output matrix to the loss. It is differentiated with respect to the trainable weights and, for the loss,
     to the features."""
     built = on_one_device(shape)
-    terms = objective(built.cfg)
+    terms = built.objective
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 

@@ -6,13 +6,14 @@ The estimates compare configs before any is compiled; `timeline.py` estimates th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
-from jaxmem.estimate.passes import TRAFFIC_PER_MATMUL, TracedPasses
-from jaxmem.estimate.share import layers_per_pass, passes_per_update, rows_of, shards
+from jaxmem.estimate.passes import TRAFFIC_PER_MATMUL, TracedPasses, layers_per_pass, passes_per_update
 from jaxmem.machine.gpus import LAUNCH_SECONDS, Gpu
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
+from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.step.kernel_choice import context_traffic
 from jaxmem.step.model import repeats_forward
 
@@ -58,9 +59,13 @@ class StepTime:
         """The number of devices over which the weights of a replica are sharded."""
         return self.cfg.mesh.fsdp * self.cfg.mesh.expert * self.cfg.mesh.context
 
+    @cached_property
+    def _share(self) -> DeviceShare:
+        return share_of(self.cfg)
+
     @property
     def _tokens(self) -> float:
-        return rows_of(self.cfg) * self.cfg.data.sequence_length
+        return self._share.tokens
 
     @property
     def _width(self) -> int:
@@ -68,7 +73,7 @@ class StepTime:
         return 4 if self.cfg.precision.compute == "float32" else 2
 
     def _compute(self) -> float:
-        rows = rows_of(self.cfg)
+        rows = self._share.rows
         seconds = self.passes.kernels * LAUNCH_SECONDS
         for matmul in self.passes.matmuls:
             rate = (self.gpu.kernel_rate if matmul.is_kernel else self.gpu.matmul_rate)(matmul.dtype)
@@ -105,7 +110,7 @@ class StepTime:
         if not isinstance(model, Decoder) or tensor == 1:
             return 0.0
         residual = self._tokens * model.embed * self._width
-        halves = (1 if shards(self.cfg, "heads") > 1 else 0.5) + (shards(self.cfg, "mlp") > 1)
+        halves = (1 if self._share.shards("heads") > 1 else 0.5) + (self._share.shards("mlp") > 1)
         passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
         return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, tensor, 1)
 
@@ -123,9 +128,9 @@ class StepTime:
         mesh = self.cfg.mesh
         if not isinstance(self.cfg.model, Decoder) or mesh.context == 1:
             return 0.0
-        forward, backward = context_traffic(self.cfg, mesh.context_method)
+        forward, backward = context_traffic(self._share, self.cfg.precision, mesh.context_method)
         passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
-        sent = rows_of(self.cfg) * mesh.context * (passes * forward + backward) * self._width
+        sent = self._share.rows * mesh.context * (passes * forward + backward) * self._width
         # The argument of `_ring` is the size of an array of which each device receives all but its own share.
         return layers_per_pass(self.cfg) * self._ring(
             sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor
@@ -147,7 +152,7 @@ class StepTime:
     def _offloaded_activations(self, compute: float) -> float:
         """Seconds of exposed copies of offloaded activations. Only boundaries are fetched one layer ahead; XLA
         schedules most other copies right before their use."""
-        each_way = rows_of(self.cfg) * self.passes.offloaded / self.gpu.host_rate
+        each_way = self._share.rows * self.passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _EXPOSED_COPY_SHARE * 2 * each_way
 

@@ -86,7 +86,7 @@ class DeviceBytes:
     """Bytes of arrays on one device of a mesh. The result for each shape and role is cached."""
 
     def __init__(self, cfg: Config) -> None:
-        self._rules, self._mesh = rules_for(cfg), cfg.mesh.model_dump()
+        self._rules, self._mesh, self.stages = rules_for(cfg), cfg.mesh.model_dump(), cfg.mesh.stage
         # Rows of a sharded embedding are looked up on the devices that store them, unless embeddings are tied.
         self._looked_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}

@@ -99,7 +99,7 @@ def evaluate(
     program, params = open_model(run, [*settings, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":
-            evaluator.set_reference(read(file_for(program.cfg)))
+            evaluator.set_reference(read(file_for(program.cfg.data)))
         return evaluator(params)
 
 

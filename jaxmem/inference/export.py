@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints
-from jaxmem.config import LOW_RANK, Config, Decoder, save_config
+from jaxmem.config import LOW_RANK, Decoder, save_config
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import local_directory
 from jaxmem.config.peft import is_adapter
@@ -62,7 +62,8 @@ def export_model(
         A line that describes the result.
     """
     check_run(run)
-    _check_adapters(run, model_config(run), adapter, merge)
+    saved = model_config(run)
+    _check_adapters(run, saved.adapter.kind, saved.model.family, adapter, merge)
     program, params = open_model(run)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER)
@@ -103,11 +104,10 @@ def export_model(
     return f"{target}: config.json, *.safetensors and the tokenizer"
 
 
-def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:
+def _check_adapters(run: str | Path, kind: str, family: str, adapter: bool, merge: bool) -> None:
     if adapter and merge:
         raise UserError("export: --adapter and --merge are both set; use one of them")
-    kind = cfg.adapter.kind
-    has_adapters = cfg.adapter.kind in (*LOW_RANK, "prompt")
+    has_adapters = kind in (*LOW_RANK, "prompt")
     if (adapter or merge) and not has_adapters:
         raise UserError(f"{run}: has no adapters; remove {'--adapter' if adapter else '--merge'}")
     if merge and kind == "prompt":
@@ -118,7 +118,5 @@ def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) ->
         raise UserError(
             f"{run}: has adapters; use --adapter to export only the adapters, or --merge to export the merged weights"
         )
-    if adapter and not isinstance(cfg.model, Decoder):
-        raise UserError(
-            f"{run}: model.family={cfg.model.family} does not support --adapter; PEFT has adapters of decoders only"
-        )
+    if adapter and family != "decoder":
+        raise UserError(f"{run}: model.family={family} does not support --adapter; PEFT has adapters of decoders only")

@@ -121,7 +121,7 @@ def open_run(
     check_run(directory)
     cfg = model_config(directory, overrides)
     built = _program(cfg.with_user(user) if user else cfg)
-    with _newest_checkpoint(built.cfg, directory) as (checkpoints, step):
+    with _newest_checkpoint(directory, cfg.checkpoint.path, cfg.name) as (checkpoints, step):
         saved = checkpoints.read(step)[1]["precision"]
         precision = built.cfg.precision.model_copy(update={field: saved[field] for field in STORED_FIELDS})
         as_saved = dataclasses.replace(built, cfg=built.cfg.model_copy(update={"precision": precision}))
@@ -130,8 +130,8 @@ def open_run(
 
 
 @contextmanager
-def _newest_checkpoint(cfg: Config, run: str | Path) -> Iterator[tuple[Checkpoints, int]]:
-    with Checkpoints(checkpoint_directory(cfg, run), read_only=True) as checkpoints:
+def _newest_checkpoint(run: str | Path, path: str | None, name: str) -> Iterator[tuple[Checkpoints, int]]:
+    with Checkpoints(checkpoint_directory(run, path, name), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
@@ -174,7 +174,8 @@ def initial_state(built: Program) -> TrainState:
     run = built.cfg.adapter.base_run
     if run is not None:
         check_run(run, "adapter.base_run")
-        with _newest_checkpoint(load_config(Path(run, "config.yaml")), run) as (checkpoints, step):
+        saved = load_config(Path(run, "config.yaml"))
+        with _newest_checkpoint(run, saved.checkpoint.path, saved.name) as (checkpoints, step):
             base = base_params(built, checkpoints, step)
     elif getattr(built.cfg.model, "hf", None) is not None:
         base = read_base(built)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmem.checkpoint.record import checksum
-from jaxmem.config import Config
+from jaxmem.config import Data
 from jaxmem.data import Corpus, Loader
 from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError
@@ -43,7 +43,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
         weights: In a resumed run the fingerprint of its initial weights, since `params` have changed.
     """
     cfg = program.cfg
-    file = file_for(cfg)
+    file = file_for(cfg.data)
     data = f"{identity} {cfg.data.sequence_length} {cfg.data.on_overlong} {cfg.data.on_invalid}"
     if any_process(file.is_file()):
         stored = read(file)
@@ -67,12 +67,12 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
     return computed
 
 
-def file_for(cfg: Config) -> Path:
-    if cfg.data.reference_logprobs is not None:
-        return Path(cfg.data.reference_logprobs).expanduser()
-    path = Path(cfg.data.path or "").expanduser()
+def file_for(data: Data) -> Path:
+    if data.reference_logprobs is not None:
+        return Path(data.reference_logprobs).expanduser()
+    path = Path(data.path or "").expanduser()
     if any(letter in path.name for letter in "*?["):
-        raise UserError(f"data.path={cfg.data.path} names several files; set data.reference_logprobs to a file")
+        raise UserError(f"data.path={data.path} names several files; set data.reference_logprobs to a file")
     return path.with_name(path.name + SUFFIX)
 
 

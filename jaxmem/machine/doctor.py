@@ -52,7 +52,7 @@ def kernels(device):
 def checked(device, setting, choice):
     if device.platform == "cpu":
         return ""
-    from jaxmem.training.kernel_check import failure_of
+    from jaxmem.step.kernel_choice import failure_of
 
     why = failure_of(cfg, device.platform, setting, choice)
     return f"; failed its check: {why}" if why else "; passed its check"

@@ -6,7 +6,7 @@ takes hardly more, since every device runs the same program.
 
     compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
     breakdown    the part of each buffer at the peak: by the inputs that it was computed from, its shape
-                 (`estimate.share`), its pass and its source file
+                 (`known_shapes`), its pass and its source file
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline, and the source lines of the largest buffers
     budget       `memory.remat: auto`, from the operations of one traced layer (`estimate.layers`)

@@ -13,15 +13,20 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
+from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.memory import estimate
-from jaxmem.estimate.share import loss_chunk, sorted_dims
 from jaxmem.estimate.state import bytes_on_device
+from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import recomputed_values, total_flops
+from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.result import Plan, PlanWarning
+from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_seconds
+from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import is_axes
+from jaxmem.step import Program
 
 LARGE_SHARE, NOTABLE_SHARE = 0.2, 0.01  # shares of the total bytes
 SPILLED, TOO_LONG, SLOW = "spilled", "sequence length", "slow setting"  # training prints these warnings too
@@ -38,30 +43,24 @@ def warnings_of(plan: Plan) -> list[PlanWarning]:
     return [warning for check in _CHECKS for warning in check(plan)]
 
 
-def _remedies(cfg: Config, *options: str | None) -> str:
-    """The remedies, without settings that the config has already.
-
-    >>> from jaxmem.config import load_config
-    >>> cfg = load_config("configs/demo.yaml", ["memory.remat=full"])
-    >>> _remedies(cfg, "memory.remat=full", "mesh.tensor=2", "more devices")
-    'mesh.tensor=2 or more devices'
-    """
-    left = [option for option in options if option and not _has(cfg, option)]
+def _remedies(built: Program, *options: str | None) -> str:
+    """The remedies, without settings that the config has already."""
+    left = [option for option in options if option and not _has(built, option)]
     return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
 
 
-def _has(cfg: Config, setting: str) -> bool:
-    if setting == "memory.remat=full" and is_scheduled(cfg.memory.remat):
+def _has(built: Program, setting: str) -> bool:
+    if setting == "memory.remat=full" and is_scheduled(built.cfg.memory.remat):
         return True  # a scheduled policy saves fewer activations
     key, _, value = setting.partition("=")
-    return bool(value) and as_yaml(value_of(cfg, key)) in (value, f"[{value}]")
+    return bool(value) and as_yaml(value_of(built.cfg, key)) in (value, f"[{value}]")
 
 
-def _smaller_micro_batch(cfg: Config) -> str:
+def _smaller_micro_batch(built: Program) -> str:
     """The setting for fewer sequences per device in a micro-batch; for shorter sequences if there is only one."""
-    rows = cfg.batch.global_size // cfg.batch.accumulate // cfg.mesh.row_shards
+    rows, micro_batches = built.share.complete_rows, built.cfg.batch.accumulate
     factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
-    return f"batch.accumulate={factor * cfg.batch.accumulate}" if factor else "a shorter data.sequence_length"
+    return f"batch.accumulate={factor * micro_batches}" if factor else "a shorter data.sequence_length"
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
@@ -74,8 +73,7 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
         saved = plan.unlimited.total - step.total
         memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
         text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
-    cfg = plan.program.cfg
-    cure = _remedies(cfg, "memory.remat=full", _smaller_micro_batch(cfg), "more devices")
+    cure = _remedies(plan.program, "memory.remat=full", _smaller_micro_batch(plan.program), "more devices")
     yield PlanWarning("recomputed by XLA", text, cure)
 
 
@@ -90,7 +88,7 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
             text = (
                 f"all layers of a sharded {what} are on each device at once: {buffer.what}, {format_bytes(buffer.size)}"
             )
-            cure = _remedies(plan.program.cfg, "memory.remat=full", "reporting it as a bug")
+            cure = _remedies(plan.program, "memory.remat=full", "reporting it as a bug")
             yield PlanWarning("unsharded array", text, cure)
 
 
@@ -100,11 +98,14 @@ def _logits(plan: Plan) -> Iterator[PlanWarning]:
     total = plan.bytes_per_device["total"]
     if size > LARGE_SHARE * total:
         text = f"logits and loss need {format_bytes(size)}, {size / total:.0%} of the total"
-        chunk = loss_chunk(cfg, plan.target.platform)
+        dtype = compute_dtype(cfg.precision, plan.target.platform)
+        chunk = loss_chunk(cfg.memory, plan.program.share, dtype)
         small = LARGE_SHARE / (1 - LARGE_SHARE) * (total - size)
         slices = max(8, 2 ** math.ceil(math.log2(size / small)))  # for logits that are a small part of the new total
         smaller = None if chunk is None or chunk < slices else f"memory.loss_chunk={chunk // slices}"
-        yield PlanWarning("logits", text, _remedies(cfg, smaller, _smaller_micro_batch(cfg), "a larger mesh.tensor"))
+        yield PlanWarning(
+            "logits", text, _remedies(plan.program, smaller, _smaller_micro_batch(plan.program), "a larger mesh.tensor")
+        )
 
 
 def _offload(plan: Plan) -> Iterator[PlanWarning]:
@@ -138,7 +139,7 @@ def _spilled(plan: Plan) -> Iterator[PlanWarning]:
             seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
             text += f": at least {format_seconds(seconds)} per step, and many times as long if pages move repeatedly"
         remedies = ("jaxmem fit", "memory.remat=full", "memory.offload=activations")
-        yield PlanWarning(SPILLED, text, _remedies(plan.program.cfg, *remedies))
+        yield PlanWarning(SPILLED, text, _remedies(plan.program, *remedies))
 
 
 def _replicated(plan: Plan) -> Iterator[PlanWarning]:
@@ -156,7 +157,7 @@ def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
         cfg = plan.program.cfg
         text = f"attention stores the scores of all pairs of {cfg.row_length} positions: {format_bytes(size)}"
         yield PlanWarning(
-            "attention scores", text, _remedies(cfg, "memory.attention=auto", "memory.attention=blockwise")
+            "attention scores", text, _remedies(plan.program, "memory.attention=auto", "memory.attention=blockwise")
         )
 
 
@@ -226,7 +227,7 @@ def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
             f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
         )
         options = (larger_batch, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
-        yield PlanWarning("pipeline bubble", text, _remedies(plan.program.cfg, *options))
+        yield PlanWarning("pipeline bubble", text, _remedies(plan.program, *options))
 
 
 def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
@@ -256,11 +257,12 @@ def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
 
 def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
     """Settings that make a step much longer than their neighbour, by the estimate of both."""
-    cfg = plan.program.resolved
-    target = plan.target
-    if target.gpu is None:
-        return
-    used = estimate(cfg, target.platform, target.gpu, target.per_host)
+    if plan.target.gpu is not None:
+        yield from _slower_than_neighbours(plan.program.resolved, plan.target, plan.target.gpu)
+
+
+def _slower_than_neighbours(cfg: Config, target: Target, gpu: Gpu) -> Iterator[PlanWarning]:
+    used = estimate(cfg, target.platform, gpu, target.per_host)
     for key, value in FASTER.items():
         if value_of(cfg, key) == value:
             continue
@@ -268,7 +270,7 @@ def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
         faster = cfg.replace(**({section: {field: value}} if section else {field: value}))
         if next(check_combinations(faster), None):
             continue
-        other = estimate(faster, target.platform, target.gpu, target.per_host)
+        other = estimate(faster, target.platform, gpu, target.per_host)
         if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
             text = (
                 f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"

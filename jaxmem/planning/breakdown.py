@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxmem.estimate.parts import PARTS, SAVED, is_batch, is_optimizer_state, is_weight, part_of
-from jaxmem.estimate.share import KnownShapes, sorted_dims
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, Frame, HloShape, Instruction, Module, dot_flops
+from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
 
 # Names of parts in tables and figures, if they differ from the names in JSON.
 LABELS = {

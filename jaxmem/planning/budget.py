@@ -12,25 +12,25 @@ config.yaml of the run records it instead of `auto`.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem.config import Config, Save
+from jaxmem.config import Config, Memory, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.parts import SAVED
-from jaxmem.estimate.passes import passes_of
-from jaxmem.estimate.share import passes_in_memory, rows_of
+from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.state import STATE
 from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.compile import compiled_size
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding.share import share_of
 from jaxmem.stack.schedule import schedule
 from jaxmem.step import program
 
@@ -73,7 +73,7 @@ def resolve_remat(
     """
     if cfg.memory.remat != "auto":
         return cfg, None
-    limit = usable_memory(target, cfg, reserve_gib)
+    limit = usable_memory(target, cfg.memory, reserve_gib)
     resolved = for_devices(cfg, target.count)
     platform = target.platform
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
@@ -155,11 +155,11 @@ def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandida
     """The candidates of a config whose mesh is resolved, ordered by bytes saved, each with less recomputation than the
     one before; and the seconds of the matmuls of all layers per sequence, forward and backward."""
     layers = layers_of(cfg, platform)
-    copies = rows_of(cfg) * passes_in_memory(cfg)
+    copies = share_of(cfg).rows * passes_in_memory(cfg)
     rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
     without = cfg.replace(memory={"remat": "none"})
     policies = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
-    for remat, saved, flops, elements in _by_name(cfg, layers):
+    for remat, saved, flops, elements in _by_name(cfg.memory, cfg.model.activations, layers):
         policies.append(
             PolicyCandidate(remat, round(copies * saved), flops / rate + BYTES_PER_ELEMENT * elements / gpu.memory_rate)
         )
@@ -174,11 +174,13 @@ def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandida
     return best, 3 * sum(layer.count * layer.forward for layer in layers) / rate
 
 
-def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save, int, int, int]]:
-    """Every set of names: bytes saved, FLOPs of matmuls repeated, and elements of other results, in all layers."""
-    memory = cfg.memory
+def _by_name(
+    memory: Memory, activations: Collection[str], layers: Sequence[Layer]
+) -> Iterator[tuple[str | Save, int, int, int]]:
+    """Every set of names of `activations`: bytes saved, FLOPs of matmuls repeated, and elements of other results, in
+    all layers."""
     hidden = {*(IN_CHUNKS if memory.mlp_chunk != "auto" else ()), *(IN_GROUPS if memory.head_groups != "auto" else ())}
-    known = [name for name in cfg.model.activations if name not in hidden]
+    known = [name for name in activations if name not in hidden]
     for count in range(len(known) + 1):
         for names in itertools.combinations(known, count):
             costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]

@@ -7,8 +7,8 @@ import jax
 from jaxmem.config import Config
 from jaxmem.config.devices import for_devices
 from jaxmem.estimate.layers import layers_of
-from jaxmem.estimate.share import rows_of
 from jaxmem.planning.targets import local_target, parse_target
+from jaxmem.sharding.share import share_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = for_devices(cfg, aim.count)
     cfg = cfg.replace(memory={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
-    rows = rows_of(cfg)
+    rows = share_of(cfg).rows
     return [
         NamedValue(name, layer.count, round(rows * layer.bytes_of(name)), round(rows * layer.flops_of(name)))
         for layer in layers_of(cfg, aim.platform)

@@ -12,7 +12,6 @@ from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.estimate.memory import predict
 from jaxmem.estimate.parts import PARTS
-from jaxmem.estimate.share import known_shapes
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.budget import check_size, resolve_remat
@@ -22,6 +21,7 @@ from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, to
 from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
+from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
@@ -156,7 +156,7 @@ class Plan(Printed):
     @property
     def limit(self) -> int:
         """Bytes of a device that the run may use."""
-        return usable_memory(self.target, self.program.cfg, self.reserve_gib)
+        return usable_memory(self.target, self.program.cfg.memory, self.reserve_gib)
 
     @property
     def room(self) -> int:
@@ -291,7 +291,7 @@ def plan(
     cfg = run_config(source, devices=aim.count, **options)
     if target is None:
         check_size(cfg, aim)
-    limit = usable_memory(aim, cfg, reserve_gib)
+    limit = usable_memory(aim, cfg.memory, reserve_gib)
     cfg, why = resolve_remat(cfg, aim, reserve_gib, progress=progress)
     built = program(cfg, target_devices(aim, limit))
     with replicated_arrays() as replicated:

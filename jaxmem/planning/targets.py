@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from jaxmem.config import Config
+from jaxmem.config import Memory
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.files import read_file
@@ -123,9 +123,9 @@ def reserved_memory(target: Target, gib: float | None = None) -> int:
     return gpus.reserved(target.count, gib)
 
 
-def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
+def usable_memory(target: Target, memory: Memory, reserve_gib: float | None = None) -> int:
     """Bytes of a device that this run may use: all but the reserved bytes, or `memory.budget`."""
-    if cfg.memory.spill != "none" and not target.spillable:
+    if memory.spill != "none" and not target.spillable:
         if target.gpu is None and not (target.here and target.here[0].platform == "gpu"):
             raise UserError(f"memory.spill=unified needs CUDA GPUs; {target.name} has none; use memory.spill=none")
         raise UserError(
@@ -133,7 +133,7 @@ def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None)
             " jaxmem.machine.devices.spill_to_host() first"
         )
     free = target.memory - reserved_memory(target, reserve_gib)
-    budget = cfg.memory.budget
+    budget = memory.budget
     return free if budget is None else min(free, int(budget * gpus.GIB))
 
 

@@ -22,14 +22,15 @@ from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, one_line
+from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.memory import Estimate, estimate
-from jaxmem.estimate.share import loss_chunk, mlp_chunk
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import RULE_AXES
+from jaxmem.sharding.share import share_of
 from jaxmem.step.kernel_choice import resolve_kernels
 from jaxmem.typing import JsonDict, JsonView
 
@@ -261,9 +262,10 @@ def _canonical(cfg: Config, target: Target) -> Config:
     """One config for all configs that compile to the same program."""
     with contextlib.suppress(UserError):  # a kernel does not support the config, which the estimate reports
         cfg = resolved_on(cfg, target)
-    platform = target.platform
-    chunks = {"loss_chunk": loss_chunk(cfg, platform) or "auto", "mlp_chunk": mlp_chunk(cfg, platform) or "auto"}
-    return cfg.replace(precision={"compute": compute_dtype(cfg.precision, platform).name}, memory=chunks)
+    compute = compute_dtype(cfg.precision, target.platform)
+    arguments = cfg.memory, share_of(cfg), compute
+    chunks = {"loss_chunk": loss_chunk(*arguments) or "auto", "mlp_chunk": mlp_chunk(*arguments) or "auto"}
+    return cfg.replace(precision={"compute": compute.name}, memory=chunks)
 
 
 def _plain_rules(cfg: Config) -> Rules:

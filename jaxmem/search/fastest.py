@@ -115,7 +115,7 @@ class Search:
         self._space = Space(cfg, compilers.target, knobs)
         self._compilers = compilers
         self._progress = progress
-        limit = usable_memory(compilers.target, cfg, compilers.reserve_gib)
+        limit = usable_memory(compilers.target, cfg.memory, compilers.reserve_gib)
         self.trials = Trials(compilers.target, limit, self._space.start())
         if self._space.is_sampled:
             self._look_around()

@@ -168,7 +168,7 @@ class _Search:
         self._compilers = compilers
         self._knobs = allowed(allow)
         target = compilers.target
-        self.trials = Trials(target, usable_memory(target, cfg, compilers.reserve_gib))
+        self.trials = Trials(target, usable_memory(target, cfg.memory, compilers.reserve_gib))
         self._unit = UNITS[key]
         if key == BATCH:  # one sequence per micro-batch on each device that shards the batch
             self._unit = cfg.batch.accumulate * for_devices(cfg, target.count).mesh.row_shards

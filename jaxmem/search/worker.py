@@ -105,7 +105,7 @@ class StepCost:
 
 def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
     """The fields of `StepCost`. The step is compiled; nothing is allocated and no machine code is generated."""
-    built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
+    built = program(cfg, target_devices(target, usable_memory(target, cfg.memory, reserve_gib)))
     step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
     plan = Plan(built, target, step, 0.0, reserve_gib)
     timed = timeline(step.module, target.gpu or CPU, target.count, target.per_host)
@@ -130,7 +130,7 @@ def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
     """Bytes per device of the phases other than the step. Many configs share these programs, so each program is cached
     by its text."""
-    built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
+    built = program(cfg, target_devices(target, usable_memory(target, cfg.memory, reserve_gib)))
     sizes = {}
     for phase, lower in built.lower_others().items():
         lowered = lower()

@@ -6,6 +6,7 @@ sharding and tensor parallelism (Shoeybi et al., arXiv:1909.08053) are different
 partitioner derives the communication. An array takes 1/F of its bytes on each of F devices of `fsdp` if the table of
 its role names `fsdp`.
 
+    share.py      the share of one device: rows, tokens, heads, vocabulary
     table.py      logical axes, roles, ZeRO stages as tables
     layout.py     a mesh with its tables: the sharding of an array
     arrays.py     sharding constraints and communication along a mesh axis

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 
 import jax
 
-from jaxmem.config.adapter import LOW_RANK, low_rank_layers
-from jaxmem.config.mesh import BATCH_AXES, Rules, replicated_dims
-from jaxmem.config.networks import Decoder
+from jaxmem.config.adapter import LOW_RANK, Adapter, low_rank_layers
+from jaxmem.config.mesh import BATCH_AXES, Mesh, Rules, replicated_dims
+from jaxmem.config.networks import Decoder, Model
 from jaxmem.config.sections import Config
 
 
@@ -189,7 +189,7 @@ def _is_if_even(axis: str | Axis | None) -> bool:
 def rules_for(cfg: Config) -> ShardingTables:
     """The sharding tables of a config."""
     rules = cfg.rules
-    if has_vocab_on_stages(cfg):
+    if has_vocab_on_stages(cfg.model, cfg.mesh, cfg.rules, cfg.adapter):
         rules = rules.replace(vocab=("stage", *rules.vocab))
     if getattr(cfg.model, "tie_embeddings", False) and "head" in rules.replicated:
         rules = rules.replace(replicated=(*rules.replicated, "embedding"))
@@ -200,14 +200,14 @@ def rules_for(cfg: Config) -> ShardingTables:
     return tables
 
 
-def has_vocab_on_stages(cfg: Config) -> bool:
+def has_vocab_on_stages(model: Model, mesh: Mesh, rules: Rules, adapter: Adapter) -> bool:
     """Whether pipeline stages share the embedding and output matrices, each with a part of the vocabulary."""
-    if not isinstance(cfg.model, Decoder) or cfg.mesh.stage == 1:
+    if not isinstance(model, Decoder) or mesh.stage == 1:
         return False
-    shards = math.prod(getattr(cfg.mesh, axis) for axis in ("stage", *cfg.rules.vocab))
-    low_rank = cfg.adapter.kind in LOW_RANK
-    has_adapter = low_rank and any(low_rank_layers(cfg.adapter, name, None)[0] for name in ("embedding", "head"))
-    return cfg.model.vocab % shards == 0 and not has_adapter
+    shards = math.prod(getattr(mesh, axis) for axis in ("stage", *rules.vocab))
+    low_rank = adapter.kind in LOW_RANK
+    has_adapter = low_rank and any(low_rank_layers(adapter, name, None)[0] for name in ("embedding", "head"))
+    return model.vocab % shards == 0 and not has_adapter
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:

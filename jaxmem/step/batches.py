@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.config import Config
+from jaxmem.config import Config, Model
 from jaxmem.config.networks import ImageInput, ImageText, UserModel
 
 Array = tuple[tuple[int, ...], Any, tuple[str | None, ...]]  # shape, dtype, logical axes
@@ -33,7 +33,7 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
         return arrays | {"reference": mask} if cfg.objective.name == "dpo" else arrays
     model = ImageInput() if isinstance(cfg.model, UserModel) else cfg.model
     size, channels = model.image_size, model.channels  # type: ignore[union-attr]
-    images: Array = ((*rows, size, size, channels), image_dtype(cfg), (*axes, "height", "width", "channels"))
+    images: Array = ((*rows, size, size, channels), image_dtype(cfg.model), (*axes, "height", "width", "channels"))
     if isinstance(model, ImageText):
         tokens = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
         return {"inputs": images, "texts": tokens, "lengths": (rows, np.int32, axes), "mask": (rows, np.float32, axes)}
@@ -43,9 +43,9 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     return {"inputs": images, "targets": labels, "mask": mask}
 
 
-def image_dtype(cfg: Config) -> Any:
+def image_dtype(model: Model) -> Any:
     """int32 for a model that embeds pixels as categories, float32 otherwise."""
-    return np.int32 if getattr(cfg.model, "inputs", "numbers") != "numbers" else np.float32
+    return np.int32 if getattr(model, "inputs", "numbers") != "numbers" else np.float32
 
 
 def rows(spec: Spec) -> range:

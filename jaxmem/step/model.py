@@ -1,12 +1,14 @@
 """The network of a config, before any array exists: its structure, the shapes and logical axes of its weights, which of
 them are trainable, and how initial weights are created."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from flax import nnx
@@ -26,6 +28,10 @@ from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.weights import Storage, storing_as
 from jaxmem.stack import StackOptions, creating_in
+
+if TYPE_CHECKING:
+    from jaxmem.kernels.choice import Choice
+    from jaxmem.step.kernel_choice.choice import AttentionChoice
 
 # Folded into the key of the seed for new adapters, so that they do not depend on the weights of the model.
 _ADAPTER_KEY = 2**31 - 1
@@ -227,13 +233,18 @@ class ModelSpec:
         return network, user_layers.stack_lists(network, self.cfg.user.layers)
 
     @cached_property
-    def attention(self) -> Any:
-        """The choice of the implementation of attention (`AttentionChoice`), or None if there is no attention."""
-        return self.kernels.get("memory.attention")
+    def attention(self) -> AttentionChoice | None:
+        """The choice of the implementation of attention, or None if there is no attention."""
+        return cast("AttentionChoice | None", self.kernels.get("memory.attention"))
+
+    @property
+    def context_method(self) -> str:
+        """The method of communication over `mesh.context`."""
+        return "ring" if self.attention is None else self.attention.context_method
 
     @cached_property
-    def kernels(self) -> dict[str, Any]:
-        """The choice of the implementation of each operation that has a fused kernel (`Choice`), by setting."""
+    def kernels(self) -> dict[str, Choice]:
+        """The choice of the implementation of each operation that has a fused kernel, by setting."""
         from jaxmem.step.kernel_choice import kernel_choices
 
         return kernel_choices(self.cfg, self.platform, self.capability)
@@ -254,7 +265,7 @@ class ModelSpec:
             deterministic=self.cfg.train.deterministic,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
-            context_method="ring" if self.attention is None else self.attention.context_method,
+            context_method=self.context_method,
             chunking=chunking(memory),
             stack=self.stack_options,
         )

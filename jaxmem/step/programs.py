@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,12 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding import Layout, is_axes, layout_for
 from jaxmem.step import batches, host_placement
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Sums, likelihoods, objective
+from jaxmem.step.objective import Batch, Objective, Sums, likelihoods, objective
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.step import Metrics, make_step
+
+if TYPE_CHECKING:
+    from jaxmem.sharding.share import DeviceShare
 
 # XLA's options for a step, in plans and in runs, each with its reason and its planned cost.
 #
@@ -72,7 +75,7 @@ class Program:
 
     @cached_property
     def spec(self) -> StateSpec:
-        check_mesh(self.cfg, self.layout, self.model)
+        check_mesh(self.layout, self.model)
         return StateSpec(self.cfg, self.layout, self.model)
 
     @property
@@ -85,6 +88,16 @@ class Program:
     @property
     def platform(self) -> str:
         return self.layout.mesh.devices.flat[0].platform
+
+    @cached_property
+    def share(self) -> DeviceShare:
+        from jaxmem.sharding.share import share_of
+
+        return share_of(self.cfg)
+
+    @cached_property
+    def objective(self) -> Objective:
+        return objective(self.cfg)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics): the training step, which donates its state."""
@@ -204,8 +217,8 @@ class Program:
         if isinstance(self.cfg.model, Decoder):
             from jaxmem.models.attention import context_order
 
-            method = built.model.attention.context_method
-            order = context_order(self.layout, batch["inputs"].shape[2], method, self.cfg.model.window)
+            length, method = batch["inputs"].shape[2], built.model.context_method
+            order = context_order(self.layout, length, method, self.cfg.model.window)
         return batches.place(order, self.rows, built.spec.batch, batch)
 
     @contextlib.contextmanager
@@ -250,9 +263,10 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     return Program(cfg, layout_for(cfg, devices))
 
 
-def check_mesh(cfg: Config, layout: Layout, model: ModelSpec) -> None:
+def check_mesh(layout: Layout, model: ModelSpec) -> None:
     """Refuses a mesh axis that shards neither the batch, nor the sequence, nor a weight: its devices would all compute
     the same."""
+    cfg = model.cfg
     used = {*BATCH_AXES, *(SEQUENCE_AXES if isinstance(cfg.model, Decoder | Vit) else ())}
     for axes in jax.tree.leaves(model.axes, is_leaf=is_axes):
         used.update(*layout.mesh_axes_each("compute", axes), *layout.mesh_axes_each("weights", axes))

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from etils import epath
 
 from jaxmem.checkpoint.paths import move_aside
-from jaxmem.config import Config, Decoder, save_config
+from jaxmem.config import Decoder, save_config
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.errors import UserError
 from jaxmem.machine.files import write_file
@@ -82,10 +82,12 @@ def _acquire(path: Path) -> int:
 
 
 @contextmanager
-def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Callable[[], None]]:
+def run_directory(
+    directory: Path, path: epath.Path, *, resume: Literal["auto", "never"]
+) -> Iterator[Callable[[], None]]:
     """A context with the directories of a run and of its checkpoints, which all processes must see. New directories are
-    removed if the run fails before it calls the function that this yields."""
-    if cfg.checkpoint.resume == "never":
+    removed if the run fails before it calls the function that this yields. `resume`: `never` moves old ones aside."""
+    if resume == "never":
         move_aside(directory)
         move_aside(path)
     new = [folder for folder in (epath.Path(directory), path) if not folder.exists()]

@@ -30,6 +30,11 @@ def work_of(built: Program) -> Work:
     return Work(cfg.batch.global_size * length, ideal_flops(built))
 
 
+def unit_of(built: Program) -> str:
+    """What progress counts."""
+    return "tokens" if built.cfg.reads_text else "rows" if built.cfg.user.data else "images"
+
+
 def model_line(built: Program) -> str:
     """The model and the devices of a run, before it is compiled."""
     model = built.model
@@ -44,11 +49,6 @@ def model_line(built: Program) -> str:
     name = built.cfg.name
     mesh_axes = f" ({axes})" if axes else ""
     return f"{name}: {count:,} parameters{active}, {trainable} trainable, on {devices}{mesh_axes}{padding}"
-
-
-def unit_of(cfg: Config) -> str:
-    """What progress counts."""
-    return "tokens" if cfg.reads_text else "rows" if cfg.user.data else "images"
 
 
 def elastic_line(cfg: Config, used: Config) -> str | None:
@@ -66,8 +66,7 @@ def plan_line(plan: Plan, step: int) -> str:
 
     cfg = plan.program.cfg
     start = f"resuming after step {step}: " if step else ""
-    unit = unit_of(cfg)
-    work = f"{work_of(plan.program).tokens:,} {unit} per update, {cfg.steps:,} updates"
+    work = f"{work_of(plan.program).tokens:,} {unit_of(plan.program)} per update, {cfg.steps:,} updates"
     repeated = [warning for warning in plan.warnings if warning.kind in (SLOW, SPILLED, TOO_LONG)]
     warnings = "".join(f"\nwarning: {warning.text}; try {warning.cure}" for warning in repeated)
     planned = format_bytes(plan.bytes_per_device["total"])
@@ -75,22 +74,27 @@ def plan_line(plan: Plan, step: int) -> str:
     return f"{start}planned {planned} per device, {work}{choices}{warnings}"
 
 
-def data_line(cfg: Config, corpus: Corpus, tokens: float) -> str | None:
+def data_line(data: Data, rows: int, steps: int, corpus: Corpus, tokens: float) -> str | None:
     """The passes that a run makes over its data, with a warning if they are many, or if short documents leave
-    sequences padded. None if a sequence is not filled with documents. `tokens`: mean length of a document."""
-    data = cfg.data
+    sequences padded. None if a sequence is not filled with documents.
+
+    Args:
+      rows: sequences per update.
+      steps: updates of the run.
+      tokens: mean length of a document.
+    """
     source = corpus.sources[0]
     if not tokens or len(corpus.sources) > 1 or data.buckets or source.documents_per_record > 1:
         return None
     most = data.documents_per_row if data.packing else 1
-    in_update = cfg.batch.global_size * min(data.sequence_length / tokens, most)
+    in_update = rows * min(data.sequence_length / tokens, most)
     if data.streaming:
         lines = [f"data: {len(source.names):,} files, one after the other; {source.noun} of about {tokens:,.0f} tokens"]
         return "\n".join([*lines, *_padding_line(data, tokens, most)])
     records = max(round((1 - data.held_out) * len(source)), 1)
-    passes = min(cfg.steps * in_update / records, data.epochs or float("inf"))
+    passes = min(steps * in_update / records, data.epochs or float("inf"))
     digits = 0 if passes >= 10 else 1 if passes >= 0.1 else 3
-    updates = f"{cfg.steps:,} updates are about {passes:,.{digits}f} passes over them"
+    updates = f"{steps:,} updates are about {passes:,.{digits}f} passes over them"
     lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
     lines += _padding_line(data, tokens, most)
     if passes > MANY_PASSES:
@@ -113,8 +117,9 @@ def _padding_line(data: Data, tokens: float, most: int) -> list[str]:
     return [f"warning: {given} of a sequence; use {use}, which needs more memory for attention"]
 
 
-def finished_line(cfg: Config, before: JsonView, step: int, directory: Path) -> str:
+def finished_line(built: Program, before: JsonView, step: int, directory: Path) -> str:
     """A run that had finished before, and the settings that differ from its own, which have no effect."""
+    cfg = built.cfg
     line = f"{cfg.name}: {step} steps are done, in {directory}"
     changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))
     if not changes:

@@ -22,7 +22,7 @@ from etils import epath
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Config
+from jaxmem.config import Checkpoint, Cluster, Config
 from jaxmem.config.methods import config_with
 from jaxmem.config.user import Parts
 from jaxmem.data.loader import Loader, merge_states
@@ -115,9 +115,9 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
-    check_trackers(cfg)
+    check_trackers(cfg.train.trackers)
     cache_compiled_programs(cfg.output)
-    _preflight(cfg)
+    _preflight(cfg.cluster)
     devices = jax.devices() if devices is None else devices
     cfg = _check_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
@@ -125,7 +125,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     elastic = lines.elastic_line(cfg, built.cfg)
     directory = Path(cfg.output, cfg.name)
     cfg = built.cfg
-    checkpoint_path = checkpoint_directory(cfg, directory)
+    checkpoint_path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
     refuse_links(directory)
     refuse_links(checkpoint_path)
     fingerprint = data_fingerprint(cfg)
@@ -141,8 +141,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             plan = plan_program(built, remat_why)
         check_fits(plan)
 
-        keep_directory = stack.enter_context(run_directory(cfg, directory, checkpoint_path))
-        checkpoints = stack.enter_context(_checkpoints(cfg, checkpoint_path))
+        keep_directory = stack.enter_context(run_directory(directory, checkpoint_path, resume=cfg.checkpoint.resume))
+        checkpoints = stack.enter_context(_checkpoints(cfg.checkpoint, checkpoint_path))
         stack.enter_context(failing_together())  # closing the contexts above needs all processes
         stack.enter_context(explained_out_of_memory(plan))
         step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
@@ -158,7 +158,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         progress = stack.enter_context(_progress(built, step, trackers.last))
         progress.say(elastic)
         progress.say(lines.plan_line(plan, step))
-        progress.say(lines.data_line(cfg, loader.corpus, document_tokens) if document_tokens else None)
+        rows, corpus = cfg.batch.global_size, loader.corpus
+        progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
         work = {bucket: lines.work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
@@ -220,18 +221,18 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     done, config = refuse_another_run(built, directory, path, fingerprint)
     if done < built.cfg.steps:
         return None
-    with _checkpoints(built.cfg, path) as checkpoints, failing_together():
+    with _checkpoints(built.cfg.checkpoint, path) as checkpoints, failing_together():
         restored = read_state(built, checkpoints)
     if restored is None or restored[0] < built.cfg.steps:
         return None
     step, state, _ = restored
     if jax.process_index() == 0:
-        print(lines.finished_line(built.cfg, config, step, directory), flush=True)
+        print(lines.finished_line(built, config, step, directory), flush=True)
     return Result(directory, step, {}, {}, state, built)
 
 
-def _preflight(cfg: Config) -> None:
-    if cfg.cluster.preflight and jax.process_count() > 1:
+def _preflight(cluster: Cluster) -> None:
+    if cluster.preflight and jax.process_count() > 1:
         from jaxmem.distributed.preflight import preflight
 
         lines = preflight()
@@ -241,21 +242,23 @@ def _preflight(cfg: Config) -> None:
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
     """The config with kernels that passed their check on these devices."""
-    from jaxmem.training.kernel_check import checked_kernels, refuse_gpu_kernels
+    from jaxmem.step.kernel_choice.check import checked_kernels, refuse_gpu_kernels
 
     if devices[0].platform == "cpu":
         refuse_gpu_kernels(cfg)
         return cfg
-    checked, failures = checked_kernels(cfg, program(cfg, devices), any_process)
+    settings, failures = checked_kernels(program(cfg, devices), any_process)
     for line in failures:
         print(line, flush=True)
-    return checked
+    for setting, implementation in settings.items():
+        section, key = setting.split(".")
+        cfg = cfg.replace(**{section: {key: implementation}})
+    return cfg
 
 
-def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:
-    keep = cfg.checkpoint
-    warn = (lambda text: print(text, flush=True)) if keep.on_failure == "continue" else None
-    return Checkpoints(path, keep.every, keep.keep, keep.keep_best, warn=warn)
+def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:
+    warn = (lambda text: print(text, flush=True)) if section.on_failure == "continue" else None
+    return Checkpoints(path, section.every, section.keep, section.keep_best, warn=warn)
 
 
 def _add_reference(
@@ -289,7 +292,7 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
         cfg.steps,
         peak * devices.size if peak else None,
         cfg.train.log_every,
-        unit=_UNITS[lines.unit_of(cfg)],
+        unit=_UNITS[lines.unit_of(built)],
         step=step,
         seconds=last.get("seconds") or 0.0,
         tokens=int(last.get("tokens") or step * lines.work_of(built).tokens),

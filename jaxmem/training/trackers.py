@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,15 @@ from jaxmem.typing import JsonDict, JsonView
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-def check_trackers(cfg: Config) -> None:
+def check_trackers(names: Iterable[str]) -> None:
     """Refuses trackers that are not installed, before anything is compiled."""
-    for name in cfg.train.trackers:
+    for name in names:
         _package(name)
 
 
 def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
     """The trackers of a run in `directory` that resumes after `step`; none in processes other than 0."""
-    check_trackers(cfg)
+    check_trackers(cfg.train.trackers)
     directory = Path(directory)
     if jax.process_index() != 0:
         return Trackers([], {})

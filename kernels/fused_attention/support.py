@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxmem.kernels.choice import Choice, triton_refusal
+from jaxmem.kernels import choice
+from jaxmem.kernels.choice import NONE_FAILED, Choice, triton_refusal
 from jaxmem.kernels.validation import FLOATS
 
 from .arguments import Extras, Options
 
 OPERATION = "attention"
-NONE_FAILED: Mapping[str, str] = {}
 ORDER = {  # the reason to choose each implementation
     "cudnn": "cuDNN supports this attention",
     "mosaic": "the kernel for compute capability 9.0",
@@ -161,17 +161,9 @@ def choose(call: Request, capability: int | None, failed: Mapping[str, str] = NO
     >>> choose(documents, None).why
     'no NVIDIA GPU'
     """
-    if capability is None:
-        return Choice(PLAIN, "no NVIDIA GPU", call.kind)
-    refused: list[str] = []
-    for name, reason in ORDER.items():
+
+    def reason(name: str) -> str | None:
         missing = triton_refusal(capability) if name == "triton" else None
-        why = failed.get(name) or missing or refusal(name, call, capability)
-        if why is None:
-            return Choice(name, "; ".join([reason, *refused]), call.kind)
-        value, _, allowed = why.partition("; ")
-        why = (
-            allowed if allowed and any(reason_before.startswith(value) for reason_before in refused) else why
-        )  # the value is stated once
-        refused.append(why if name in why else f"{name}: {why}")
-    return Choice(PLAIN, "; ".join(refused), call.kind)
+        return failed.get(name) or missing or refusal(name, call, capability)
+
+    return choice.choose(ORDER, PLAIN, capability, reason, call.kind)

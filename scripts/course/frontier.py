@@ -102,7 +102,7 @@ def _row_of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int
     cfg = for_devices(load_config(BASE, overrides), aim.count)
     size = _parameters(width, layers)
     predicted = estimated(cfg, aim).total
-    limit = usable_memory(aim, cfg)
+    limit = usable_memory(aim, cfg.memory)
     return {**shape, "overrides": overrides, "parameters": size, "predicted": predicted, "limit": limit}
 
 

@@ -138,7 +138,7 @@ def test_checkpoints_that_are_no_directory(tmp_path: Path) -> None:
     place = tmp_path / "x" / "checkpoints"
     place.write_text("")
     with pytest.raises(UserError, match=f"{place} is not a directory"):
-        checkpoint_directory(cfg, tmp_path / "x")
+        checkpoint_directory(tmp_path / "x", cfg.checkpoint.path, cfg.name)
 
 
 @pytest.mark.parametrize("name", ["", "9", ROTATED_DIRECTORY, "2.orbax-checkpoint-tmp", "itself"])

@@ -163,6 +163,6 @@ def test_empty_files_and_settings_that_do_not_fit(config: Make, tmp_path: Path, 
 def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:
     cfg = config(path=str(shards), streaming=True)
     with data.Loader(cfg) as loader:
-        line = data_line(cfg, loader.corpus, loader.corpus.check())
+        line = data_line(cfg.data, cfg.batch.global_size, cfg.steps, loader.corpus, loader.corpus.check())
     assert line is not None
     assert f"{FILES} files" in line

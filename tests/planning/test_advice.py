@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import load_config
-from jaxmem.estimate.share import KnownShapes, known_shapes
 from jaxmem.pipeline import Pipeline
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
@@ -23,6 +22,7 @@ from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
+from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
 from jaxmem.step import program
@@ -244,8 +244,9 @@ def test_large_logits_and_their_cure() -> None:
 def test_remedies_are_what_the_config_does_not_have(remat: str) -> None:
     cfg = config(memory={"remat": remat, "offload": "activations"})
     options = ("memory.remat=full", "memory.offload=activations", "memory.attention=blockwise", None, "more devices")
-    assert advice._remedies(cfg, *options) == "memory.attention=blockwise or more devices"
-    assert advice._remedies(config(memory={"remat": "dots"}), *options[:2]).startswith("memory.remat=full or")
+    assert advice._remedies(SimpleNamespace(cfg=cfg), *options) == "memory.attention=blockwise or more devices"
+    dots = SimpleNamespace(cfg=config(memory={"remat": "dots"}))
+    assert advice._remedies(dots, *options[:2]).startswith("memory.remat=full or")
 
 
 def test_a_plan_without_a_fault_warns_of_nothing(cpu_plan: Plan) -> None:

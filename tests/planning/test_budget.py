@@ -119,7 +119,7 @@ def test_the_share_that_xla_does_not_fill_stays_free(monkeypatch) -> None:
     target = parse_target("h100-80gb:1")
     resolve_remat(asked, target)
     state = sum(size for part, size in estimate(given(remat="full"), "gpu").parts.items() if part in STATE)
-    usable = usable_memory(target, asked)
+    usable = usable_memory(target, asked.memory)
     assert limits == [state + round(0.95 * (usable - state))]
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.estimate.share import KnownShapes
 from jaxmem.models.block import GatedMlp
 from jaxmem.planning import Plan
 from jaxmem.planning.breakdown import Breakdown
@@ -15,6 +14,7 @@ from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import total_of
 from jaxmem.planning.history import BANDS, PASSES, _passes, history, source_of
 from jaxmem.planning.hlo import read_module
+from jaxmem.planning.known_shapes import KnownShapes
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
 

@@ -107,6 +107,6 @@ def test_a_directory_that_cannot_be_created_is_named(tmp_path):
     cfg = load_config({"name": "x", "output": str(tmp_path), "model": {"preset": "tiny"}, "train": {"steps": 1}})
     with (
         pytest.raises(UserError, match=r"cannot create /proc/x: No such file .*; set output or checkpoint.path to"),
-        run_directory(cfg, tmp_path / "x", epath.Path("/proc/x")),
+        run_directory(tmp_path / "x", epath.Path("/proc/x"), resume=cfg.checkpoint.resume),
     ):
         pass

@@ -24,14 +24,15 @@ def test_the_commands_after_a_run_work(kind: str) -> None:
     exports = [line for line in last_line(cfg, 500, Path("runs/a")).splitlines() if "export" in line]
     assert exports
     for line in exports:
-        _check_adapters("runs/a", cfg, "--adapter" in line, "--merge" in line)
+        _check_adapters("runs/a", cfg.adapter.kind, cfg.model.family, "--adapter" in line, "--merge" in line)
 
 
 def test_how_often_a_run_reads_its_data() -> None:
     def line(tokens: float, documents: int, batch: int = 16, **data: Any) -> str:
         fields = {"noun": "conversations", "documents_per_record": 1, "__len__": lambda _: documents}
         cfg = config(data={"sequence_length": 2048, "held_out": 0.0, **data}, batch={"global_size": batch})
-        return data_line(cfg, SimpleNamespace(sources=[type("Source", (), fields)()]), tokens) or ""  # type: ignore[arg-type]
+        corpus: Any = SimpleNamespace(sources=[type("Source", (), fields)()])
+        return data_line(cfg.data, batch, cfg.steps, corpus, tokens) or ""
 
     many = line(30, 400)
     assert "400 conversations of about 30 tokens" in many

@@ -93,7 +93,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     assert last["loss"] < first["loss"]
     assert result.held_out["margin"] > 0
     assert evaluate(tmp_path / "x")["margin"] == pytest.approx(result.held_out["margin"], rel=1e-4)
-    kept = read(file_for(cfg))
+    kept = read(file_for(cfg.data))
     assert kept.values.shape == (11, 2)
     assert (kept.values < -10).all()
     # Rows 2 i and 2 i + 1 of a batch are the answers of one pair.
@@ -108,7 +108,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     with pytest.raises(UserError, match=r"reference.npz: was computed with other weights; remove it, or set data.ref"):
         run(config(name="y", seed=1), jax.devices()[:1])
     assert not (tmp_path / "y/config.yaml").exists()
-    file_for(cfg).write_bytes(b"x")
+    file_for(cfg.data).write_bytes(b"x")
     with pytest.raises(UserError, match="not a file of reference log-probabilities"):
         run(config(name="z"), jax.devices()[:1])
 

@@ -90,7 +90,7 @@ def test_what_is_not_installed_is_refused(name: str, package: str, monkeypatch: 
     with pytest.raises(
         UserError, match=rf"train.trackers: {name} requires {package}; run pip install 'jaxmem\[{name}\]'"
     ):
-        check_trackers(config(name))
+        check_trackers(config(name).train.trackers)
 
 
 def test_tensorboard_writes_events(tmp_path: Path) -> None:

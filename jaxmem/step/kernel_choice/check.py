@@ -31,31 +31,28 @@ from jaxmem.machine.devices import cudnn_remedy
 from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step import Program
-from jaxmem.step.kernel_choice import attention_request, kernel_choices
+from jaxmem.step.kernel_choice.attention import attention_request
+from jaxmem.step.kernel_choice.choice import ATTENTION, EXPERTS, UPDATE, kernel_choices
 from jaxmem.typing import JsonDict
 
 LENGTH, WINDOW, SOFT_CAP = 192, 70, 2.0
 ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
-EXPERTS = 4
+EXPERT_COUNT = 4
 MAX_ERROR_EPS = 8  # largest error, in units of the machine epsilon times the largest value
 MAX_CHANGED_CODES = 1e-3  # share of integer codes that may differ by 1: values may be near the border of two codes
 
 
 def refuse_gpu_kernels(cfg: Config) -> None:
     """Refuses kernels that a CPU cannot run."""
-    named = {
-        "memory.attention": cfg.memory.attention,
-        "memory.experts": cfg.memory.experts,
-        "optimizer.kernel": cfg.optimizer.kernel,
-    }
-    for key, value in named.items():
+    for key in (ATTENTION, EXPERTS, UPDATE):
+        value = value_of(cfg, key)
         if value in ("cudnn", "mosaic", "triton") and triton_launch.INTERPRETER is None:
             raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
 
 
-def checked_kernels(cfg: Config, built: Program, agree: Callable[[bool], bool] = bool) -> tuple[Config, list[str]]:
-    """The config with the next choice in place of each kernel that failed its check, and a line for each failure.
-    `built`: the program of the config. `agree` returns whether a check failed in any process."""
+def checked_kernels(built: Program, agree: Callable[[bool], bool] = bool) -> tuple[dict[str, str], list[str]]:
+    """The next choice for each setting whose kernel failed its check, and a line for each failure. `agree` returns
+    whether a check failed in any process."""
     failures: dict[str, dict[str, str]] = {}
     lines: list[str] = []
     while True:
@@ -68,10 +65,7 @@ def checked_kernels(cfg: Config, built: Program, agree: Callable[[bool], bool] =
             raise UserError(f"{setting}={name} failed its check on this device: {why}; use {setting}=auto")
         failures.setdefault(setting, {})[name] = f"{name} failed its check: {why}"
         lines.append(f"warning: {setting}={name} failed its check and is not used: {why}")
-    for setting in failures:
-        section, key = setting.split(".")
-        cfg = cfg.replace(**{section: {key: choices[setting].implementation}})
-    return cfg, lines
+    return {setting: choices[setting].implementation for setting in failures}, lines
 
 
 def _first_failed(
@@ -90,7 +84,7 @@ def failure_of(cfg: Config, platform: str, setting: str, chosen: Choice) -> str 
     correct, or plain JAX."""
     if chosen.implementation in (*PLAIN, "none"):
         return None
-    call: Any = attention_request(cfg, platform) if setting == "memory.attention" else chosen.kind
+    call: Any = attention_request(cfg, platform) if setting == ATTENTION else chosen.kind
     return failure(setting, chosen.implementation, call)
 
 
@@ -164,9 +158,9 @@ def _experts(kind: str, implementation: str) -> dict[str, jax.Array]:
     from jaxmem.kernels.grouped_matmul import triton
 
     form, dtype = kind.split()
-    w = _random_normal(EXPERTS, ROWS, COLUMNS, dtype=dtype)
-    chosen = np.random.default_rng(0).random((LENGTH, EXPERTS))
-    groups = sort_rows(jnp.asarray(np.argsort(chosen, axis=1)[:, :2], jnp.int32), EXPERTS)
+    w = _random_normal(EXPERT_COUNT, ROWS, COLUMNS, dtype=dtype)
+    chosen = np.random.default_rng(0).random((LENGTH, EXPERT_COUNT))
+    groups = sort_rows(jnp.asarray(np.argsort(chosen, axis=1)[:, :2], jnp.int32), EXPERT_COUNT)
     q = None if form == "dense" else quantize(w, form, FORMATS[form].block_size, -2)
     dense = w if q is None else q.dequantize(dtype)
 
@@ -206,9 +200,9 @@ def _updates(kind: str, implementation: str) -> dict[str, jax.Array]:
 
 # For each setting: the implementation in plain JAX, and a function of the results of an implementation, by name.
 _CHECKS: dict[str, tuple[str, Callable[[Any, str], dict[str, jax.Array]]]] = {
-    "memory.attention": ("blockwise", _attention),
-    "memory.experts": ("blockwise", _experts),
-    "optimizer.kernel": ("reference", _updates),
+    ATTENTION: ("blockwise", _attention),
+    EXPERTS: ("blockwise", _experts),
+    UPDATE: ("reference", _updates),
 }
 
 

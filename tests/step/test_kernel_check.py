@@ -11,8 +11,8 @@ from jaxmem.errors import UserError
 from jaxmem.kernels import grouped_matmul, quantized_update, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.fused_attention.support import Request
-from jaxmem.training import kernel_check
-from jaxmem.training.kernel_check import checked_kernels, failure
+from jaxmem.step.kernel_choice import check as kernel_check
+from jaxmem.step.kernel_choice.check import checked_kernels, failure
 from tests.kernels.test_cudnn import emulated
 from tests.support.tiers import exhaustive
 
@@ -93,7 +93,7 @@ def config(attention="auto"):
 def checked(cfg, **options):
     """`checked_kernels` on a Hopper GPU."""
     built = SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(capability=90))
-    return checked_kernels(cfg, built, **options)
+    return checked_kernels(built, **options)
 
 
 def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
@@ -103,17 +103,16 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
         ("optimizer.kernel", "triton"): "it is off by 2",
     }
     monkeypatch.setattr(kernel_check, "failure", lambda key, name, _: wrong.get(name) or wrong.get((key, name)))
-    cfg, lines = checked(config())
+    settings, lines = checked(config())
     names = ("memory.attention=cudnn", "memory.attention=mosaic", "optimizer.kernel=triton")
     for line, name, why in zip(lines, names, wrong.values(), strict=True):
         assert line == f"warning: {name} failed its check and is not used: {why}"
-    assert (cfg.memory.attention, cfg.optimizer.kernel) == ("triton", "none")
+    assert settings == {"memory.attention": "triton", "optimizer.kernel": "none"}
 
 
 def test_kernels_that_pass_leave_the_config_as_it_is(monkeypatch):
     monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
-    cfg = config()
-    assert checked(cfg) == (cfg, [])
+    assert checked(config()) == ({}, [])
 
 
 def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):

@@ -1,0 +1,39 @@
+"""The chunks in which one device computes, where the section `memory` says `auto`. `dtype` is the compute dtype."""
+
+import math
+
+import jax.numpy as jnp
+
+from jaxmem.config import Decoder, Memory
+from jaxmem.models.cross_entropy import max_update_entries, slice_width
+from jaxmem.sharding.share import DeviceShare
+from jaxmem.step.model import chunking
+
+
+def loss_chunk(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int | None:
+    """`memory.loss_chunk`, resolved: at most the vocabulary entries of the device. None: the model has no
+    vocabulary."""
+    if not isinstance(share.model, Decoder):
+        return None
+    tokens = math.ceil(share.tokens * share.shards("vocab") / share.mesh.tensor)
+    most = max_update_entries(memory.update, share.model.embed)
+    return slice_width(memory.loss_chunk, tokens, share.vocab, dtype.itemsize, most) or share.vocab
+
+
+def mlp_chunk(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int | None:
+    """`memory.mlp_chunk`, resolved: the number of tokens of a sequence in a chunk. None: all."""
+    if not isinstance(share.model, Decoder):
+        return None
+    return chunking(memory).chunk_size(share.stream(dtype), 0 if share.model.experts else share.model.mlp)
+
+
+def head_groups(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int:
+    """`memory.head_groups`, resolved."""
+    model = share.model
+    split = share.shards("heads")
+    if not isinstance(model, Decoder) or model.kv_heads % split:
+        return 1
+    heads = model.heads // split
+    kv_heads = model.kv_heads // split
+    context = share.mesh.context if share.mesh.context_method == "ulysses" else 1
+    return chunking(memory).group_count(share.stream(dtype), heads, kv_heads, model.head_dim, context)

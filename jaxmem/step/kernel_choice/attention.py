@@ -1,0 +1,106 @@
+"""The call of attention that one device makes, and the methods of communication over `mesh.context`: their bytes and
+their estimated seconds."""
+
+import math
+from typing import Literal
+
+from jaxmem.config import Config, Decoder, ImageText, Precision, Vit
+from jaxmem.config.mesh import head_group_counts
+from jaxmem.kernels.fused_attention.arguments import pairs
+from jaxmem.kernels.fused_attention.context import METHODS
+from jaxmem.kernels.fused_attention.support import Request
+from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding.share import DeviceShare, share_of
+
+# Rates of an H100, to compare methods; the ratios of other GPUs are similar. FLOP/s of kernels: cuDNN, and Triton (as
+# FlashAttention-2) from arXiv:2407.08608; Pallas from the jax repository. Bytes/s of memory, of NVLink within a host,
+# and of a 400 Gb/s network.
+_FLOPS = {"cudnn": 5.3e14, "mosaic": 4.5e14, "triton": 3.3e14}
+_PLAIN, _MEMORY, _NVLINK, _NETWORK = 5e13, 3.3e12, 4.5e11, 5e10
+_HOST = 8  # GPUs of a host
+
+
+def attention_request(cfg: Config, platform: str) -> Request | None:
+    """Attention of a micro-batch for complete sequences and the heads of one device, or None without attention."""
+    model = cfg.model
+    share = share_of(cfg)
+    if not isinstance(model, Decoder | Vit) or isinstance(model, ImageText):  # two kinds of attention
+        return None
+    if isinstance(model, Decoder):
+        length, dim, window, soft_cap = share.row_length, model.head_dim, model.window, model.attention_soft_cap
+    else:
+        length, dim, window, soft_cap = (model.image_size // model.patch) ** 2, model.embed // model.heads, None, None
+    is_text = isinstance(model, Decoder)
+    return Request(
+        dtype=compute_dtype(cfg.precision, platform).name,
+        queries=length,
+        keys=length,
+        heads=share.heads_of(model.heads),
+        dim=dim,
+        batch=share.complete_rows,
+        masked=is_text,
+        window=window is not None,
+        soft_cap=soft_cap is not None,
+        deterministic=cfg.train.deterministic,
+        has_segments=is_text and cfg.data.packing,
+        max_segments=cfg.data.max_segments,
+    )
+
+
+def context_methods(share: DeviceShare, head_groups: int | Literal["auto"]) -> list[str]:
+    """The methods of communication that support this model and mesh. Kernels are checked later. `head_groups`: the
+    setting `memory.head_groups`."""
+    model = share.model
+    named = share.mesh.context_method
+    if named != "auto" or not isinstance(model, Decoder):
+        return [named]
+    heads = share.heads_of(model.heads)
+    kv_heads = share.heads_of(model.kv_heads)
+    counts = head_group_counts(heads, kv_heads, share.mesh.context) if heads % kv_heads == 0 else []
+    excluded = set() if counts and head_groups in ("auto", *counts) else {"ulysses"}
+    excluded |= set() if model.window is None else {"all_gather"}
+    excluded |= {"ring", "all_gather"} if model.windows_differ or model.attention_sinks else set()
+    return [method for method in METHODS if method not in excluded]
+
+
+def context_traffic(share: DeviceShare, precision: Precision, method: str) -> tuple[float, float]:
+    """Elements in the compute dtype that a device sends for attention, per layer and sequence: (forward, backward)."""
+    model = share.decoder
+    devices = share.mesh.context
+    time = share.row_length / devices
+    kv_heads = share.heads_of(model.kv_heads)
+    queries = time * share.heads_of(model.heads) * model.head_dim
+    keys = 2 * time * kv_heads * model.head_dim
+    if method == "ulysses":
+        sent = (2 * queries + keys * devices / math.gcd(kv_heads, devices)) * (devices - 1) / devices
+        return sent, 2 * sent
+    if model.window is not None:
+        sent = min((model.window - 1) / time, devices - 1) * keys
+        return sent, sent
+    sent = (devices - 1) * keys
+    widening = 1 if precision.compute == "float32" else 2  # float32 gradients
+    return sent, sent + widening * (devices * keys if method == "ring" else sent)
+
+
+def context_seconds(share: DeviceShare, precision: Precision, call: Request, method: str, implementation: str) -> float:
+    """The estimated time of attention in one layer, forward and backward, to compare methods.
+
+    Args:
+      call: attention of complete sequences with the heads of one device.
+      method: the communication over `context`.
+      implementation: the kernel that computes it.
+    """
+    model = share.decoder
+    devices = share.mesh.context
+    numbers = call.batch * call.heads * call.dim
+    pairs_of_layers = [pairs(call.queries, call.keys, causal=True, window=window) for window in model.windows]
+    visible = sum(pairs_of_layers) / len(pairs_of_layers)
+    compute = 14 * numbers * visible / devices / _FLOPS.get(implementation, _PLAIN)
+    link = _NVLINK if devices * share.mesh.tensor <= _HOST else _NETWORK
+    width = 4 if call.dtype == "float32" else 2
+    sent = call.batch * sum(context_traffic(share, precision, method)) * width / link
+    if method == "ulysses" or model.window is not None:
+        return compute + sent
+    # The outputs for blocks of keys are summed in float32: each block reads two arrays and writes one.
+    merged = 6 * 4 * numbers * (devices - 1) * call.queries / devices / _MEMORY
+    return merged + (max(compute, sent) if method == "ring" else compute + sent)
