@@ -70,6 +70,8 @@ LESS = {
     "--check": ["--without", "triton"],  # interpreted, it is what takes longest to compile
     "tests.support.fuzz": ["-n", "2"],
     "scripts/demo.py": ["zero=0"],
+    "scripts/finetune.py": ["train.steps=2", "train.evaluate_every=2", "data.sequence_length=64"],
+    "scripts/own_model.py": ["train.steps=2"],
 }
 
 
