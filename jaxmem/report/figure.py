@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxmem.errors import UserError
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
@@ -25,15 +29,49 @@ def can_draw() -> bool:
 
 @contextmanager
 def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Figure]:
-    """A figure of this size in inches to draw on; it is written on exit."""
+    """A figure of this size in inches to draw on. It is written on exit, in 128 colours, which makes the file small,
+    with the digest of what is drawn."""
     if not can_draw():
         raise UserError(f"{path}: {MISSING}")
     from matplotlib.figure import Figure
+    from PIL import Image, PngImagePlugin  # which matplotlib needs
 
     drawn = Figure(figsize=(width, height), layout="constrained")
     yield drawn
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, format="png", dpi=150)
+    pixels, about = io.BytesIO(), PngImagePlugin.PngInfo()
+    drawn.savefig(pixels, format="png", dpi=150)
+    about.add_text("Digest", digest(drawn))
+    Image.open(pixels).convert("RGB").quantize(128).save(path, format="png", optimize=True, pnginfo=about)
+
+
+def digest(drawn: Figure) -> str:
+    """A short hash of the words and numbers of a figure, but not of its style: its titles and labels, and the places of
+    its lines and bars with four digits."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.text import Text
+
+    content: list[str] = []
+    for axes in drawn.axes:
+        for artist in (*axes.get_children(), axes.xaxis.label, axes.yaxis.label):
+            if isinstance(artist, Text):
+                content.append(artist.get_text())
+            elif isinstance(artist, Line2D):
+                content += (f"{value:.4g}" for value in np.asarray(artist.get_xydata(), float).flat)
+            elif isinstance(artist, Patch):
+                content += (f"{value:.4g}" for value in np.asarray(artist.get_path().vertices, float).flat)
+                content += (f"{value:.4g}" for value in artist.get_patch_transform().get_matrix().flat)
+        content += axes.get_legend_handles_labels()[1]
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()[:16]
+
+
+def digest_of(path: str | Path) -> str | None:
+    """The digest that a PNG contains; None if it was not written by `figure`."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        return picture.info.get("Digest")
 
 
 def draw(plan: JsonView, memory: JsonView, path: str | Path) -> None:

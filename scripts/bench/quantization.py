@@ -25,8 +25,9 @@ from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_run
 from jaxmem.quant import FORMATS, quantize
 from scripts.course.common import seconds
+from scripts.course.panels import LinePlot, draw
 from scripts.course.quantization import BLOCK, is_matrix, rounded
-from scripts.course.table import LinePlot, Row, Table, draw
+from scripts.course.table import Row, Table
 
 SHAPE = (4096, 4096)
 SMALLEST = 1e-4  # nats per byte; smaller differences are drawn here

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxmem.machine import devices
 from scripts.course.checkpointing import FORMULAS, POLICIES, backward
-from scripts.course.table import LinePlot, draw
+from scripts.course.panels import LinePlot, draw
 
 
 def main() -> None:

@@ -23,24 +23,28 @@ from rich.text import Text
 
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonView
-from scripts.course.table import Panel, Table, draw
+from scripts.course.panels import Panel, draw
+from scripts.course.table import Table
 
 SIMULATED = 8  # the number of simulated devices, for stops that use them
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of a stop. `facts`: the values that its note names; `panels`: the panels of the figure."""
+    """The results of a stop. `facts`: the values that its note names; `panels`: the panels of the figure, in columns of
+    these `widths` in inches (None: all panels side by side); `animation`: an SVG beside it."""
 
     tables: Sequence[Table]
     facts: JsonView = field(default_factory=dict)
     panels: Sequence[Panel] = ()
+    widths: Sequence[float] | None = None
+    animation: str | None = None
 
 
 @dataclass(frozen=True)
 class Stop:
-    """An entry of stops.yaml. `measure(target)` of its module returns Findings; if the entry has no target, `measure`
-    has no argument."""
+    """An entry of stops.yaml. `measure(target, **options)` of its module returns Findings; if the entry has no target,
+    `measure(**options)`."""
 
     topic: str
     about: str
@@ -51,14 +55,16 @@ class Stop:
     read: Sequence[str]
     target: str | None = None
     duration: str = ""
+    options: Mapping[str, int] = field(default_factory=dict)  # numbers that the command line can change
 
-    def visit(self, target: str | None = None) -> Visit:
-        """Measures. `target`: replaces the target of the stop."""
+    def visit(self, target: str | None = None, **options: int) -> Visit:
+        """Measures. `target` and `options` replace those of the stop."""
         if target is not None:
             self._check(target)
         start = time.perf_counter()
         module = importlib.import_module(f"{__name__}.{self.topic}")
-        findings = module.measure(target or self.target) if self.target else module.measure()
+        arguments = [target or self.target] if self.target else []
+        findings = module.measure(*arguments, **{**self.options, **options})
         return Visit(self, findings, time.perf_counter() - start)
 
     def _check(self, target: str) -> None:
@@ -82,7 +88,9 @@ class Visit:
     def draw(self, path: Path) -> bool:
         """Writes the figure; False if the stop has none."""
         if self.findings.panels:
-            draw(path, self.findings.panels)
+            draw(path, self.findings.panels, self.findings.widths)
+        if self.findings.animation:
+            path.with_suffix(".svg").write_text(self.findings.animation, encoding="utf-8")
         return bool(self.findings.panels)
 
     def __rich_console__(self, *_: Any) -> RenderResult:
@@ -93,11 +101,16 @@ class Visit:
         yield Text(f"Read: {', '.join(self.stop.read)}")
 
     def markdown(self, picture: Path | None = None) -> str:
-        """The page in docs/tour. `picture`: the file of its figure."""
+        """The page in docs/tour. `picture`: the file of its figure, whose digest is beside it."""
+        from jaxmem.report import figure
+
         topic = self.stop.topic
         parts = [f"# {topic}: {self.stop.about}", f"Made by `python scripts/course/{topic}.py`.", *self._paragraphs]
         parts += [table.markdown() for table in self.findings.tables]
-        parts += [f"![{topic}]({picture.name})"] if picture else []
+        if picture:
+            parts.append(f"![{topic}]({picture.name})<!-- figure {figure.digest_of(picture)} -->")
+        if picture and self.findings.animation:
+            parts.append(f"![{topic}, animated]({picture.with_suffix('.svg').name})")
         parts.append(self.note)
         parts.append(f"Config: {', '.join(f'`{setting}`' for setting in self.stop.config)}")
         parts.append(f"Read: {', '.join(f'[{file}](../../{file})' for file in self.stop.read)}")
@@ -125,12 +138,14 @@ def main(file: str, arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=stop.about)
     parser.add_argument("--target", help="GPU to compile for, such as h100-80gb")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write a Markdown page and its figure")
+    for name, default in stop.options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
     options = parser.parse_args(arguments)
     take_devices(SIMULATED if stop.uses == "simulated" else None, only_compile=stop.uses == "compiler")
     if stop.duration:
         print(f"{stop.topic} takes {stop.duration} on two cores without a GPU.", file=sys.stderr, flush=True)
     try:
-        visit = stop.visit(options.target)
+        visit = stop.visit(options.target, **{name: getattr(options, name) for name in stop.options})
     except UserError as error:
         sys.exit(f"error: {error}")
     picture = (options.write or Path("runs/tour") / stop.topic).with_suffix(".png")

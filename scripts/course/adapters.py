@@ -22,7 +22,8 @@ from jaxmem.typing import Tree
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, rows_of, train_all
 from scripts.course.docstrings import questions, source_files
-from scripts.course.table import Bars, Row, Table
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table
 
 BASE = CONFIGS["adapters"]["base"]
 KINDS = rows_of("adapters", "kinds")

@@ -11,7 +11,8 @@ import numpy as np
 from jaxmem.kernels import attention
 from jaxmem.planning.targets import parse_target, target_devices
 from scripts.course import Findings, common, main
-from scripts.course.table import LinePlot, Row, Table
+from scripts.course.panels import LinePlot
+from scripts.course.table import Row, Table
 
 FUSED = "triton"  # the fused kernel among the implementations
 IMPLEMENTATIONS = ("reference", "blockwise", FUSED)

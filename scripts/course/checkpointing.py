@@ -25,7 +25,8 @@ from jaxmem.stack import StackOptions, apply_stack
 from jaxmem.stack.schedule import schedule
 from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
-from scripts.course.table import LinePlot, Row, Table, gib
+from scripts.course.panels import LinePlot
+from scripts.course.table import Row, Table, gib
 
 POLICIES = ("none", "full", "sqrt", "recursive", "slots_4", "constant")
 DEPTHS = (16, 64)

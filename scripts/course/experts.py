@@ -14,7 +14,8 @@ from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.typing import Tree
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, compile_for, rows_of, train_all
-from scripts.course.table import Bars, Row, Table
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table
 
 BASE = CONFIGS["experts"]["base"]
 RUNS = rows_of("experts", "runs")

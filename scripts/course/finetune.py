@@ -21,7 +21,8 @@ from jaxmem.training.run import run
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS
 from scripts.course.docstrings import kinds, source_files, write_conversations, write_tokenizer
-from scripts.course.table import LinePlot, Table
+from scripts.course.panels import LinePlot
+from scripts.course.table import Table
 
 PLACE = "runs/tour-finetune"
 PRETRAIN = CONFIGS["finetune"]["pretrain"]

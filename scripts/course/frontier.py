@@ -15,7 +15,8 @@ from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.search.candidates import estimated
 from jaxmem.typing import JsonDict
 from scripts.course import Findings, common, main
-from scripts.course.table import LinePlot, Row, Table, gib
+from scripts.course.panels import LinePlot
+from scripts.course.table import Row, Table, gib
 
 TARGETS = ("rtx3080-10gb", "rtx4060ti-16gb", "rtx4090-24gb", "a100-40gb", "h100-80gb", "h100-80gb:8", "h100-80gb:8x8")
 # Layers by width: those of Llama 3 with 1, 3, 8, 70 and 405 B parameters, continued to 1,000 B, where the search ends:

@@ -17,7 +17,8 @@ from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import moved_bytes
 from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
-from scripts.course.table import Bars, Row, Table, gib
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table, gib
 
 TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # sizes of llama3-8b
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")

@@ -2,7 +2,8 @@
 
 from jaxmem.typing import JsonView
 from scripts.course import Findings, common, main
-from scripts.course.table import Bars, Row, Table, gib
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table, gib
 
 CONFIGS = common.CONFIGS["galore"]
 BASE = CONFIGS["base"]

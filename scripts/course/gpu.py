@@ -16,8 +16,9 @@ from jaxmem.planning.targets import parse_target, shared_memory, target_devices
 from jaxmem.planning.timeline import moved_bytes, timeline
 from jaxmem.step import program
 from scripts.course import Findings, common, main
+from scripts.course.panels import Bars, LinePlot
 from scripts.course.sliding_max import HOST, requested_bytes, sliding_max
-from scripts.course.table import Bars, LinePlot, Row, Table, gib
+from scripts.course.table import Row, Table, gib
 
 NUMBERS = 1 << 17
 WINDOW = 256

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from jaxmem.typing import JsonDict
 from scripts.course import Findings, common, main
-from scripts.course.table import Bars, Row, Table, gib
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table, gib
 
 ZERO_GPUS = 8  # number of GPUs in the rows with ZeRO
 BASE = common.CONFIGS["memory"]["base"]

@@ -2,7 +2,8 @@
 
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, Outcome, train_all
-from scripts.course.table import Bars, Table
+from scripts.course.panels import Bars
+from scripts.course.table import Table
 
 RUNS = CONFIGS["networks"]["runs"]
 # The required accuracy of each network; for the decoder the highest loss, in nats per byte.

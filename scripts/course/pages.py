@@ -2,6 +2,7 @@
 
 python scripts/course/pages.py              # every topic, one after the other, each in a process of its own
 python scripts/course/pages.py memory gpu   # these alone, and the list
+python scripts/course/pages.py list         # the list alone
 """
 
 import subprocess
@@ -22,9 +23,9 @@ python scripts/course/memory.py --target a100-80gb  # compiled for another GPU
 ```
 
 A file explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that enables the
-technique and the files that implement it. Most take less than a minute on two cores; `galore`, `memory`, `precision`,
-`frontier` and `finetune` take about a minute and say so first. Compiled steps are cached. If the machine has the GPUs
-that a file compiles for, steps that fit also run, and the column `measured` has their peak memory.
+technique and the files that implement it. A file that takes about a minute or more on two cores says so first. Some
+have options (`--help`). Compiled steps are cached. If the machine has the GPUs that a file compiles for, steps that fit
+also run, and the column `measured` has their peak memory.
 
 These pages were written by `python scripts/course/pages.py`.
 
@@ -40,7 +41,7 @@ def row(topic: str) -> str:
 
 
 def main(topics: list[str]) -> None:
-    for topic in topics or STOPS:
+    for topic in (topic for topic in topics or STOPS if topic != "list"):
         print(topic, flush=True)
         script = Path(__file__).with_name(f"{topic}.py")
         page = DOCS / f"tour/{topic}.md"

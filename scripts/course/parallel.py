@@ -6,8 +6,9 @@ from jaxmem.config import load_config
 from jaxmem.machine import devices
 from jaxmem.typing import JsonDict, JsonView
 from scripts.course import SIMULATED, Findings, common, main
+from scripts.course.panels import Bars
 from scripts.course.parameter_server import busiest_link
-from scripts.course.table import Bars, Row, Table, Ticks, gib
+from scripts.course.table import Row, Table, gib
 
 GPUS = 8
 BASE = common.CONFIGS["parallel"]["base"]
@@ -35,17 +36,8 @@ def measure(target: str, base: JsonDict = BASE) -> Findings:
             Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", list(sharded_matmuls())),
         ],
         {"sequences": base["batch"]["global_size"], "times": link / ring},
-        [Bars(Table("Memory per device, GiB", memory), PARTS), *_schedules()],
+        [Bars(Table("Memory per device, GiB", memory), PARTS)],
     )
-
-
-def _schedules() -> list[Ticks]:
-    """Schedules of four stages and eight micro-batches."""
-    from jaxmem.pipeline.timetable import Name, timetable
-    from jaxmem.report.page import OPERATIONS
-
-    titles: dict[Name, str] = {"gpipe": "GPipe", "1f1b": "1F1B"}
-    return [Ticks(title, timetable(name, 4, 8).rows(), OPERATIONS) for name, title in titles.items()]
 
 
 def _row(base: JsonDict, name: str, plan: JsonView) -> Row:

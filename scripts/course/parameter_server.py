@@ -1,159 +1,339 @@
-"""Data parallelism with a parameter server: workers push gradients to it and pull weights from it (Li et al., 2014).
+"""A parameter server and its workers as processes, over TCP: workers pull arrays and push gradients by index.
 
-The server stores the weights and the optimizer state on a separate device or in host memory; a worker stores weights,
-gradients and activations, but no optimizer state. With n workers and B bytes of weights, the server's link receives n B
-of gradients and sends n B of weights per step; in a ring all-reduce every link carries 2 B (n-1)/n. The server's link
-is the bottleneck, by a factor of n^2 / (2 (n-1)), so `train` does not use a server. In return, workers need not wait:
+    python scripts/course/parameter_server.py              # starts all of it on this machine, and compares
+    export PARAMETER_SERVER_KEY=a-secret                   # or each process by hand, also on several machines
+    python scripts/course/parameter_server.py serve HOST PORT WORKERS STALENESS   # STALENESS: a number or sync
+    python scripts/course/parameter_server.py work HOST PORT FIRST_BATCH STEPS
 
-- synchronous (`staleness=None`): weights are updated when all workers have pushed, by the mean of their gradients. This
-  is the ordinary step; all workers wait for the slowest.
-- asynchronous (`staleness=s`): weights are updated at each push, by gradients of weights that may be stale. A worker
-  may be at most s steps ahead of the slowest (stale synchronous parallel: Ho et al., 2013), so with n workers at most
-  (n-1)(2s+1) updates of other workers are between a pull and its push.
-
-Workers are threads of one process, each with a device. The bytes that move between devices are counted.
+A message is a line of JSON and the bytes of an array; nothing is pickled. Both sides prove that they have the key
+(HMAC). The server has the weights and the optimizer state; each array is updated on its own. Synchronous: an array
+is updated when all workers have pushed its gradient, with the mean. Asynchronous: at each push; a worker that is more
+than `staleness` steps ahead of the slowest one waits (Ho et al., 2013).
 """
 
+import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jaxmem import optim
-from jaxmem.step import Program
-from jaxmem.step.objective import means, objective
-from jaxmem.typing import Tree
+from jaxmem.errors import UserError
+from scripts.course import Findings, main
+from scripts.course.panels import LinePlot
+from scripts.course.table import Row, Table
 
-Gradient = Callable[[Any, Any], tuple[jax.Array, Any]]  # (weights, batch) -> loss, gradients
-
-
-class ParameterServer:
-    """server = ParameterServer(params, optax.adam(1e-3), workers=4, device=jax.devices()[4])
-    losses = train(server, gradient, batches, jax.devices()[:4])
-
-    `received` and `sent`: bytes of gradients and of weights over the server's link.
-    """
-
-    def __init__(
-        self,
-        params: Tree,
-        tx: optax.GradientTransformation,
-        workers: int,
-        device: jax.Device,
-        staleness: int | None = None,
-    ) -> None:
-        self.device, self.workers, self.staleness = device, workers, staleness
-        self.received = self.sent = self.updates = 0
-        self.worst_lead = 0  # largest number of steps that a worker was ahead of the slowest
-        self.worst_staleness = 0  # largest number of updates between a worker's pull and its push
-        self._params = jax.tree.map(jnp.copy, jax.device_put(params, device))  # a copy, because updates are in place
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes on purpose
-            self._state = tx.init(self._params)
-        self._update = jax.jit(partial(_update_weights, tx), donate_argnums=(0, 1))
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._clocks = [0] * workers  # complete steps of each worker
-        self._pulled = [0] * workers  # the number of updates at each worker's last pull
-        self._sum: Any = None  # synchronous: the gradients of the workers that have pushed, in their order
-        self._turn = 0  # synchronous: the worker whose push is next
-
-    @property
-    def params(self) -> Tree:
-        """A copy of the current weights."""
-        with self._changed:
-            return jax.tree.map(jnp.copy, self._params)
-
-    def pull(self, worker: int, to: jax.Device) -> Tree:
-        """The weights, copied to device `to`. Waits until this worker is at most `staleness` steps ahead."""
-        with self._changed:
-            clock = self._clocks[worker]
-            staleness = self.staleness
-            self._wait(lambda: self.updates == clock if staleness is None else clock - min(self._clocks) <= staleness)
-            self._pulled[worker] = self.updates
-            self.worst_lead = max(self.worst_lead, clock - min(self._clocks))
-            self.sent += _bytes(self._params)
-            # The weights are copied before an update may donate them.
-            return jax.block_until_ready(jax.device_put(jax.tree.map(jnp.copy, self._params), to))
-
-    def push(self, gradients: Tree, worker: int) -> None:
-        """Sends a worker's gradients; they update the weights, in synchronous mode with those of all workers."""
-        gradients = jax.device_put(gradients, self.device)
-        with self._changed:
-            self.received += _bytes(gradients)
-            if self.staleness is None:
-                self._wait(lambda: self._turn == worker)
-                self._sum = gradients if self._sum is None else jax.tree.map(jnp.add, self._sum, gradients)
-                self._turn = (worker + 1) % self.workers
-                if self._turn == 0:
-                    self._apply(self._sum, self.workers)
-                    self._sum = None
-            else:
-                self.worst_staleness = max(self.worst_staleness, self.updates - self._pulled[worker])
-                self._apply(gradients, 1)
-            self._clocks[worker] += 1
-            self._changed.notify_all()
-
-    @contextmanager
-    def working(self, worker: int) -> Iterator[None]:
-        """A context for the work of a worker. If it fails, the other workers stop waiting and fail too."""
-        try:
-            yield
-        except BaseException:
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
-            raise
-        if self.staleness is not None:  # other workers do not wait for a worker that has finished
-            with self._changed:
-                self._clocks[worker] = 1 << 60
-                self._changed.notify_all()
-
-    def _wait(self, is_ready: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: is_ready() or self._stopped)
-        if self._stopped:
-            raise RuntimeError("another worker has failed")
-
-    def _apply(self, gradients: Tree, count: int) -> None:
-        updated = self._update(self._params, self._state, gradients, count)
-        self._params, self._state = jax.block_until_ready(updated)
-        self.updates += 1
+KEY = "PARAMETER_SERVER_KEY"  # the environment variable of the key
+SHAPES = ((64, 128), (128,), (128, 10), (10,))  # an MLP that classifies points
+ROWS = 64  # points per worker and step
+LEARNING_RATE, BETA1, BETA2, EPSILON = 3e-3, 0.9, 0.95, 1e-8
+WORKERS, STEPS = 4, 40
+Arrays = list[np.ndarray]
+Batch = tuple[np.ndarray, np.ndarray]
 
 
-def train(
-    server: ParameterServer, gradient: Gradient, batches: Sequence[Sequence[Any]], devices: Sequence[jax.Device]
-) -> list[list[float]]:
-    """Trains each worker on its batches on its device. Returns the losses [worker][step]."""
+@dataclass
+class Server:
+    """The weights, Adam's moments, and the clocks of the workers. `staleness` None: synchronous."""
 
-    def work(worker: int) -> list[float]:
-        losses = []
-        with server.working(worker):
-            for batch in batches[worker]:
-                params = server.pull(worker, devices[worker])
-                loss, gradients = gradient(params, jax.device_put(batch, devices[worker]))
-                server.push(gradients, worker)
-                losses.append(float(np.asarray(loss)))
-        return losses
+    weights: Arrays
+    workers: int  # the number of workers that the first step waits for
+    staleness: int | None = None
+    received: int = 0  # bytes of gradients
+    sent: int = 0  # bytes of weights
+    worst_lead: int = 0  # the most steps that a worker was ahead of the slowest one
+    joined: int = 0
+    clocks: dict[int, int] = field(default_factory=dict)  # worker -> its step, for the workers that are connected
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
-    with ThreadPoolExecutor(server.workers, "worker") as pool:
-        return list(pool.map(work, range(server.workers)))
+    def __post_init__(self) -> None:
+        self.first = [np.zeros_like(w) for w in self.weights]
+        self.second = [np.zeros_like(w) for w in self.weights]
+        self.versions = [0] * len(self.weights)  # updates of each array
+        self.pushed: list[dict[int, np.ndarray]] = [{} for _ in self.weights]
+
+    def join(self) -> int:
+        """A new worker, which begins with the step after the one that the others are in."""
+        with self.changed:
+            worker, begun = self.joined, self.joined >= self.workers and self.clocks
+            self.clocks[worker] = max(self.clocks.values()) + 1 if begun else 0
+            self.joined += 1
+            self.changed.notify_all()
+            return worker
+
+    def leave(self, worker: int) -> None:
+        """The others wait for this worker no longer."""
+        with self.changed:
+            self.clocks.pop(worker, None)
+            for index in range(len(self.weights)):
+                self._update_if_complete(index)
+            self.changed.notify_all()
+
+    def pull(self, index: int, worker: int) -> np.ndarray:
+        """The array, when the worker may begin its step."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.joined >= self.workers and self._may_begin(index, worker))
+            self.worst_lead = max(self.worst_lead, self.clocks[worker] - min(self.clocks.values()))
+            self.sent += self.weights[index].nbytes
+            return self.weights[index].copy()
+
+    def push(self, index: int, gradient: np.ndarray, worker: int) -> None:
+        """Takes a gradient; the last array of a step ends the step of this worker."""
+        with self.changed:
+            self.received += gradient.nbytes
+            self.pushed[index][worker] = gradient
+            if index == len(self.weights) - 1:
+                self.clocks[worker] += 1
+            self._update_if_complete(index)
+            self.changed.notify_all()
+
+    def _may_begin(self, index: int, worker: int) -> bool:
+        if self.staleness is None:
+            return self.versions[index] >= self.clocks[worker]
+        return self.clocks[worker] - min(self.clocks.values()) <= self.staleness
+
+    def _update_if_complete(self, index: int) -> None:
+        pushed = self.pushed[index]
+        version = self.versions[index]
+        # A worker that is new begins with a later step.
+        awaited = [w for w, clock in self.clocks.items() if clock <= version and w not in pushed]
+        if not pushed or (self.staleness is None and awaited):
+            return
+        gradient = sum(pushed[worker] for worker in sorted(pushed)) / np.float32(len(pushed))
+        pushed.clear()
+        self.versions[index] += 1
+        adam(self.weights[index], gradient, self.first[index], self.second[index], self.versions[index])
 
 
-def gradient_of(program: Program) -> Gradient:
-    """Loss and gradients of a program's network and objective: means over a batch, as in its training step."""
-    of_batch = objective(program.cfg)
+def adam(weight: np.ndarray, gradient: np.ndarray, first: np.ndarray, second: np.ndarray, step: int) -> None:
+    """Updates all arrays but the gradient in place."""
+    first += np.float32(1 - BETA1) * (gradient - first)
+    second += np.float32(1 - BETA2) * (gradient**2 - second)
+    size = np.float32(LEARNING_RATE / (1 - BETA1**step))
+    weight -= size * first / (np.sqrt(second / np.float32(1 - BETA2**step)) + np.float32(EPSILON))
 
-    def mean(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
-        worker_batch = jax.tree.map(lambda x: x[0], batch)
-        return means(of_batch(program.model.network(params), worker_batch, None))["loss"]
 
-    return jax.jit(jax.value_and_grad(mean))
+def serve(host: str, port: int, workers: int, staleness: int | None) -> None:
+    """Prints its port, and answers until a message says stop; the reply to that has the counts."""
+    server = Server(initial_weights(), workers, staleness)
+    with Listener((host, port), authkey=_key()) as listener:
+        print(listener.address[1], flush=True)
+        while True:
+            with suppress(OSError, EOFError, AuthenticationError):  # a caller without the key
+                threading.Thread(target=_answer, args=(server, listener.accept()), daemon=True).start()
+
+
+def _answer(server: Server, connection: Connection) -> None:
+    """Answers one connection until it ends: a worker, or the caller that stops the server."""
+    worker = None
+    try:
+        while True:
+            head = json.loads(connection.recv_bytes())
+            if head["do"] == "stop":
+                counts = {name: getattr(server, name) for name in ("received", "sent", "worst_lead", "joined")}
+                connection.send_bytes(json.dumps(counts | {"updates": max(server.versions)}).encode())
+                os._exit(0)
+            if head["do"] == "join":
+                worker = server.join()
+                connection.send_bytes(json.dumps({"worker": worker, "step": server.clocks[worker]}).encode())
+            elif head["do"] == "pull" and worker is not None:
+                connection.send_bytes(server.pull(head["index"], worker).tobytes())
+            elif head["do"] == "push" and worker is not None:
+                gradient = np.frombuffer(connection.recv_bytes(), np.float32)
+                server.push(head["index"], gradient.reshape(server.weights[head["index"]].shape), worker)
+    except (EOFError, OSError):  # the worker has ended, or was killed
+        pass
+    finally:
+        if worker is not None:
+            server.leave(worker)
+
+
+@dataclass
+class Remote:
+    """The two operations of a worker."""
+
+    connection: Connection
+
+    def pull(self, index: int) -> np.ndarray:
+        self._send({"do": "pull", "index": index})
+        return np.frombuffer(self.connection.recv_bytes(), np.float32).reshape(SHAPES[index])
+
+    def push(self, index: int, gradient: np.ndarray) -> None:
+        self._send({"do": "push", "index": index})
+        self.connection.send_bytes(np.ascontiguousarray(gradient, np.float32).tobytes())
+
+    def join(self) -> dict[str, int]:
+        self._send({"do": "join"})
+        return json.loads(self.connection.recv_bytes())
+
+    def stop(self) -> dict[str, int]:
+        self._send({"do": "stop"})
+        return json.loads(self.connection.recv_bytes())
+
+    def _send(self, head: Mapping[str, Any]) -> None:
+        self.connection.send_bytes(json.dumps(head).encode())
+
+
+def work(host: str, port: int, first_batch: int, steps: int, pause: float = 0.0) -> None:
+    """Trains on every batch of one worker, and prints a line of JSON for each step."""
+    with Client((host, port), authkey=_key()) as connection:
+        remote = Remote(connection)
+        begin = remote.join()["step"]
+        for step in range(begin, steps):
+            weights = [remote.pull(index) for index in range(len(SHAPES))]
+            loss, gradients = loss_and_gradients(weights, batch_of(first_batch, step))
+            time.sleep(pause)
+            for index, gradient in enumerate(gradients):
+                remote.push(index, gradient)
+            print(json.dumps({"step": step, "loss": loss}), flush=True)
+
+
+def _key() -> bytes:
+    key = os.environ.get(KEY)
+    if not key:
+        raise UserError(f"{KEY} is not set; set it to the same secret for the server and its workers")
+    return key.encode()
+
+
+# ------------------------------------------------------------ the model: an MLP in numpy, so that workers start at once
+
+
+def initial_weights() -> Arrays:
+    draws = np.random.default_rng(0)
+    return [
+        (draws.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+        if len(shape) == 2
+        else np.zeros(shape, np.float32)
+        for shape in SHAPES
+    ]
+
+
+def batch_of(worker: int, step: int) -> Batch:
+    """Random points, labelled by a random network that all workers know."""
+    points = np.random.default_rng((worker, step)).standard_normal((ROWS, SHAPES[0][0])).astype(np.float32)
+    teacher = np.random.default_rng(1).standard_normal((SHAPES[0][0], SHAPES[-1][0])).astype(np.float32)
+    return points, (points @ teacher).argmax(axis=1)
+
+
+def loss_and_gradients(weights: Sequence[np.ndarray], batch: Batch) -> tuple[float, Arrays]:
+    """The mean cross-entropy of a batch, and its gradients."""
+    w1, b1, w2, b2 = weights
+    x, labels = batch
+    hidden = np.maximum(x @ w1 + b1, 0)
+    logits = hidden @ w2 + b2
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    rows = np.arange(len(labels))
+    loss = -float(log_probabilities[rows, labels].mean())
+    error = np.exp(log_probabilities)
+    error[rows, labels] -= 1
+    error /= np.float32(len(labels))
+    back = (error @ w2.T) * (hidden > 0)
+    return loss, [x.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+
+
+# ---------------------------------------------------------------- all of it on this machine
+
+
+@dataclass
+class Run:
+    """The mean loss of the workers in each step, and the counts of the server."""
+
+    losses: list[float]
+    counts: dict[str, int]
+
+
+class Processes:
+    """A server and workers as processes of this machine."""
+
+    def __init__(self, workers: int, staleness: int | None) -> None:
+        self.environment = {**os.environ, KEY: os.urandom(16).hex()}
+        arguments = ["serve", "127.0.0.1", "0", str(workers), "sync" if staleness is None else str(staleness)]
+        self.server = self._start(arguments)
+        assert self.server.stdout is not None
+        self.port = self.server.stdout.readline().strip()
+        self.workers: list[subprocess.Popen[str]] = []
+
+    def add(self, steps: int, pause: float = 0.0) -> subprocess.Popen[str]:
+        arguments = ["work", "127.0.0.1", self.port, str(len(self.workers)), str(steps), str(pause)]
+        self.workers.append(self._start(arguments))
+        return self.workers[-1]
+
+    def finish(self) -> Run:
+        outputs = [worker.communicate()[0] for worker in self.workers]
+        with Client(("127.0.0.1", int(self.port)), authkey=self.environment[KEY].encode()) as connection:
+            counts = Remote(connection).stop()
+        self.server.communicate()
+        by_step: dict[int, list[float]] = {}
+        for line in "".join(outputs).splitlines():
+            row = json.loads(line)
+            by_step.setdefault(row["step"], []).append(row["loss"])
+        return Run([float(np.mean(by_step[step])) for step in sorted(by_step)], counts)
+
+    def _start(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self.environment)
+
+
+def run(workers: int, steps: int, staleness: int | None = None, slow: float = 0.0) -> Run:
+    """`slow`: seconds that the first worker pauses in each step."""
+    processes = Processes(workers, staleness)
+    for number in range(workers):
+        processes.add(steps, slow if number == 0 else 0.0)
+    return processes.finish()
+
+
+def run_with_changes(workers: int, steps: int) -> Run:
+    """One worker is killed and another one is added while the others train."""
+    processes = Processes(workers, None)
+    for _ in range(workers):
+        processes.add(steps, 0.05)
+    victim = processes.workers[-1]
+    assert victim.stdout is not None
+    while json.loads(victim.stdout.readline())["step"] < steps // 4:
+        pass
+    victim.kill()
+    processes.add(steps, 0.05)
+    return processes.finish()
+
+
+def all_reduce(workers: int, steps: int) -> list[float]:
+    """The losses of the same training by an all-reduce over simulated devices: jax computes the gradients."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:workers]), ("worker",))
+
+    def loss_of(weights: list[jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
+        w1, b1, w2, b2 = weights
+        logits = jax.nn.relu(x @ w1 + b1) @ w2 + b2
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(ROWS), labels])
+
+    def step(weights: list[jax.Array], x: jax.Array, labels: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        return jax.lax.pmean(jax.value_and_grad(loss_of)(weights, x, labels), "worker")
+
+    specs = (P(), P("worker"), P("worker"))
+    reduced = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    server = Server(initial_weights(), 1)  # for its optimizer
+    losses = []
+    for number in range(steps):
+        batches = [batch_of(worker, number) for worker in range(workers)]
+        x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+        loss, gradients = reduced(server.weights, x, y.astype(np.int32))
+        losses.append(float(loss))
+        for index, gradient in enumerate(gradients):
+            state = server.first[index], server.second[index]
+            adam(server.weights[index], np.asarray(gradient), *state, number + 1)
+    return losses
 
 
 def busiest_link(parameter_bytes: int, workers: int) -> tuple[int, float]:
@@ -165,45 +345,75 @@ def busiest_link(parameter_bytes: int, workers: int) -> tuple[int, float]:
     return workers * parameter_bytes, 2 * parameter_bytes * (workers - 1) / workers
 
 
-def _bytes(tree: Tree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
-
-
-def _update_weights(
-    tx: optax.GradientTransformation, params: Tree, state: Tree, gradients: Tree, count: int
-) -> tuple[Tree, Tree]:
-    gradients = jax.tree.map(lambda g: g / jnp.asarray(count, g.dtype), gradients)
-    with jax.numpy_dtype_promotion("standard"):
-        updates, state = tx.update(gradients, state, params)
-    return optim.apply_updates(params, updates), state
-
-
-def main() -> None:
-    """Trains a small decoder with a server for four workers: synchronous, then asynchronous."""
-    import jaxmem
-    from jaxmem.data import Loader
-    from jaxmem.step import program
-
-    workers, steps = 4, 10
-    jaxmem.simulate(workers + 1)
-    model = {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 2, "kv_heads": 2, "head_dim": 16}
-    data = {"source": "stdlib", "sequence_length": 64}
-    cfg = jaxmem.load_config(
-        {"name": "server", "model": model, "data": data, "batch": {"global_size": workers}, "train": {"steps": steps}}
+def measure(workers: int, steps: int) -> Findings:
+    if min(workers, steps // 4) < 1:
+        raise UserError(
+            f"parameter_server does not support --workers {workers} --steps {steps}; use 1 or more, 4 or more"
+        )
+    runs: dict[str, Callable[[], Run]] = {
+        "synchronous": lambda: run(workers, steps),
+        "asynchronous, at most 2 steps apart, one slow worker": lambda: run(workers, steps, 2, slow=0.02),
+        "synchronous, a worker killed, one added": lambda: run_with_changes(workers, steps),
+    }
+    reduced = all_reduce(workers, steps)
+    found = {name: start() for name, start in runs.items()}
+    size = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
+    rows: list[Row] = [
+        {
+            "training": "all-reduce",
+            "first loss": reduced[0],
+            "last loss": reduced[-1],
+            "largest difference": 0.0,
+            **dict.fromkeys(("updates", "MB to the server", "lead, steps")),
+        }
+    ]
+    rows += [_row(name, one, reduced) for name, one in found.items()]
+    counts = range(2, 17)
+    links = [busiest_link(size, n) for n in counts]
+    measured = found["synchronous"].counts["received"] / steps / 1e6
+    traffic = {
+        "server": [(n, served / 1e6) for n, (served, _) in zip(counts, links, strict=True)],
+        "ring all-reduce": [(n, ring / 1e6) for n, (_, ring) in zip(counts, links, strict=True)],
+        "counted here": [(workers, measured)],
+    }
+    curves = {
+        "all-reduce": list(enumerate(reduced)),
+        **{name: list(enumerate(one.losses)) for name, one in found.items()},
+    }
+    facts = {
+        "workers": workers,
+        "difference": rows[1]["largest difference"],
+        "times": workers**2 / (2 * max(1, workers - 1)),
+        "lead": rows[2]["lead, steps"],
+    }
+    return Findings(
+        [Table(f"{workers} workers, {steps} steps, {size / 1e3:.0f} kB of weights", rows)],
+        facts,
+        [
+            LinePlot("Loss", "step", "loss, nats", curves, "y"),
+            LinePlot("The busiest link, one direction", "workers", "MB per step", traffic),
+        ],
     )
-    built = program(cfg, jax.devices()[:1])
-    with Loader(built.cfg) as loader:
-        rows = [next(loader) for _ in range(steps)]
-    batches = [[{k: x[:, w : w + 1] for k, x in batch.items()} for batch in rows] for w in range(workers)]
-    for staleness in (None, 2):
-        params = built.initialise().params
-        server = ParameterServer(params, optax.adam(1e-3), workers, jax.devices()[workers], staleness)
-        losses = np.mean(train(server, gradient_of(built), batches, jax.devices()[:workers]), axis=0)
-        name = "synchronous" if staleness is None else f"at most {staleness} steps apart"
-        print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {server.received:,} bytes received")
-    served, ring = busiest_link(_bytes(params), workers)
-    print(f"bytes per step over the busiest link: {served:,} with a server, {ring:,.0f} with a ring all-reduce")
+
+
+def _row(name: str, one: Run, reduced: Sequence[float]) -> Row:
+    difference = max(abs(a - b) for a, b in zip(one.losses, reduced, strict=False))
+    return {
+        "training": name,
+        "first loss": one.losses[0],
+        "last loss": one.losses[-1],
+        "largest difference": difference,
+        "updates": one.counts["updates"],
+        "MB to the server": one.counts["received"] / 1e6,
+        "lead, steps": one.counts["worst_lead"],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    command, *arguments = sys.argv[1:] or [""]
+    if command == "serve":
+        serve(arguments[0], int(arguments[1]), int(arguments[2]), None if arguments[3] == "sync" else int(arguments[3]))
+    elif command == "work":
+        work(arguments[0], *map(int, arguments[1:4]), *map(float, arguments[4:]))
+    else:
+        main(__file__)

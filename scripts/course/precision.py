@@ -6,7 +6,8 @@ import numpy as np
 
 from jaxmem.quant.precision import rounded
 from scripts.course import Findings, common, main
-from scripts.course.table import Bars, Row, Table
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 UPDATE, UPDATES = 1e-3, 1000  # the update of a weight of 1, and the number of updates

@@ -7,7 +7,8 @@ from jaxmem.config import load_config
 from jaxmem.estimate.state import state_of
 from jaxmem.typing import JsonView
 from scripts.course import Findings, common, main
-from scripts.course.table import Bars, Row, Table, gib
+from scripts.course.panels import Bars
+from scripts.course.table import Row, Table, gib
 
 BASE = common.CONFIGS["qlora"]["base"]
 BASES = common.rows_of("qlora", "bases")

@@ -17,7 +17,8 @@ from jaxmem.training.run import run
 from jaxmem.typing import JsonDict
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS
-from scripts.course.table import LinePlot, Row, Table
+from scripts.course.panels import LinePlot
+from scripts.course.table import Row, Table
 
 MODEL = "llama3-70b"
 BLOCK = 64

@@ -25,7 +25,8 @@ from jaxmem.training.run import run
 from jaxmem.typing import Tree
 from scripts.course import SIMULATED, Findings, main
 from scripts.course.common import CONFIGS
-from scripts.course.table import LinePlot, Table
+from scripts.course.panels import LinePlot
+from scripts.course.table import Table
 
 BASE = CONFIGS["stack"]["base"]
 

@@ -7,7 +7,9 @@
 A config states in its header the command that makes its figure, `jaxmem plan CONFIG --target GPU`, and `Planned: N
 GiB`. A row of a table in README or docs that names a config repeats its figure in its last cell. A figure in a text is
 followed by a comment with its command: `<!-- 21.9 GiB, 13.5 s: jaxmem plan CONFIG --target GPU OVERRIDES -->`. The
-tables of scripts/bench and the pages of docs/tour name the command that prints them again.
+tables of scripts/bench and the pages of docs/tour name the command that prints them again. A figure is followed by
+the digest of what it shows, `![name](name.png)<!-- figure 0123456789abcdef -->`, which is also in the file: a page and
+a figure that were not made together differ.
 """
 
 import argparse
@@ -19,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxmem.report.figure import digest_of
+
 ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
 HEADER = re.compile(r"^#\s+jaxmem plan\s+(configs/\S+\.yaml) --target (\S+)$", re.MULTILINE)
@@ -26,6 +30,7 @@ COMMENT = re.compile(
     r"<!-- (?P<sizes>[\d., GiBs]+): jaxmem plan configs/(\S+)\.yaml --target (\S+)(.*?) -->", re.DOTALL
 )
 ROW = re.compile(r"^\|.*configs/(?P<name>[\w-]+)\.yaml[`)].*\| (?P<gib>[\d.]+)(?: GiB)?(?: per device)? \|$")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+\.png)\)\s*<!-- figure (\w+) -->")
 SIZE = re.compile(r"([\d.]+) (GiB|s)\b")
 
 
@@ -81,6 +86,15 @@ def disagreements(figures: dict[str, Figure]) -> Iterator[str]:
                 yield f"{figure.place}: {size} {unit} is not in the text before"
 
 
+def stale_pictures() -> Iterator[str]:
+    """Figures whose digest is not the one beside them."""
+    for page, text in pages():
+        for file, stated in PICTURE.findall(text):
+            digest = digest_of((ROOT / page).parent / file)
+            if digest != stated:
+                yield f"{page}: {file} has the digest {digest}, the page states {stated}; make both again"
+
+
 def planned(figure: Figure) -> dict[str, float]:
     """The figures that its command plans today, whether it fits or not."""
     command = [sys.executable, "-m", "jaxmem", "plan", f"configs/{figure.config}.yaml", "--target", figure.target]
@@ -95,7 +109,7 @@ def main() -> int:
     parser.add_argument("--plan", nargs="*", metavar="NAME", help="compile all figures, or those of these configs")
     args = parser.parse_args()
     figures = {figure.config: figure for figure in headers()}
-    wrong = list(disagreements(figures))
+    wrong = [*disagreements(figures), *stale_pictures()]
     every = [*figures.values(), *(figure for figure, _ in comments())] if args.plan is not None else []
     for figure in every if not args.plan else [one for one in every if one.config in args.plan]:
         now = planned(figure)

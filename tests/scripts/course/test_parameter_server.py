@@ -1,144 +1,135 @@
-"""The server against the ordinary step, how old gradients may be, and the bytes through its link."""
+"""The server: synchronous updates are those of the mean gradient, stale ones are bounded, workers come and go."""
 
-import jax
-import jax.numpy as jnp
+import os
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+
 import numpy as np
-import optax
 import pytest
 
-from jaxmem.config import load_config
-from jaxmem.data import Loader
-from jaxmem.planning import plan_program
-from jaxmem.step import program
-from scripts.course.parameter_server import ParameterServer, busiest_link, gradient_of, train
+from jaxmem.errors import UserError
+from scripts.course import parameter_server
+from scripts.course.parameter_server import (
+    KEY,
+    SHAPES,
+    Processes,
+    Server,
+    adam,
+    all_reduce,
+    batch_of,
+    busiest_link,
+    initial_weights,
+    loss_and_gradients,
+    run,
+    run_with_changes,
+)
 
-WORKERS = 4
-PAIR = 2  # of a real network: each worker compiles for its device
-
-
-@pytest.fixture(scope="module")
-def cfg(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(" ".join(f"{number * i % 17} bottles" for i in range(80)))
-    return load_config(
-        {
-            "name": "served",
-            "model": {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 2, "kv_heads": 2, "head_dim": 16},
-            "data": {"source": "text", "path": str(folder), "sequence_length": 32},
-            "batch": {"global_size": 8},
-            "mesh": {"replica": PAIR},
-            "optimizer": {"schedule": "constant", "learning_rate": 3e-3, "epsilon": 1e-3},
-            "train": {"steps": 4},
-        }
-    )
+LAST = len(SHAPES) - 1
+SIZE = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
 
 
-@pytest.fixture(scope="module")
-def ordinary(cfg):
-    """(program, plan, initial weights, batches, losses) of the compiled step, with its all-reduce."""
-    built = program(cfg, jax.devices()[:PAIR])
-    planned = plan_program(built)
-    state = built.initialise()
-    initial = jax.device_get(state.params)
-    with Loader(built.cfg) as loader:
-        batches = [next(loader) for _ in range(cfg.steps)]
-    losses = []
-    for batch in batches:
-        state, metrics = planned.step(state, built.place(batch))
-        losses.append(float(metrics["loss"]))
-    return built, planned, initial, batches, losses
+def push_all(server: Server, worker: int, seed: int = 0) -> list[np.ndarray]:
+    gradients = [
+        np.random.default_rng((seed, n)).standard_normal(shape).astype(np.float32) for n, shape in enumerate(SHAPES)
+    ]
+    for index, gradient in enumerate(gradients):
+        server.push(index, gradient, worker)
+    return gradients
 
 
-def shares(batches):
-    """Each worker's rows of each batch."""
-    rows = batches[0]["inputs"].shape[1] // PAIR
-    return [[{k: x[:, w * rows : (w + 1) * rows] for k, x in batch.items()} for batch in batches] for w in range(PAIR)]
+def test_a_step_is_that_of_the_mean_gradient_in_any_order() -> None:
+    server, expected = Server(initial_weights(), 2), initial_weights()
+    workers = [server.join(), server.join()]
+    second, first = push_all(server, workers[1], 1), push_all(server, workers[0], 2)
+    for weight, a, b in zip(expected, first, second, strict=True):
+        adam(weight, (a + b) / 2, np.zeros_like(weight), np.zeros_like(weight), 1)
+    for index, weight in enumerate(expected):
+        np.testing.assert_allclose(server.pull(index, workers[0]), weight, rtol=1e-6)
+    assert server.received == 2 * SIZE
+    assert server.sent == SIZE
 
 
-@pytest.mark.exhaustive
-def test_synchronous_is_the_ordinary_step(ordinary):
-    """Also with clipping by the norm of all gradients, which no single weight's gradient knows."""
-    built, _, initial, batches, losses = ordinary
-    assert built.cfg.optimizer.clip == 1.0
-    server = ParameterServer(initial, built.spec.optimizer, PAIR, jax.devices()[PAIR])
-    seen = train(server, gradient_of(built), shares(batches), jax.devices()[:PAIR])
-    assert np.mean(seen, axis=0) == pytest.approx(losses, rel=1e-5)
-    assert losses[-1] < losses[0]
-    assert server.updates == len(losses)
-    assert {x.device for x in jax.tree.leaves(server.params)} == {jax.devices()[PAIR]}
+def test_a_worker_waits_for_all_gradients_of_its_step() -> None:
+    server = Server(initial_weights(), 2)
+    first, second = server.join(), server.join()
+    push_all(server, first)
+    waiting = threading.Thread(target=server.pull, args=(0, first))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    push_all(server, second)
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
-def test_bytes_through_the_busiest_link(ordinary):
-    built, planned, initial, batches, _ = ordinary
-    size = sum(x.nbytes for x in jax.tree.leaves(initial))
-    by_server, by_ring = busiest_link(size, PAIR)
-    server = ParameterServer(initial, built.spec.optimizer, PAIR, jax.devices()[PAIR])
-    train(server, gradient_of(built), [share[:2] for share in shares(batches)], jax.devices()[:PAIR])
-    assert server.received == server.sent == 2 * by_server
-    counted = planned.as_json()["collectives"]["all-reduce"]["wire_bytes"]
-    assert counted == pytest.approx(by_ring, rel=0.05)
-
-
-# A problem whose answer is known: the weights that a random linear map was made with.
-
-
-def linear(worker: int, steps: int, rows: int = 16):
-    draw = np.random.default_rng(worker)
-    x = draw.normal(size=(steps, rows, 8)).astype(np.float32)
-    return [{"x": one, "y": one @ TRUE} for one in x]
-
-
-TRUE = np.arange(8, dtype=np.float32) / 4
-NOTHING = {"b": np.zeros((), np.float32), "w": np.zeros(8, np.float32)}
-
-
-@jax.jit
-def squared(params, batch):
-    return jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2))(params)
+def test_the_others_do_not_wait_for_a_worker_that_left_and_wait_for_one_that_joined() -> None:
+    server = Server(initial_weights(), 2)
+    first, second = server.join(), server.join()
+    push_all(server, first)
+    server.leave(second)
+    assert server.versions == [1] * len(SHAPES)
+    third = server.join()
+    assert server.clocks[third] == 2  # the first worker is in step 1
+    push_all(server, first)
+    assert server.versions == [2] * len(SHAPES)
+    push_all(server, first)
+    assert server.versions == [2] * len(SHAPES)  # the new worker has not pushed
+    push_all(server, third)
+    assert server.versions == [3] * len(SHAPES)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_asynchronous_converges_within_its_bound(staleness):
-    steps = 60
-    server = ParameterServer(NOTHING, optax.sgd(0.05), WORKERS, jax.devices()[7], staleness=staleness)
-    losses = train(server, squared, [linear(n, steps) for n in range(WORKERS)], jax.devices()[:WORKERS])
-    np.testing.assert_allclose(server.params["w"], TRUE, atol=1e-2)
-    assert all(seen[-1] < 1e-3 * seen[0] for seen in losses)
-    assert server.updates == WORKERS * steps
-    assert server.worst_lead <= staleness
-    assert 0 < server.worst_staleness <= (WORKERS - 1) * (2 * staleness + 1)
+def test_no_worker_is_further_ahead_than_allowed(staleness: int) -> None:
+    server = Server(initial_weights(), 2, staleness)
+    first, _ = server.join(), server.join()
+    for _ in range(staleness + 1):
+        server.pull(0, first)
+        push_all(server, first)
+    assert server.versions == [staleness + 1] * len(SHAPES)
+    assert server.worst_lead == staleness
+    waiting = threading.Thread(target=server.pull, args=(0, first), daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
 
 
-def test_no_worker_is_further_ahead_than_allowed():
-    """The second worker never pushes, and the first may do two steps more than it."""
-    server = ParameterServer(NOTHING, optax.sgd(0.1), 2, jax.devices()[7], staleness=2)
-
-    def step():
-        server.push(jax.tree.map(jnp.ones_like, server.pull(0, jax.devices()[0])), 0)
-
-    for _ in range(3):
-        step()
-    assert server.worst_lead == 2
-    with pytest.raises(RuntimeError, match="another worker has failed"), server.working(1):
-        raise RuntimeError("another worker has failed")
-    with pytest.raises(RuntimeError, match="another worker has failed"):
-        step()
-    assert server.updates == 3
+def test_gradients_are_right() -> None:
+    weights, batch = initial_weights(), batch_of(0, 0)
+    loss, gradients = loss_and_gradients(weights, batch)
+    for index, place in ((0, (3, 5)), (1, (7,)), (2, (9, 2)), (3, (4,))):
+        moved = [w.copy() for w in weights]
+        moved[index][place] += 1e-2
+        found = (loss_and_gradients(moved, batch)[0] - loss) / 1e-2
+        assert found == pytest.approx(gradients[index][place], rel=0.1, abs=1e-3)
 
 
-def test_a_worker_that_fails_stops_the_others():
-    def broken(params, batch):
-        if batch["x"][0, 0] == linear(2, 3)[1]["x"][0, 0]:
-            raise ValueError("worker 2 found something")
-        return squared(params, batch)
-
-    server = ParameterServer(NOTHING, optax.sgd(0.1), WORKERS, jax.devices()[7])
-    with pytest.raises((ValueError, RuntimeError), match=r"worker 2 found something|another worker has failed"):
-        train(server, broken, [linear(n, 3) for n in range(WORKERS)], jax.devices()[:WORKERS])
+def test_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(UserError, match=f"{KEY} is not set"):
+        parameter_server.serve("127.0.0.1", 0, 1, None)
 
 
-def test_workers_may_stop_at_different_times():
-    server = ParameterServer(NOTHING, optax.adam(0.1), 2, jax.devices()[7], staleness=1)
-    train(server, squared, [linear(0, 2), linear(1, 9)], jax.devices()[:2])
-    assert server.updates == 11
+@pytest.mark.exhaustive
+def test_processes_train_as_an_all_reduce_does() -> None:
+    found = run(2, 8)
+    np.testing.assert_allclose(found.losses, all_reduce(2, 8), rtol=1e-5)
+    assert found.counts["received"] == found.counts["sent"] == 8 * busiest_link(SIZE, 2)[0]
+    assert found.counts["updates"] == 8
+
+
+@pytest.mark.exhaustive
+def test_a_worker_is_killed_and_one_added_while_it_trains() -> None:
+    found = run_with_changes(2, 24)
+    assert found.counts["joined"] == 3
+    assert found.counts["updates"] == 24
+    assert found.losses[-1] < 0.9 * found.losses[0]
+
+
+@pytest.mark.exhaustive
+def test_a_caller_without_the_key_is_refused_and_the_server_goes_on() -> None:
+    processes = Processes(1, None)
+    with pytest.raises(AuthenticationError):
+        Client(("127.0.0.1", int(processes.port)), authkey=os.urandom(16))
+    processes.add(2)
+    assert processes.finish().counts["updates"] == 2

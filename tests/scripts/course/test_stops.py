@@ -12,7 +12,8 @@ from rich.console import Console
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from scripts.course import STOPS, Findings, Visit, main, precision
-from scripts.course.table import Bars, LinePlot, Table
+from scripts.course.panels import Bars, LinePlot
+from scripts.course.table import Table
 
 ROOT = Path(__file__).parents[3]
 
