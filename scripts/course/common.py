@@ -6,7 +6,7 @@ import io
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,14 @@ import yaml
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
-from jaxmem.inference.load import initial_state
 from jaxmem.machine import devices, gpus
-from jaxmem.planning import Target, plan_program
+from jaxmem.planning import Target
 from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
-from jaxmem.step import program
 from jaxmem.typing import JsonDict, JsonView, Tree
-from scripts.bench.contest import Say, isolated_rows
+from scripts.bench.steps import measure_apart
 
 Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
 CONFIGS: JsonView = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
@@ -149,49 +147,3 @@ def seconds(run: Callable[..., Any], *arguments: Tree, times: int = 3) -> float:
 def clock_name() -> str:
     """The kind of time that `seconds` measures, for titles."""
     return "processor time here" if jax.default_backend() == "cpu" else f"on {jax.devices()[0].device_kind}"
-
-
-# ---------------------------------------------------------------- peak memory, from a few steps
-# The peak that a device reports never decreases, so `measure_apart` starts a process for each config.
-
-STEPS = 3
-MAX_SECONDS = 86_400.0  # seconds of a process
-
-
-def measure_peak(cfg: Config) -> JsonDict:
-    """Planned and measured bytes of one device; `measured` is None if the device does not report them (a CPU)."""
-    built = program(cfg)
-    plan = plan_program(built)
-    if not plan.fits:
-        raise UserError(f"{built.cfg.name} does not fit on this machine; it needs {-plan.room:,} bytes more")
-    batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
-    state = initial_state(built)
-    metrics = None
-    for _ in range(STEPS):
-        state, metrics = plan.step(state, batch)
-    jax.block_until_ready(metrics)
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    measured = max((peak for peak in peaks if peak is not None), default=None)
-    return {
-        "name": built.cfg.name,
-        "parameters": built.model.parameter_count,
-        "planned": plan.peak,
-        "measured": measured,
-        "difference": measured / plan.peak - 1 if measured else None,
-    }
-
-
-def measure_apart(raw: JsonDict, simulate: int | None = None, seconds: float | None = None) -> JsonDict:
-    """`measure_peak` in a separate process, for at most `seconds`. If it fails, the result has `error`."""
-    row = next(isolated_rows(_peak_rows, (raw, simulate), without=[], limit=seconds or MAX_SECONDS))
-    return {"name": raw["name"], "error": row["why_not"]} if "why_not" in row else row
-
-
-def _peak_rows(job: tuple[JsonDict, int | None], *, say: Say, **_: Any) -> Iterator[JsonDict]:
-    raw, simulated = job
-    say(raw["name"])
-    if simulated:
-        devices.simulate(simulated)
-    else:
-        devices.use_cpu_without_gpu()
-    yield measure_peak(load_config(raw))
