@@ -4,7 +4,7 @@ import json
 
 from jaxmem.typing import JsonDict
 
-MAX_METRIC = 1e300
+MAX_METRIC = 1e300  # beyond it a value is damaged, or cannot be plotted
 
 
 def parse_row(line: str) -> JsonDict | None:

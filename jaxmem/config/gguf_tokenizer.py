@@ -12,7 +12,7 @@ from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.typing import JsonDict, JsonView
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20  # limits what a damaged file can make of a vocabulary
 MAX_TOKEN_LENGTH = 512  # characters; the longest tokens of usual vocabularies are 128 spaces
 SPACE = "▁"
 

@@ -98,7 +98,7 @@ INTERLEAVED = {
 }
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
 EXPERT = ".experts."  # in the names of the modules and tensors of experts
-REGEX_SECONDS = 5
+REGEX_SECONDS = 5  # limit of matching a regex from a file in a process of its own
 MATCH = """import json, re, sys
 patterns, names = json.load(sys.stdin)
 print(json.dumps([[bool(re.fullmatch(p, n)) for n in names] for p in patterns]))"""

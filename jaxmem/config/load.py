@@ -25,8 +25,8 @@ from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine.files import write_file
 from jaxmem.typing import JsonDict, JsonView
 
-MAX_BYTES = 256 * 1024
-MAX_DEPTH = 16
+MAX_BYTES = 256 * 1024  # of the text of a config
+MAX_DEPTH = 16  # nested YAML collections
 LINE_BREAKS = "\n\r\x85\u2028\u2029"
 
 SCALARS = {

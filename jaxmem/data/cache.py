@@ -23,7 +23,7 @@ from jaxmem.errors import UserError, one_of
 from jaxmem.machine.files import atomic_directory, read_file
 from jaxmem.typing import JsonDict
 
-FORMAT = 1
+FORMAT = 1  # version of the files of a token cache
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxmem.config.hub import dataset_path, is_dataset
 from jaxmem.errors import UserError, nearest, one_of
 
-OPEN_FILES = 64
+OPEN_FILES = 64  # file descriptors that a source keeps open
 
 
 def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> list[Path]:

@@ -23,8 +23,8 @@ from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.typing import JsonDict
 
-BLOCK_BYTES = 16 * 1024
-CHUNK_BYTES = 1 << 20
+BLOCK_BYTES = 16 * 1024  # from one mark of the index of lines to the next
+CHUNK_BYTES = 1 << 20  # read at once to find the lines
 MAX_LINE_BYTES = 16 << 20  # largest size of a line in bytes; a parsed line may need twenty times this memory
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

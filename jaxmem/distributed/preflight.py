@@ -18,7 +18,7 @@ from jaxmem.distributed.agree import gather
 from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
-REPEATS = 5
+REPEATS = 5  # smallest number of measurements of a collective
 MIN_SECONDS = 0.3  # shortest measurement of one process, since other programs may run at the same time
 SLOW_SHARE = 0.5  # a process below this share of the median rate is slow
 SIZES = {"cpu": (256, 1 << 20)}  # (rows of the matrix, bytes that are copied and reduced)

@@ -18,8 +18,8 @@ ATTAINED_FLOPS = 0.7
 # with FlashAttention-2 (arXiv:2307.08691; RTX cards are assumed to attain the same), H100 and B200 with cuDNN (measured
 # for FlashAttention-3 and -4, arXiv:2407.08608 and 2603.05451).
 ATTAINED_ATTENTION = {8: 0.66, 9: 0.53, 10: 0.55}
-ATTAINED_BANDWIDTH = 0.85
-ATTAINED_LINK = 0.8
+ATTAINED_BANDWIDTH = 0.85  # of the peak bandwidth of device memory
+ATTAINED_LINK = 0.8  # of the peak rate between devices, hosts, or host and device
 LAUNCH_SECONDS = 2e-6  # from one kernel to the next
 # Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, and 8-bit formats at twice the rate.
 RELATIVE_RATES = {

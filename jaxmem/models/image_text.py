@@ -17,7 +17,7 @@ from jaxmem.models.layers import RowKeys, fetch, new_constant, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 
-START_TEMPERATURE = 0.07
+START_TEMPERATURE = 0.07  # as in CLIP (arXiv:2103.00020)
 
 
 class ImageText(nnx.Module):

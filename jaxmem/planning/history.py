@@ -36,8 +36,8 @@ BANDS = (
     "weights", "optimizer", "other", "gradients", "saved for backward", "weights, gathered or cast", "logits",
     "other activations",
 )  # fmt: skip
-COLUMNS = 480
-LARGEST = 10
+COLUMNS = 480  # moments of the history, about the pixels of the page's chart
+LARGEST = 10  # buffers that are listed
 # The band of a buffer: for activations by kind, for other buffers by part.
 _BANDS = {
     SAVED: "saved for backward", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",

@@ -34,7 +34,7 @@ from jaxmem.sharding.share import share_of
 from jaxmem.step.kernel_choice import resolve_kernels
 from jaxmem.typing import JsonDict, JsonView
 
-MAX_SIZE = 4000
+MAX_SIZE = 4000  # configs; more are sampled
 MIN_MEMORY_GAIN = 0.01  # a config on a front needs at least this share less memory than each faster config
 
 

@@ -27,7 +27,7 @@ from jaxmem.typing import JsonDict
 
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
 BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too
-MAX_VALUE = 2**24
+MAX_VALUE = 2**24  # layers, tokens or sequences at which the search ends
 BISECT_AFTER = 6  # after this number of compiled values the search bisects, since the estimates do not converge
 
 

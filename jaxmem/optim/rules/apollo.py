@@ -22,8 +22,8 @@ from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.typing import AxesTree
 
-GROWTH = 1.01
-TINY = 1e-8
+GROWTH = 1.01  # largest ratio of the norms of consecutive updates
+TINY = 1e-8  # avoids a division by zero
 
 
 @dataclass(frozen=True)

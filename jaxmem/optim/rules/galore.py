@@ -36,9 +36,9 @@ from jaxmem.typing import AxesTree
 
 RuleFor = Callable[[ParameterSpec], MatrixRule]
 
-BASIS_BLOCK = 256
+BASIS_BLOCK = 256  # values of a quantized basis that share a scale
 BASIS_FORMAT = "int4"
-TINY = 1e-30
+TINY = 1e-30  # avoids a division by zero
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.typing import AxesTree
 
-STEPS = 5
+STEPS = 5  # of the Newton-Schulz iteration
 QUINTIC = (3.4445, -4.7750, 2.0315)  # the polynomial that is steepest at zero and maps values near one to near one
 ADAM_SIZE = 0.2  # root mean square of Adam's updates
 
