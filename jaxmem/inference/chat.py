@@ -49,15 +49,26 @@ class TextGenerator:
 
     def complete_all(self, prompts: Sequence[str], batch: int = 8) -> Iterator[str]:
         """The continuation of each text, `batch` at a time."""
-        for start in range(0, len(prompts), batch):
-            encoded = [self._encode(prompt) for prompt in prompts[start : start + batch]]
-            generated = list(self._generate(encoded, self._tokens, self._tokenizer.ends))
-            for ids in np.stack(generated).T:
-                yield "".join(self._decode(int(i) for i in ids if i != ENDED))
+        return self._continue_all([self._encode(prompt) for prompt in prompts], batch)
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
         """The answer to a conversation, token by token. The KV cache of the previous conversation is reused for the
         common first tokens of both."""
+        ids = self._rendered(messages)
+        return self._decode(self._watched(self._conversation(ids, self._tokens, self._tokenizer.ends)))
+
+    def answer_all(self, conversations: Sequence[Sequence[Message]], batch: int = 8) -> Iterator[str]:
+        """The answer to each conversation, `batch` at a time."""
+        return self._continue_all([self._rendered(messages) for messages in conversations], batch)
+
+    def _continue_all(self, texts: Sequence[np.ndarray], batch: int) -> Iterator[str]:
+        for start in range(0, len(texts), batch):
+            generated = list(self._generate(texts[start : start + batch], self._tokens, self._tokenizer.ends))
+            for ids in np.stack(generated).T:
+                yield "".join(self._decode(int(i) for i in ids if i != ENDED))
+
+    def _rendered(self, messages: Sequence[Message]) -> np.ndarray:
+        """The tokens of a conversation up to the beginning of the answer."""
         for token in self._tokenizer.special:
             if token in messages[-1]["content"]:
                 raise UserError(f"{token} is a special token of the model; remove it from the message")
@@ -65,8 +76,7 @@ class TextGenerator:
             text, _ = template_for(self._tokenizer, self._template_file).render(messages, answer=True)
         except TemplateError as error:
             raise UserError(f"{error}") from error
-        ids = self._tokenizer.encode_with_offsets(text)[0]
-        return self._decode(self._watched(self._conversation(ids, self._tokens, self._tokenizer.ends)))
+        return self._tokenizer.encode_with_offsets(text)[0]
 
     def _watched(self, ids: Iterable[int]) -> Iterator[int]:
         for count, token in enumerate(ids, 1):

@@ -159,12 +159,9 @@ def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
             characters -= len(text)
 
 
-def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
-    import jax
-
-    import jaxmem
-
-    settings = {
+def settings(run: Run, model: Path) -> dict[str, Any]:
+    """The config of a run, without what its method changes."""
+    return {
         "name": run.name,
         "output": str(WORK),
         "seed": run.seed,
@@ -175,7 +172,14 @@ def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
         "train": {"steps": run.steps, "log_every": 5},
         "checkpoint": {"every": 10, "keep": 1},
     }
-    cfg = jaxmem.load_config(settings, METHODS[run.method].overrides.split())
+
+
+def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
+    import jax
+
+    import jaxmem
+
+    cfg = jaxmem.load_config(settings(run, model), METHODS[run.method].overrides.split())
     start = time.monotonic()
     result = jaxmem.train(cfg, jax.devices()[:1])
     if result.exit_code or result.step < run.steps:  # stopped: the next call resumes it

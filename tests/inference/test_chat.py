@@ -209,6 +209,14 @@ def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_p
         TextGenerator(tmp_path / "model").answer([{"role": "user", "content": "a"}])
 
 
+def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("one", "a longer text", "b")]
+    generator = TextGenerator(model, tokens=6)
+    alone = ["".join(generator.answer(messages)) for messages in conversations]
+    assert list(generator.answer_all(conversations, batch=2)) == alone
+    assert len(set(alone)) > 1
+
+
 @pytest.mark.parametrize("how", ["adapter", "merge"])
 def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp_path: Path) -> None:
     (template := tmp_path / "template.jinja").write_text("{{ messages[0].content }}")

