@@ -61,15 +61,21 @@ jaxtyping.install_import_hook(
 import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-from jaxmem.kernels import mosaic_launch, triton_launch  # noqa: E402
-from tests.kernels import interpreter, warpgroups  # noqa: E402
-
-# No compiler of these kernels for CPUs.
-mosaic_launch.EVALUATOR = warpgroups.evaluator
-triton_launch.INTERPRETER = interpreter.interpret
-
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 collect_garbage_rarely()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels that no compiler makes code of for CPUs are interpreted. The imports take 3 s, so the process that only
+    distributes tests does without, and the others start sooner."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    from jaxmem.kernels import mosaic_launch, triton_launch
+    from tests.kernels import interpreter, warpgroups
+
+    mosaic_launch.EVALUATOR = warpgroups.evaluator
+    triton_launch.INTERPRETER = interpreter.interpret
+
 
 # Rooms whose tests compile many programs, and never read from them which lines of Python their operations come from,
 # nor named scopes, which are lost too: without the scopes of `run_count` in a schedule, FLOPs would be wrong.
