@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import itertools
 import json
 import math
 import os
@@ -13,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from jaxmem.cli import main
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS
 from jaxmem.machine.devices import simulation_environment
-from jaxmem.planning import result
+from jaxmem.planning import budget, result
 from jaxmem.planning.compile import Compiled, compile_all
-from jaxmem.planning.estimated import estimated
 from jaxmem.search import candidates, comparison, fit, nearest
+from jaxmem.search.candidates import estimated
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
+from jaxmem.step import Program
 from scripts.bench import contest
 from scripts.course.docstrings import write_conversations, write_tokenizer
 from tests.docs import started
@@ -199,16 +200,22 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["remat"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
+    monkeypatch.setattr(nearest, "slower_settings", lambda _: [])
     monkeypatch.setattr(planning, "plan", PLAN)
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 
 
 FOR_GPUS: list[Compiled] = []  # the first step that was compiled for GPUs, which is that of base.yaml
+LOWER = Program.lower_step
+
+
+def lower_step(built: Program) -> Any:
+    """Of GPUs only the first: tests/planning has each kind, and `make lint` plans the configs."""
+    return LOWER(built) if built.platform == "cpu" or not FOR_GPUS else None
 
 
 def compile_step(step: Any, others: Any, *, here: bool, **options: Any) -> tuple[Compiled, dict[str, int]]:
-    """A compiled step; for each other program half of its bytes, without compiling. Steps for GPUs are lowered; only
-    the first is compiled, for all of them: tests/planning compiles each kind."""
+    """A compiled step, for GPUs the first of all; for each other program half of its bytes, without compiling."""
     if here or not FOR_GPUS:
         compiled, _ = compile_all(step, {}, here=here, **options)
         FOR_GPUS.extend([] if here else [compiled])
@@ -221,13 +228,27 @@ def compile_step(step: Any, others: Any, *, here: bool, **options: Any) -> tuple
 def plans_are_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/planning compiles the other phases. A plan has bytes for each of them: for a phase without bytes it would
     compile the program of a run, through jax's cache, which cannot hold programs for devices that are not installed."""
+    monkeypatch.setattr(Program, "lower_step", lower_step)
     monkeypatch.setattr(result, "compile_all", compile_step)
+    monkeypatch.setattr(budget, "compiled_size", lambda *_, **__: FOR_GPUS[0].total)
+    monkeypatch.setattr(result, "predict", lambda _: Counter())  # it traces the layers again, for each plan
 
 
 @pytest.fixture(scope="module")
 def answered() -> list[list[str]]:
-    """What another page had answered for everyone's configs."""
+    """What another page had answered for everyone's configs, and of what kind it asked a model that it trained."""
     return []
+
+
+def kind_of(words: list[str]) -> list[str]:
+    """What one page shows for all: a plan of everyone's config, the use of a model, with these options and kinds of
+    files. [] for others. test_pages.py reads every command."""
+    if words[1] in ("plan", "fit"):
+        return words if words[2].startswith("configs/") and "--write" not in words else []
+    if words[1] not in ("chat", "doctor", "evaluate", "export", "generate", "report"):
+        return []
+    files = {word: "runs/" if word.startswith("runs/") else Path(word).suffix for word in words[2:]}
+    return [*words[:2], *(word if word.startswith("-") or "=" in word else files[word] for word in words[2:])]
 
 
 def test_what_a_page_says_is_typed(
@@ -243,13 +264,13 @@ def test_what_a_page_says_is_typed(
     for config in (config for config in shown[::-1] if "hf" in config.get("model", {})):
         for name in OWN:
             (place / name).write_text(cut_down({"name": "mine", **config}))
-    done: list[list[str]] = []
-    for words in itertools.chain(*map(expanded, commands)):
-        if words in (*answered, *done):
+    typed = [words for command in commands for words in expanded(command)]
+    for number, words in enumerate(typed):
+        named_later = {word for later in typed[number + 1 :] for word in later}
+        if words in typed[:number] or (kind_of(words) in answered and not named_later & {*words[3:4]}):
             continue
-        done.append(words)
-        if words[1] in ("plan", "fit") and words[2].startswith("configs/") and "--write" not in words:
-            answered.append(words)
+        if kind := kind_of(words):
+            answered.append(kind)
         for run in (place / word for word in words[2:] if word.startswith("runs/") and words[1] != "train"):
             if not run.exists():
                 shutil.copytree(place / "before", run)
