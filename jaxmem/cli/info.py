@@ -7,7 +7,6 @@ import typer
 
 from jaxmem.cli.options import Json, Png, Run
 from jaxmem.cli.start import only_json, show
-from jaxmem.machine.terminal import say
 
 
 def report(
@@ -20,7 +19,7 @@ def report(
     """Write an HTML page about a run: plan, memory, loss curves."""
     from jaxmem.report import report_run
 
-    say(report_run(run, html, png))
+    print(report_run(run, html, png))
 
 
 def doctor(as_json: Json = False) -> None:

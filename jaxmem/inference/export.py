@@ -89,15 +89,7 @@ def export_model(
         tokenizer = str(base_files) if base_files.is_dir() else cfg.data.tokenizer
         length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
         length = length or cfg.data.sequence_length
-        hf.save_gguf(
-            model,
-            target,
-            tokenizer=tokenizer,
-            kind=dtype or "float16",
-            length=length,
-            indices=indices,
-            chat_template=cfg.data.chat_template,
-        )
+        hf.save_gguf(model, target, tokenizer=tokenizer, kind=dtype or "float16", length=length, indices=indices)
         return f"{target}: a GGUF file for llama.cpp"
     hf.save(
         model,

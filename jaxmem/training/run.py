@@ -31,7 +31,6 @@ from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
-from jaxmem.machine.terminal import say
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
@@ -105,7 +104,7 @@ def run(
     cfg = config_with(cfg, **parts)
     with requeued_before_training(), run_lock(cfg.output, cfg.name) as warning:
         if warning:
-            say(warning)
+            print(warning, flush=True)
         return _run(cfg, devices)
 
 
@@ -228,7 +227,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
         return None
     step, state, _ = restored
     if jax.process_index() == 0:
-        say(lines.finished_line(built, config, step, directory))
+        print(lines.finished_line(built, config, step, directory), flush=True)
     return Result(directory, step, {}, {}, state, built)
 
 
@@ -238,7 +237,7 @@ def _preflight(cluster: Cluster) -> None:
 
         lines = preflight()
         if jax.process_index() == 0:
-            say(*lines)
+            print(*lines, sep="\n", flush=True)
 
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
@@ -250,7 +249,7 @@ def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
         return cfg
     settings, failures = checked_kernels(program(cfg, devices), any_process)
     for line in failures:
-        say(line)
+        print(line, flush=True)
     for setting, implementation in settings.items():
         section, key = setting.split(".")
         cfg = cfg.replace(**{section: {key: implementation}})
@@ -258,7 +257,7 @@ def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
 
 
 def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:
-    warn = say if section.on_failure == "continue" else None
+    warn = (lambda text: print(text, flush=True)) if section.on_failure == "continue" else None
     return Checkpoints(path, section.every, section.keep, section.keep_best, warn=warn)
 
 

@@ -27,11 +27,11 @@ from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
 from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
 from scripts.course.sliding_max import sliding_max
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import cases
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
-# Compute capabilities 8.0, 8.9 (8.6 has the same shared memory), 9.0, 10.0 and 12.0.
-TARGETS = ("a100-40gb", "rtx4090-24gb", "h100-80gb", "b200-180gb", "rtx5090-32gb")
+# Compute capabilities 8.0, 9.0 (10.0 has the same shared memory) and 12.0 (as 8.6 and 8.9).
+TARGETS = ("a100-40gb", "h100-80gb", "rtx5090-32gb")
 KERNELS = {"triton", "shared", "straight"}  # implementations that are not plain JAX
 UPDATES = {"adam8_update", "int8_add"}
 GROUPED = {"grouped_matmul", "grouped_matmul_of_inputs", "grouped_matmul_of_weights"}
@@ -88,7 +88,7 @@ def compiled(ways, along, target, options):
 @pytest.mark.parametrize(
     ("along", "target"),
     cases(
-        [*(("rows", target) for target in TARGETS), *(("columns", target) for target in ("a100-40gb", "b200-180gb"))],
+        [*(("rows", target) for target in TARGETS), ("columns", "a100-40gb")],
         ("rows", "h100-80gb"),
     ),
 )
@@ -101,11 +101,10 @@ def test_every_kernel_fits_each_gpu(along, target, tmp_path, monkeypatch):
     assert all(set(stores) == {"0"} for stores in found.values()), found
 
 
-@pytest.mark.parametrize("target", [TARGETS[0], exhaustive(TARGETS[-1])])
-def test_plain_jax_compiles_for_each_gpu(target):
+def test_plain_jax_has_no_kernel_call():
     ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
     assert ways == {"reference", "sliced"}
-    assert CALL not in compiled(ways, "rows", target, {}).as_text()
+    assert CALL not in compiled(ways, "rows", TARGETS[0], {}).as_text()
 
 
 def lowered(run, target, *shapes):
@@ -155,7 +154,7 @@ def grouped(x, chosen, g, weight):
         [
             *((None, "bfloat16", target) for target in TARGETS),
             (None, "float32", "rtx4090-24gb"),
-            *(("nf4", "bfloat16", target) for target in ("rtx4090-24gb", "b200-180gb")),
+            ("nf4", "bfloat16", "rtx4090-24gb"),
         ],
         (None, "bfloat16", "h100-80gb"),
         ("nf4", "bfloat16", "rtx4090-24gb"),

@@ -1,5 +1,6 @@
 """Weights that rest in codes: trained in full, on every mesh alike, checkpointed, planned, evaluated."""
 
+import functools
 import math
 
 import jax
@@ -72,6 +73,14 @@ def test_a_gradient_is_that_of_the_values(alone):
     assert alone.metrics[0]["gradient_norm"] == pytest.approx(float(optim.global_norm(grads)), rel=1e-2)
 
 
+SLOW = {**INT8["optimizer"], "learning_rate": 5e-3, "schedule": "constant"}  # few values near a rounding boundary
+
+
+@functools.cache
+def slowly_trained():
+    return Trained(config(**(INT8 | {"optimizer": SLOW})))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("zero", "mesh", "kernel"),
@@ -80,10 +89,9 @@ def test_a_gradient_is_that_of_the_values(alone):
 def test_every_mesh_trains_quantized_weights_as_one_device(zero, mesh, kernel):
     """Which cuts blocks, layers into stages and the vocabulary into slices, and groups rows whose gradients are summed
     apart. With a kernel, too."""
-    slow = {**INT8["optimizer"], "learning_rate": 5e-3, "schedule": "constant"}  # few values near a rounding boundary
-    alone = Trained(config(**(INT8 | {"optimizer": slow})))
+    alone = slowly_trained()
     sections = {
-        "optimizer": {**slow, "kernel": kernel},
+        "optimizer": {**SLOW, "kernel": kernel},
         "zero": zero,
         "mesh": mesh,
         "batch": {"global_size": 8, "accumulate": 2},

@@ -19,7 +19,6 @@ MODEL = {
 }
 BATCH = {"batch": {"global_size": 8, "accumulate": 2}}
 LORA = {"adapter": {"kind": "lora", "rank": 4, "targets": ["blocks.*"]}}
-INT8 = {"precision": {"parameters": "int8", "rounding": "nearest"}}
 WAYS = {
     "fsdp": ({}, {"mesh": {"fsdp": 4, "tensor": 2}, "memory": {"loss_chunk": 40}}, 8),
     "context": ({}, {"mesh": {"context": 2}, "memory": {"remat": "full", "mlp_chunk": 5, "head_groups": 2}}, 2),
@@ -27,13 +26,12 @@ WAYS = {
     "during": ({}, {"memory": {"update": "during"}, "mesh": {"fsdp": 2}}, 2),
     "stages": ({}, {"mesh": {"stage": 2}, "memory": {"remat": "full"}}, 2),
     "lora": (LORA, {"memory": {"remat": "full", "offload": "activations"}, "mesh": {"fsdp": 2}}, 2),
-    "int8": (INT8, {"mesh": {"fsdp": 4}, "memory": {"remat": "full"}}, 4),
 }
 
 
 @functools.cache
 def alone(name):
-    return Trained(config(model=MODEL, **BATCH, **({"lora": LORA, "int8": INT8}.get(name, {}))), updates=2)
+    return Trained(config(model=MODEL, **BATCH, **(LORA if name == "lora" else {})), updates=2)
 
 
 @pytest.mark.parametrize("way", cases(WAYS, "fsdp"))

@@ -22,7 +22,6 @@ from tests.support.tiers import cases, exhaustive
 # Every way by itself, and every two axes together in some row.
 LAYOUTS = {
     "zero-1": ({"replica": 2, "fsdp": 2}, 1),
-    "zero-2": ({"fsdp": 8}, 2),
     "fsdp": ({"fsdp": 8}, 3),
     "tensor": ({"tensor": 8}, 3),  # more than key heads
     "data x context": ({"fsdp": 2, "context": 2}, 0),
@@ -35,7 +34,7 @@ LAYOUTS = {
 
 
 # Those that go through the vocabulary in slices, as one device does not.
-SLICED = ("data x context", "zero-2", "hybrid x tensor", "context x tensor", "stage x fsdp x context")
+SLICED = ("data x context", "hybrid x tensor", "context x tensor", "stage x fsdp x context")
 
 
 def test_every_two_axes_meet():

@@ -30,11 +30,6 @@ def test_only_what_is_chosen_moves(alone):
     assert alone.built.model.trainable_count < held <= 2 * alone.built.model.trainable_count + 8
 
 
-@pytest.mark.exhaustive
-def test_a_mesh_does_the_same(alone):
-    Trained(frozen(mesh={"fsdp": 4, "tensor": 2}), devices=8, updates=2, begin=alone).agrees_with(alone)
-
-
 def test_frozen_quantized_weights_do_not_change():
     """Frozen weights in codes are neither decoded nor encoded again."""
     cfg = config(
@@ -64,6 +59,7 @@ def test_what_cannot_be_chosen():
         _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).spec.state
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_of_some_layers_beside_adapters():
     """Gradients are added in place also in a range of layers whose saved boundaries are on the host."""
     sections = {
