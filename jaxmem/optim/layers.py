@@ -6,8 +6,9 @@ gradient of each layer with its new state and update, so that at most one additi
 format of the state.
 
 In your own loop, name the dimensions of stacked weights: `axes` is a tree with the structure of the parameters and a
-tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` no weight is a stack. Two
-names have a meaning: `layer`, and `vocab` for embedding and output matrices.
+tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` no weight is a stack.
+Three names have a meaning: `layer`, `vocab` for embedding and output matrices, and `bias` for the other dimensions of a
+bias that is no matrix, such as `("heads", "bias")`.
 """
 
 import dataclasses

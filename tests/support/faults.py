@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.scene import Disk, Scene, Started, StuckError
+from tests.support.scene import Disk, Network, Scene, Started, StuckError
 
 STEPS, EVERY, HEARTBEAT = 24, 2, 10
 CONFIG = {
@@ -35,6 +35,12 @@ CONFIG = {
     "train": {"steps": STEPS, "log_every": 1},
     "checkpoint": {"every": EVERY},
     "cluster": {"heartbeat_timeout": HEARTBEAT, "preflight": False},
+}
+
+PAIRS = {"source": "preference", "path": "preferences.jsonl", "sequence_length": 48, "packing": False}
+CONFIGS = {  # of runs that are killed
+    "kills-qlora": CONFIG | {"adapter": {"kind": "qlora", "rank": 4}},
+    "kills-dpo": CONFIG | {"objective": {"name": "dpo"}, "data": PAIRS},
 }
 
 Outcomes = Iterator[tuple[str, dict[str, Any]]]
@@ -288,6 +294,41 @@ def _close(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> bool
     )
 
 
+def partition(scene: Scene) -> Outcomes:
+    """The cable between two hosts cut: each must end by itself and say so, and all goes on elsewhere."""
+    with Network() as network:
+        started = scene.start_on(network, "cut")
+        scene.until_step(started, "cut", STEPS // 4)
+        network.cut()
+        began = time.monotonic()
+        told = started.wait()
+        seconds = time.monotonic() - began
+    scene.finish("cut", 2)
+    same = scene.outcome("cut") == undisturbed(scene, 2)
+    ok = started.codes == [75, 75] and clear(told) and same
+    found = {"seconds": round(seconds, 1), "exit codes": started.codes, "last line": _last(told), "same": same}
+    yield "the network between two hosts cut", {**found, "ok": ok}
+
+
+def clock(scene: Scene) -> Outcomes:
+    """The time of day jumps by a day to and fro, each time that it is read; and the run is killed in the middle."""
+    folder = scene.place / "clock"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import itertools, time\n"
+        "real, jumps = time.time, itertools.cycle((0, 86400, -86400))\n"
+        "time.time = lambda: real() + next(jumps)\n"
+    )
+    usual = dict(scene.environment)
+    path = os.pathsep.join([str(folder), *filter(None, [usual.get("PYTHONPATH")])])
+    scene.environment |= {"PYTHONPATH": path}
+    _killed(scene, "clock")
+    told = scene.finish("clock")
+    scene.environment = usual
+    same = scene.outcome("clock") == undisturbed(scene)
+    yield "the clock jumps by days", {"same": same, "ok": same and "Traceback" not in told}
+
+
 def second(scene: Scene) -> Outcomes:
     """A second run in the same directory; and one after the first was killed."""
     started = scene.start("twice")
@@ -364,12 +405,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     faults: dict[str, Callable[[Scene], Outcomes]] = {
         "kills": lambda scene: kills(scene, args.n, args.seed),
+        **dict.fromkeys(CONFIGS, lambda scene: kills(scene, args.n, args.seed)),
         "kills-2": lambda scene: kills(scene, args.n, args.seed, processes=2),
         "damages": damages,
         "all-damaged": all_damaged,
         "disks": disks,
         "vanished": vanished,
         "lost": lost,
+        "partition": partition,
+        "clock": clock,
         "second": second,
         "data": data,
         "surroundings": surroundings,
@@ -383,10 +427,11 @@ def main() -> int:
         parser.error(f"no fault {unknown[0]!r}; known: {', '.join(faults)}")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        scene = Scene(Path(folder), CONFIG)
+        usual = Scene(Path(folder, "usual"), CONFIG)
         for name in args.names or faults:
+            scene = Scene(Path(folder, name), CONFIGS[name]) if name in CONFIGS else usual
             for what, outcome in _done(faults[name](scene), name):
-                found[what] = outcome
+                found[f"{name}: {what}" if name in CONFIGS else what] = outcome
                 print(f"{what}: {json.dumps(outcome)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,8 +145,46 @@ class Disk:
         self._anchor.wait()
 
 
+class Network:
+    """Two hosts, namespaces of this one, joined by a cable that can be cut."""
+
+    names, addresses = ("jaxmem-a", "jaxmem-b"), ("10.231.0.1", "10.231.0.2")
+
+    def __enter__(self) -> Self:
+        for name in self.names:
+            self._ip("netns", "add", name)
+        ends = [["netns", name] for name in self.names]
+        self._ip("link", "add", "cable", *ends[0], "type", "veth", "peer", "name", "cable", *ends[1])
+        for name, address in zip(self.names, self.addresses, strict=True):
+            self._ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                self._ip("-n", name, "link", "set", device, "up")
+            hosts = Path("/etc/netns", name, "hosts")  # seen as /etc/hosts in the namespace
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in self.names:
+            self._ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+    def cut(self) -> None:
+        self._ip("-n", self.names[1], "link", "set", "cable", "down")
+
+    def inside(self, host: int) -> list[str]:
+        """What a command is run by."""
+        return ["ip", "netns", "exec", self.names[host]]
+
+    @staticmethod
+    def _ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+
 class Scene:
-    """A folder with text to learn from, and runs in it."""
+    """A folder with text and pairs of answers to learn from, one of which the config names, and runs in it."""
 
     def __init__(self, place: Path, config: Mapping[str, Any]) -> None:
         self.place, self.runs, self._config = place, place / "runs", config
@@ -158,17 +197,23 @@ class Scene:
         }
         self._started = 0
         self.text = place / "text"
-        self.text.mkdir()
+        self.text.mkdir(parents=True)
         for number in range(40):
             words = (f"{(number * 7 + i * i) % 101} bottles" for i in range(60 + 5 * number))
             (self.text / f"{number}.txt").write_text("\n".join(words))
+        pairs = (
+            {"prompt": f"{number}?", "chosen": f"{number} bottles", "rejected": f"{number} glasses"}
+            for number in range(60)
+        )
+        (place / "preferences.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
 
     def forget_compiled(self) -> None:
         shutil.rmtree(self.environment["JAX_COMPILATION_CACHE_DIR"])
 
     def write(self, name: str, sections: Mapping[str, Any] | None = None) -> Path:
         """The config file of a run."""
-        base = {"name": name, "output": str(self.runs), "data": {"path": str(self.text)}}
+        path = self.place / self._config.get("data", {}).get("path", "text")
+        base = {"name": name, "output": str(self.runs), "data": {"path": str(path)}}
         merged: dict[str, Any] = dict(self._config)
         for more in (base, sections or {}):
             for key, value in more.items():
@@ -194,6 +239,17 @@ class Scene:
             return Started([([*train, "--simulate", str(devices)], self.environment)], log)
         told = environments(processes, devices // processes)
         return Started([(train, self.environment | one) for one in told], log)
+
+    def start_on(self, network: Network, name: str) -> Started:
+        """A process on each host of a network."""
+        train = [sys.executable, "-m", "jaxmem", "train", str(self.write(name))]
+        self._started += 1
+        commands = []
+        for host, one in enumerate(environments(2, 1)):
+            port = one["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2]
+            address = {"JAX_COORDINATOR_ADDRESS": f"{network.addresses[0]}:{port}"}
+            commands.append(([*network.inside(host), *train], self.environment | one | address))
+        return Started(commands, self.place / f"{self._started}-{name}.log")
 
     def finish(self, name: str, processes: int = 1, **options: Any) -> str:
         """Start until it is done, as a scheduler would; all that was said."""
