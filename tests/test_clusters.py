@@ -86,10 +86,9 @@ def test_container() -> None:
     checked(shlex.split(lines[1].lstrip("# ").partition(" jaxmem ")[2]))
 
 
-@pytest.mark.parametrize("page", ["several-hosts.md", "parameter-server.md"])
-def test_pages(page: str) -> None:
+def test_the_page_about_several_hosts() -> None:
     """Links lead somewhere; commands and keys exist."""
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs/several-hosts.md").read_text()
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / "docs" / link).exists(), link
     for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
