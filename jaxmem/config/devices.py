@@ -65,10 +65,8 @@ def _elastic(cfg: Config, n: int) -> Config:
         mesh = {axis: size or n // fixed for axis, size in (axes | changed).items()}
         for count in divisors(batch.global_size) if n % fixed == 0 else ():
             candidate = cfg.replace(mesh=mesh, batch={"accumulate": count})
-            if (
-                batch.global_size <= most * count * candidate.mesh.row_shards
-                and next(_indivisible(candidate), None) is None
-            ):
+            is_small = batch.global_size <= most * count * candidate.mesh.row_shards
+            if is_small and next(_indivisible(candidate), None) is None:
                 return candidate
     return cfg
 

@@ -174,11 +174,9 @@ def text_settings(settings: JsonView) -> JsonView:
     """The config.json of the text model, if the model also reads images; otherwise the same one."""
     names = read(settings, "architectures", list[str], [])
     architecture = next((TEXT_MODELS[name] for name in names if name in TEXT_MODELS), None)
-    return (
-        settings
-        if architecture is None
-        else {**read(settings, "text_config", JsonDict), "architectures": [architecture]}
-    )
+    if architecture is None:
+        return settings
+    return {**read(settings, "text_config", JsonDict), "architectures": [architecture]}
 
 
 def text_name(name: str) -> str | None:

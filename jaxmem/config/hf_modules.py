@@ -147,9 +147,7 @@ def modules_of(model: Decoder) -> list[HfModule]:
     if model.attention_sinks:  # the experts of gpt-oss are not linear layers in any version of transformers
         absent |= {"gate", "up", "down"}
     has_shared = model.experts is not None and model.experts.shared is not None
-    kinds = [
-        (names_of(model, has_experts=has_experts), has_shared and has_experts) for has_experts in model.has_experts
-    ]
+    kinds = [(names_of(model, has_experts=routed), has_shared and routed) for routed in model.has_experts]
     modules = []
     for path, name in ALL_MODULES.items():
         parent, _, last = path.rpartition(".")

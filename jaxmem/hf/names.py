@@ -73,9 +73,8 @@ def stacks_of(params: Tree) -> dict[str, Any]:
     stacks: dict[str, Any] = {}
     for name, part in params.items():
         if name.startswith("blocks"):
-            stacks |= {
-                f"{name}.{name_in_part}": stack for name_in_part, stack in part.items() if name_in_part.startswith("[")
-            } or {name: part}
+            kinds = {kind: stack for kind, stack in part.items() if kind.startswith("[")}  # of layers that alternate
+            stacks |= {f"{name}.{kind}": stack for kind, stack in kinds.items()} or {name: part}
     return stacks
 
 

@@ -48,11 +48,10 @@ class LatentAttention(Attention):
         latent = self.latent
         head_dim = self.spec.head_dim
         of_qa, of_q, of_kva, of_kvb = fold_keys(keys, 4)
-        q = (
-            modules["q"](x, of_q)
-            if "q" in modules
-            else modules["q_b"](modules["q_a_norm"](modules["q_a"](x, of_qa)), of_q)
-        )
+        if "q" in modules:
+            q = modules["q"](x, of_q)
+        else:
+            q = modules["q_b"](modules["q_a_norm"](modules["q_a"](x, of_qa)), of_q)
         q = self._heads(q, head_dim)
         compressed, shared = jnp.split(modules["kv_a"](x, of_kva), [latent.kv_rank], axis=-1)
         kv = modules["kv_b"](modules["kv_a_norm"](compressed), of_kvb)

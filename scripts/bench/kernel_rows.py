@@ -175,11 +175,10 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
 def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
     operation_rows = OPERATIONS[job.operation]
     known = {(row["check"], row["contestant"], row["pass"]) for row in done}
-    checks = (
-        {"as it is": lambda: operation_rows.work(job.sizes)}
-        if operation_rows.checks is None
-        else operation_rows.checks(job.sizes)
-    )
+    if operation_rows.checks is None:
+        checks = {"as it is": lambda: operation_rows.work(job.sizes)}
+    else:
+        checks = operation_rows.checks(job.sizes)
     for check in checks if job.check else list(checks)[:1]:
         say(f"float64 {check}")
         work = checks[check]()
