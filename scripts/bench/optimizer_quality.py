@@ -90,7 +90,8 @@ def compared() -> Iterator[JsonDict]:
             }
 
 
-def draw(rows: list[JsonDict], file: Path) -> None:
+def draw_compared(file: Path) -> None:
+    rows = [row for row in compared() if row["method"] != BASE]
     with figure(file, 7, 0.5 + 0.35 * len(rows)) as canvas:
         axes = canvas.subplots()
         for place, row in enumerate(reversed(rows)):
@@ -118,10 +119,9 @@ def main() -> None:
     if args.what == "train":
         train(args.methods, args.seeds, args.steps)
         return
-    rows = list(compared())
-    print(Table("", rows).markdown())
+    print(Table("", list(compared())).markdown())
     if args.png:
-        draw([row for row in rows if row["method"] != BASE], args.png)
+        draw_compared(args.png)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class LinePlot:
     series: Mapping[str, Points]
     log: str = ""  # the axes with a logarithmic scale: "x", "y" or "xy"
     limits: Mapping[str, float] = field(default_factory=dict)
+    names: Sequence[str] = ()  # of the heights 0, 1, 2, ... in place of numbers
     height: float = 4.5
 
     @classmethod
@@ -100,11 +101,18 @@ class LinePlot:
                 ms=5,
                 lw=width,
                 markevery=every,
+                mfc=None if number < len(COLOURS) else "white",  # the styles repeat
                 label=name,
             )
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         for axis in self.log:
             axes.set(**{f"{axis}scale": "log"})
+        places = sorted({x for points in self.series.values() for x, _ in points})
+        if "x" in self.log and len(places) <= 10:
+            axes.set_xticks([], minor=True)
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+        if self.names:
+            axes.set_yticks(range(len(self.names)), self.names)
         for name, value in self.limits.items():
             axes.axhline(value, color="black", lw=1, ls=(0, (5, 5)), zorder=0)
             axes.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)

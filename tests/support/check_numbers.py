@@ -17,11 +17,13 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem.report.figure import digest_of
+from scripts.bench import optimizer_quality, recompute
 
 ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
@@ -32,6 +34,14 @@ COMMENT = re.compile(
 ROW = re.compile(r"^\|.*configs/(?P<name>[\w-]+)\.yaml[`)].*\| (?P<gib>[\d.]+)(?: GiB)?(?: per device)? \|$")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+\.png)\)\s*<!-- figure (\w+) -->")
 SIZE = re.compile(r"([\d.]+) (GiB|s)\b")
+
+
+def draw_recompute(file: Path) -> None:
+    recompute.draw_rows(json.loads((ROOT / "docs/benchmarks/recompute.json").read_text())["rows"], file)
+
+
+# Figures of recorded rows, which take a second to draw again.
+REDRAWN = {"recompute.png": draw_recompute, "optimizer-quality.png": optimizer_quality.draw_compared}
 
 
 class Figure(NamedTuple):
@@ -87,12 +97,17 @@ def disagreements(figures: dict[str, Figure]) -> Iterator[str]:
 
 
 def stale_pictures() -> Iterator[str]:
-    """Figures whose digest is not the one beside them."""
+    """Figures whose digest is not the one beside them, or not that of the recorded rows, drawn today."""
     for page, text in pages():
         for file, stated in PICTURE.findall(text):
             digest = digest_of((ROOT / page).parent / file)
             if digest != stated:
                 yield f"{page}: {file} has the digest {digest}, the page states {stated}; make both again"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, draw in REDRAWN.items():
+            draw(Path(folder, name))
+            if digest_of(Path(folder, name)) != digest_of(ROOT / "docs" / name):
+                yield f"docs/{name} is not what its script draws from docs/benchmarks today; draw it again"
 
 
 def planned(figure: Figure) -> dict[str, float]:
