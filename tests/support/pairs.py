@@ -7,13 +7,18 @@
 A row is a config with a setting for many fields, drawn so that it has many pairs that no row before it has (a covering
 array). It trains a tiny model for three updates, evaluates it and, if it saves checkpoints, resumes before the last
 update. Its losses must be those of the same row on one device without any of the settings that change memory and
-communication only (NEUTRAL). FILE has a line of JSON per row; a row in it that failed is tried again. With --reduce a
-row that fails is reduced to the fewest settings that still fail.
+communication only (NEUTRAL). A pair counts as tried when a row with it has trained. A row that is refused, which some
+settings are only when the model is known, is reduced to the fewest settings that are refused, and no later row has all
+of them. At the end the pairs that are refused alone are listed with the reason.
+
+FILE has a line of JSON per row; a row in it that failed is tried again. With --reduce a row that fails is reduced to
+the fewest settings that still fail.
 """
 
 import argparse
 import atexit
 import contextlib
+import dataclasses
 import functools
 import gc
 import io
@@ -26,7 +31,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +40,9 @@ if __name__ == "__main__":
     from jaxmem.machine.devices import simulate
 
     # As in tests/conftest.py: compiled fast rather than fast.
-    fast = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
     simulate(8)
 
 import jax
@@ -85,7 +91,7 @@ DEEPSEEK = (
 )
 SHORT_FACTORS, LONG_FACTORS = "model.rope.short_factors=[1,1.1,1.2,1.3]", "model.rope.long_factors=[1.5,2,3,4]"
 TWO_SOURCES = (
-    'data.mixture=[{"source":"jsonl","path":"DATA/texts.jsonl"},{"source":"text","path":"DATA/texts.txt","weight":2.0}]'
+    'data.mixture=[{"source":"jsonl","path":"DATA/texts.jsonl"},{"source":"text","path":"DATA/texts","weight":2.0}]'
 )
 # One setting a line: an override, and others that it requires. Values without an entry are the defaults. A line that
 # begins with `architecture` sets fields that no published architecture has without the others.
@@ -265,7 +271,7 @@ adapter.experts=int4 adapter.kind=qlora {EXPERTS}
 adapter.shared_a=true adapter.kind=lora {EXPERTS}
 mesh.fsdp=4
 batch.global_size=16
-data.source=text data.path=DATA/texts.txt
+data.source=text data.path=DATA/texts
 {CHAT}
 {TWO_SOURCES} data.path=null data.source=stdlib
 data.field=other data.path=DATA/texts.jsonl data.source=jsonl
@@ -330,6 +336,7 @@ NEUTRAL = ("memory.", "mesh.", "rules.", "pipeline.", "zero=", "batch.accumulate
 SLOW = "galore"  # compiles up to ten times as long: only in rows that begin with it
 LONGEST = 28  # settings of a row
 DEVICES = 8  # at most
+FRESH = 10  # rows after which compiled programs are forgotten
 
 Row = tuple[str, ...]  # settings, at most one per field
 
@@ -355,7 +362,9 @@ def data_folder() -> Path:
     }
     for name, lines in files.items():
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "texts.txt").write_text("\n\n".join(texts))
+    (folder / "texts").mkdir()
+    for place, text in enumerate(texts):  # a file is a record
+        (folder / "texts" / f"{place}.txt").write_text(text)
     (folder / "template.jinja").write_text(
         "{% for message in messages %}{{ message.role }}: "
         "{% generation %}{{ message.content }}{% endgeneration %}\n{% endfor %}"
@@ -386,57 +395,82 @@ def config(given: list[str]) -> Config:
     return for_devices(cfg, devices)
 
 
-def is_refused(row: Row) -> bool:
-    """Whether the config refuses these settings, each problem in one line."""
+def refusal(row: Row) -> str | None:
+    """The first problem for which the config refuses these settings, each in one line; None: it does not."""
     try:
         config(overrides(row))
     except UserError as error:
-        for line in str(error).splitlines():
+        lines = str(error).splitlines()
+        for line in lines:
             assert 10 <= len(line) <= 600, line
-        return True
-    return False
+        return lines[0]
+    return None
 
 
-def covering_rows(
-    seed: int,
-    done: Iterable[Row] = (),
-    note: Callable[[int], None] = lambda _: None,
-    settings: Sequence[str] = SETTINGS,
-) -> Iterator[Row]:
-    """Rows until every pair of settings is in one of them or of `done`, or is refused. `note` is called with the number
-    of pairs that are left."""
-    draw = random.Random(seed)
-    left = {frozenset(pair) for pair in itertools.combinations(settings, 2) if field(pair[0]) != field(pair[1])}
-    order = sorted(map(sorted, left))
-    draw.shuffle(order)
-    for row in done:
-        left -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
-    fields = sorted({field(setting) for setting in settings})
-    refused = {setting for setting in settings if is_refused((setting,))}
-    assert not refused, refused
-    for first in order:
-        if frozenset(first) not in left:
-            continue
-        left.discard(frozenset(first))
-        row = tuple(first)
-        if is_refused(row):
-            continue
-        for name in draw.sample(fields, len(fields)):
+class Cover:
+    """Rows until each pair of settings is in a row that has trained, or is refused.
+
+    `left`: the pairs that are neither. `refused`: the refused pairs, and why. Call `add` or `refuse` with a row before
+    the next one is drawn.
+    """
+
+    def __init__(self, seed: int, done: Iterable[Row] = (), settings: Sequence[str] = SETTINGS) -> None:
+        self._draw, self._settings = random.Random(seed), settings
+        self._fields = sorted({field(setting) for setting in settings})
+        self._wrong: dict[frozenset[str], str] = {}  # settings that a run refused together, and why
+        self.left = {
+            frozenset(pair) for pair in itertools.combinations(settings, 2) if field(pair[0]) != field(pair[1])
+        }
+        self.refused: dict[frozenset[str], str] = {}
+        self._order = sorted(map(sorted, self.left), reverse=True)
+        self._draw.shuffle(self._order)
+        alone = [setting for setting in settings if refusal((setting,))]
+        assert not alone, alone
+        for row in done:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """A row that has trained."""
+        self.left -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
+
+    def refuse(self, row: Row, message: str) -> None:
+        """The fewest settings that are refused when the model is known."""
+        self._wrong[frozenset(row)] = message
+
+    def refusal(self, row: Row) -> str | None:
+        for settings, message in self._wrong.items():
+            if settings <= {*row}:
+                return message
+        return refusal(row)
+
+    def next_row(self) -> Row | None:
+        while self._order:
+            first = tuple(self._order[-1])
+            if frozenset(first) not in self.left:
+                self._order.pop()
+            elif message := self.refusal(first):
+                self.refused[frozenset(first)] = message
+                self.left.discard(frozenset(first))
+            else:
+                return self._longer(first)
+        return None
+
+    def _longer(self, row: Row) -> Row:
+        """The row with a setting for other fields, each with a pair that is left."""
+        for name in self._draw.sample(self._fields, len(self._fields)):
             if len(row) == LONGEST or any(field(setting) == name for setting in row):
                 continue
             new = {
-                setting: sum(frozenset((setting, other)) in left for other in row) + draw.random()
-                for setting in settings
+                setting: sum(frozenset((setting, other)) in self.left for other in row) + self._draw.random()
+                for setting in self._settings
                 if field(setting) == name
             }
             for setting in sorted(new, key=new.__getitem__, reverse=True)[:3]:
                 is_slow = SLOW in setting and not any(SLOW in other for other in row)
-                if new[setting] >= 1 and not is_slow and not is_refused((*row, setting)):
+                if new[setting] >= 1 and not is_slow and not self.refusal((*row, setting)):
                     row = (*row, setting)
                     break
-        left -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
-        note(len(left))
-        yield row
+        return row
 
 
 def trained(given: list[str]) -> list[float]:
@@ -469,16 +503,36 @@ def tolerance(row: Row) -> float:
     return 5e-3 if is_coarse or cfg.optimizer.name != "sgd" else 1e-4
 
 
-def failure(row: Row) -> str | None:
-    """What is wrong with a row; None: it trains to the loss of the plain config."""
+@functools.lru_cache(4)
+def plain_losses(given: tuple[str, ...]) -> list[float]:
+    """The losses on one device."""
+    return trained(list(given))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a row: `refusal`, the line that refused it; `failure`, what is wrong with it. None: it trained to
+    the losses of the plain config."""
+
+    failure: str | None = None
+    refusal: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Rows whose outcomes have the same kind are wrong in the same way."""
+        return self.refusal or (self.failure or "").partition(":")[0]
+
+
+def outcome(row: Row) -> Outcome:
     given = overrides(row)
     try:
         mine = trained(given)
-        plain = trained([text for text in given if not text.startswith(NEUTRAL)])
+        plain = plain_losses(tuple(text for text in given if not text.startswith(NEUTRAL)))
     except UserError as error:  # some settings are refused when the model is known
-        return None if len(str(error).splitlines()) == 1 else str(error)
+        is_line = len(str(error).splitlines()) == 1
+        return Outcome(refusal=str(error)) if is_line else Outcome(f"UserError of several lines: {error}")
     except Exception as error:  # noqa: BLE001, whatever it is, it is a fault
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Outcome(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     if any("loss_scale=dynamic" in text for text in given):  # the scale of a micro-batch decides which updates overflow
         mine, plain = mine[:1], plain[:1]
     if any("optimizer.name=apollo" in text for text in given):  # it scales a gradient by its norm: noise if that is 0
@@ -486,17 +540,16 @@ def failure(row: Row) -> str | None:
     off = max(abs(a / b - 1) for a, b in zip(mine, plain, strict=True))
     first = abs(mine[0] / plain[0] - 1)
     wrong = not (off < tolerance(row) and first < min(tolerance(row), 1e-2))
-    return f"loss: {mine} where the plain config has {plain}" if wrong else None
+    return Outcome(f"loss: {mine} where the plain config has {plain}" if wrong else None)
 
 
 def reduced(row: Row, kind: str) -> Row:
-    """The fewest settings of a row that still fail alike."""
+    """The fewest settings of a row with an outcome of this kind."""
     size = len(row) // 2
     while size:
         for start in range(0, len(row), size):
             fewer = row[:start] + row[start + size :]
-            found = None if is_refused(fewer) else failure(fewer)
-            if found is not None and found.partition(":")[0] == kind:
+            if refusal(fewer) is None and outcome(fewer).kind == kind:
                 row = fewer
                 break
         else:
@@ -505,10 +558,46 @@ def reduced(row: Row, kind: str) -> Row:
     return row
 
 
-def recorded(path: Path) -> dict[Row, str | None]:
-    """The rows in a file of results whose settings are still in SETTINGS, and the last failure of each."""
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {tuple(line["row"]): line["failure"] for line in lines if {*line["row"]} <= {*SETTINGS}}
+@dataclasses.dataclass
+class Results:
+    """A file with a line of JSON per row."""
+
+    path: Path | None
+
+    def read(self) -> list[tuple[Row, Outcome]]:
+        """The rows whose settings are still in SETTINGS, each with its last outcome."""
+        lines = self.path.read_text().splitlines() if self.path and self.path.exists() else ()
+        rows = {}
+        for line in map(json.loads, lines):
+            if {*line["row"]} <= {*SETTINGS}:
+                rows[tuple(line["row"])] = Outcome(line["failure"], line["refusal"])
+        return list(rows.items())
+
+    def write(self, row: Row, result: Outcome, seconds: float, left: int) -> None:
+        if self.path:
+            with self.path.open("a") as file:
+                entry = {"row": row, "seconds": round(seconds, 1), "left": left, **dataclasses.asdict(result)}
+                file.write(json.dumps(entry) + "\n")
+
+
+def try_row(row: Row, cover: Cover, results: Results, *, reduce: bool = False) -> Outcome:
+    """Trains a row, and tells `cover` and `results` what became of it."""
+    start = time.monotonic()
+    result = outcome(row)
+    seconds = time.monotonic() - start
+    if result.refusal:
+        row = reduced(row, result.kind)
+        cover.refuse(row, result.refusal)
+    else:
+        cover.add(row)
+    results.write(row, result, seconds, len(cover.left))
+    print(f"{len(row)} settings, {len(cover.left)} pairs left, {seconds:.0f} s", flush=True)
+    if result != Outcome():
+        print(f"  {result.failure or result.refusal}\n  {' '.join(overrides(row))}", flush=True)
+    if result.failure and reduce:
+        fewest = reduced(row, result.kind)
+        print(f"  reduced to: {' '.join(overrides(fewest))}\n  {outcome(fewest).failure}", flush=True)
+    return result
 
 
 def main() -> int:
@@ -519,27 +608,26 @@ def main() -> int:
     parser.add_argument("--reduce", action="store_true", help="a row that fails to the fewest settings that still fail")
     parser.add_argument("--try", nargs="+", dest="row", metavar="KEY=VALUE", help="this row only")
     args = parser.parse_args()
-    done = recorded(args.results) if args.results else {}
-    again = [row for row, wrong in done.items() if wrong is not None]
-    left: list[int] = [0]
-    new = itertools.chain(again, covering_rows(args.seed, done, left.append))
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)  # an eighth of the time to compile
+    results = Results(args.results)
+    tried = results.read()
+    cover = Cover(args.seed, [row for row, result in tried if result == Outcome()])
+    for row, result in tried:
+        if result.refusal:
+            cover.refuse(row, result.refusal)
+    rows = [tuple(args.row)] if args.row else [row for row, result in tried if result.failure]
     failed = 0
-    for row in itertools.islice([tuple(args.row)] if args.row else new, args.rows):
-        start = time.monotonic()
-        jax.clear_caches()
-        gc.collect()
-        wrong = failure(row)
-        seconds = round(time.monotonic() - start)
-        failed += wrong is not None
-        print(f"{len(row)} settings, {left[-1]} pairs left, {seconds} s", flush=True)
-        if args.results:
-            with args.results.open("a") as file:
-                file.write(json.dumps({"row": row, "seconds": seconds, "left": left[-1], "failure": wrong}) + "\n")
-        if wrong is not None:
-            print(f"  {wrong}\n  {' '.join(overrides(row))}", flush=True)
-            if args.reduce:
-                fewest = reduced(row, wrong.partition(":")[0])
-                print(f"  reduced to: {' '.join(overrides(fewest))}\n  {failure(fewest)}", flush=True)
+    for count in itertools.count():
+        row = rows.pop(0) if rows else None if args.row else cover.next_row()
+        if row is None or count == args.rows:
+            break
+        if count % FRESH == FRESH - 1:
+            jax.clear_caches()
+            gc.collect()
+        failed += try_row(row, cover, results, reduce=args.reduce).failure is not None
+    for pair, message in cover.refused.items():
+        print(f"refused: {' with '.join(sorted(pair))}: {message}")
+    print(f"{failed} rows failed; {len(cover.left)} pairs left, {len(cover.refused)} refused")
     return int(failed > 0)
 
 
