@@ -133,7 +133,7 @@ def test_a_plan_that_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a preset, without a config. tests/search/test_comparison.py searches for the configs that fit."""
-    monkeypatch.setattr("jaxmem.search.nearest.nearest_fitting", lambda _: [])
+    monkeypatch.setattr("jaxmem.search.nearest.nearest_fitting", lambda *_: [])
     written = tmp_path / "run.yaml"
     options = ("--method", "qlora", "--sequence-length", "64", "--write", str(written), "--simulate", "8", "--json")
     code, out, err = jaxmem("plan", "tiny", "memory.budget=1e-5", *options, capsys=capsys)

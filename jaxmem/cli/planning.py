@@ -19,6 +19,7 @@ from jaxmem.cli import options
 from jaxmem.cli.start import only_json, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
+from jaxmem.machine.terminal import say
 from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
@@ -199,14 +200,15 @@ def _advise(planned: Plan, command: list[str], method: str | None) -> None:
     as it is compiled, and exits with code 3. `command`: the command of the plan; `method`: its --method."""
     from jaxmem.search import nearest
 
-    for line in nearest.slower_settings(planned):
+    limit = nearest.Limit()
+    for line in nearest.slower_settings(planned, limit):
         _progress(f"slow: {line}")
     if planned.fits:
         return
     _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     has_any = False
-    for near in nearest.nearest_fitting(planned):
+    for near in nearest.nearest_fitting(planned, limit):
         _progress(f"{near}\n{near.command(command, method, width)}")
         has_any = True
     if not has_any:
@@ -233,11 +235,11 @@ def _status() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield _progress
         return
-    from rich.console import Console
+    from jaxmem.machine.console import Console
 
     with Console(stderr=True).status("reading the config ...", spinner="line") as status:
         yield status.update
 
 
 def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, file=sys.stderr)

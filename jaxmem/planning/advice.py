@@ -1,7 +1,7 @@
 """Warnings of a plan: memory or time that is spent although the config does not ask for it, each with a remedy."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -14,11 +14,10 @@ from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
 from jaxmem.estimate.chunks import loss_chunk
-from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.state import bytes_on_device
-from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
+from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import recomputed_values, total_flops
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.result import Plan, PlanWarning
@@ -256,21 +255,22 @@ def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
-    """Settings that make a step much longer than their neighbour, by the estimate of both."""
-    if plan.target.gpu is not None:
-        yield from _slower_than_neighbours(plan.program.resolved, plan.target, plan.target.gpu)
+    return slow_settings(plan.program.cfg, plan.target)
 
 
-def _slower_than_neighbours(cfg: Config, target: Target, gpu: Gpu) -> Iterator[PlanWarning]:
-    used = estimate(cfg, target.platform, gpu, target.per_host)
-    for key, value in FASTER.items():
+def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> Iterator[PlanWarning]:
+    """Settings that make a step much longer than their neighbour, by the estimate of both. `keys`: of FASTER."""
+    if target.gpu is None:
+        return
+    used = estimated(cfg, target)
+    for key, value in ((key, FASTER[key]) for key in keys):
         if value_of(cfg, key) == value:
             continue
         section, _, field = key.rpartition(".")
         faster = cfg.replace(**({section: {field: value}} if section else {field: value}))
         if next(check_combinations(faster), None):
             continue
-        other = estimate(faster, target.platform, gpu, target.per_host)
+        other = estimated(faster, target)
         if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
             text = (
                 f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"

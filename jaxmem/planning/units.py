@@ -1,7 +1,7 @@
 """Numbers with units, and commands for a shell, as text."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
@@ -30,6 +30,26 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def last_overrides(words: Sequence[str]) -> list[str]:
+    """The words of a command without the overrides that a later one replaces.
+
+    >>> last_overrides(["a.yaml", "zero=1", "mesh.fsdp=2", "--batch", "2", "zero=3", "mesh={fsdp: 4}"])
+    ['a.yaml', '--batch', '2', 'zero=3', 'mesh={fsdp: 4}']
+    """
+    left: list[str] = []
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if equals:
+            left = [other for other in left if "=" not in other or not _is_in(other.partition("=")[0], key)]
+        left.append(word)
+    return left
+
+
+def _is_in(key: str, section: str) -> bool:
+    """Whether a key is that of a section, or of a setting in it."""
+    return key == section or key.startswith(f"{section}.")
 
 
 def format_command(words: Iterable[object], width: int | None = None) -> str:

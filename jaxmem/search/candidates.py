@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,15 +23,16 @@ from jaxmem.config.load import config_of
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
-from jaxmem.estimate.memory import Estimate, estimate
-from jaxmem.machine.gpus import CPU
+from jaxmem.estimate.memory import Estimate
 from jaxmem.planning import Target
+from jaxmem.planning.advice import FASTER, slow_settings
+from jaxmem.planning.estimated import estimated, resolved_on
+from jaxmem.planning.result import PlanWarning
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding import RULE_AXES
 from jaxmem.sharding.share import share_of
-from jaxmem.step.kernel_choice import resolve_kernels
 from jaxmem.typing import JsonDict, JsonView
 
 MAX_SIZE = 4000  # configs; more are sampled
@@ -72,6 +73,11 @@ class Candidate:
     def as_json(self, *, fits: bool) -> JsonDict:
         size = int(self.total)
         return {"config": dict(self.changes), "total": size, "estimated_step_seconds": self.seconds, "fits": fits}
+
+    def slow_settings(self, target: Target) -> list[PlanWarning]:
+        """Settings that the search did not change, each with a value for which a step is much shorter."""
+        keys = [key for key in FASTER if key not in self.settings]
+        return list(slow_settings(self.cfg, target, keys))
 
     @property
     def is_pending(self) -> bool:
@@ -128,10 +134,12 @@ def overrides(changes: Change) -> list[str]:
 
 class Space:
     """All configs that differ from one config in the settings of some knobs. Other kernels are tried for the best
-    only."""
+    only. `is_over`: when it is true, no further config is estimated."""
 
-    def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
-        self._cfg, self._target = cfg, target
+    def __init__(
+        self, cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._cfg, self._target, self._is_over = cfg, target, is_over
         given = resolve(cfg, target.count)[0]
         listed = [(knob, _with_given(given, list(knob.choices(cfg, target)))) for knob in knobs]
         self._choices = [choices for knob, choices in listed if choices and knob.allow not in (KERNELS, RULES)]
@@ -176,8 +184,10 @@ class Space:
 
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
         raw = cfg.model_dump(mode="json")
-        candidates = []
+        candidates: list[Candidate] = []
         for changes in all_changes:
+            if candidates and self._is_over():
+                break
             other = _changed(raw, changes, self._target, cfg.user)
             if other is None:
                 continue
@@ -199,22 +209,13 @@ class Space:
         return candidates
 
 
-def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candidate]:
-    space = Space(cfg, target, knobs)
+def candidates(
+    cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
+) -> list[Candidate]:
+    """The config itself, then the others of its space, as many as are estimated before `is_over`."""
+    space = Space(cfg, target, knobs, is_over)
     of_start = space.start()
     return of_start + space.with_other_rules(min(of_start, key=lambda candidate: candidate.total))
-
-
-def resolved_on(cfg: Config, target: Target) -> Config:
-    """The config with the kernels that `auto` selects on a target."""
-    gpu = target.gpu
-    capability = round(10 * float(gpu.compute_capability)) if gpu else None
-    return resolve_kernels(cfg, target.platform, capability)
-
-
-def estimated(cfg: Config, target: Target) -> Estimate:
-    """The estimate on a target. Seconds for a CPU are only comparable with each other."""
-    return estimate(resolved_on(cfg, target), target.platform, target.gpu or CPU, target.per_host)
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:

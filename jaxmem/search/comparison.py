@@ -23,7 +23,7 @@ from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.printed import Printed
-from jaxmem.planning.units import format_command, format_seconds
+from jaxmem.planning.units import format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
@@ -134,7 +134,7 @@ class Comparison(Printed):
         """The command that plans the config of a method; with a width, in lines that end with a backslash."""
         assert result.candidate
         words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
-        return format_command(["jaxmem", "plan", *words], width)
+        return format_command(["jaxmem", "plan", *last_overrides(words)], width)
 
     def as_json(self) -> JsonDict:
         return {
@@ -156,6 +156,7 @@ class Comparison(Printed):
             return entry | {"fits": False, "error": result.reason}
         entry |= {} if result.fits else {"why": result.reason}
         entry |= {"compiled": result.candidate.cost is not None, "command": self.plan_command(result).strip()}
+        entry["slow_settings"] = [slow.text for slow in result.candidate.slow_settings(self.target)]
         entry["tokens_per_second"] = self.tokens_per_second(result.candidate)
         return entry | result.candidate.as_json(fits=result.fits)
 
@@ -206,6 +207,9 @@ class Comparison(Printed):
                 yield Text.assemble((method_result.name, "bold"), f": {method.summary}; {method.mathematics}")
                 command = self.plan_command(method_result, options.max_width if console.is_terminal else None)
                 yield Text(command, no_wrap=True, overflow="ignore")
+                candidate = method_result.candidate
+                for slow in candidate.slow_settings(self.target) if candidate else ():
+                    yield Text(f"{slow.kind}: {slow.text}; try {slow.cure}")
             elif not is_wide:
                 yield Text(f"{method_result.name}: {method_result.reason}", style="dim")
         yield Text(f"~ not compiled. All times are estimates. The comparison took {self.seconds:.0f} s")

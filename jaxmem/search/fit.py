@@ -16,6 +16,7 @@ from jaxmem.errors import UserError
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.printed import Printed
+from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison, command_line, compare
@@ -55,6 +56,11 @@ class Fit(Printed):
     @property
     def best(self) -> Candidate | None:
         return self.front[0] if self.front else None
+
+    @cached_property
+    def slow_settings(self) -> list[PlanWarning]:
+        """Settings outside the search that make a step of the fastest config much longer."""
+        return self.best.slow_settings(self.target) if self.best else []
 
     @property
     def smallest(self) -> Candidate:
@@ -115,6 +121,7 @@ class Fit(Printed):
             "candidates": [self._json(candidate) for candidate in self.ranked],
             "front": [self._json(candidate) for candidate in self.front],
             "best": self._json(self.best) if self.best else None,
+            "slow_settings": [slow.text for slow in self.slow_settings],
             "smallest": self._json(self.smallest) if self.trials.compiled else None,
             "others": self.other_methods.as_json() if self.other_methods else None,
             "seconds": self.seconds,
@@ -147,6 +154,7 @@ class Fit(Printed):
                     format_seconds(candidate.seconds), format_bytes(candidate.total), Text(candidate.description)
                 )
             parts += [table, Text(f"fastest: {self.best.description}", style="green")]
+            parts += [Text(f"{slow.kind}: {slow.text}; try {slow.cure}") for slow in self.slow_settings]
         else:
             smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
             parts += [Text("nothing fits", style="red"), Text(smallest)]

@@ -17,7 +17,7 @@ from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, Target, format_bytes
 from jaxmem.planning.advice import MIN_SLOWDOWN
-from jaxmem.planning.units import format_command, format_seconds
+from jaxmem.planning.units import format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate, candidates, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
@@ -54,17 +54,31 @@ class Nearest:
         words = [*plan, "--method", self.method, *self.of_method] if self.method else [*plan, *self.overrides]
         if method and not self.method:
             words += ["--method", method]
-        return format_command(words, width)
+        return format_command(last_overrides(words), width)
 
 
-def nearest_fitting(plan: Plan) -> Iterator[Nearest]:
+class Limit:
+    """The time that a search has: `is_over` after `seconds`."""
+
+    def __init__(self, seconds: float = MAX_SECONDS) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.perf_counter())
+
+    def is_over(self) -> bool:
+        return self.left == 0
+
+
+def nearest_fitting(plan: Plan, limit: Limit) -> Iterator[Nearest]:
     """Up to MAX_SUGGESTIONS configs, each as soon as it is compiled: configs with the fewest changes first, other
-    methods of training last. After MAX_SECONDS the search ends, also while a config is being compiled."""
-    start = time.perf_counter()
+    methods of training last. At the limit the search ends, also between two estimates and while a config is being
+    compiled."""
     count = 0
-    promising = itertools.islice(_fitting_by_estimate(plan), MAX_COMPILES)
+    promising = itertools.islice(_fitting_by_estimate(plan, limit), MAX_COMPILES)
     with CompilerPool(_other_process(plan.target), plan.reserve_gib) as compilers:
-        timer = threading.Timer(MAX_SECONDS, compilers.kill)
+        timer = threading.Timer(limit.left, compilers.kill)
         timer.daemon = True
         timer.start()
 
@@ -74,7 +88,7 @@ def nearest_fitting(plan: Plan) -> Iterator[Nearest]:
             return cost, max(cost.total, *compilers.phases(cfg).values())
 
         try:
-            while time.perf_counter() - start < MAX_SECONDS:
+            while not limit.is_over():
                 chosen = {
                     candidate.cfg: (candidate, method)
                     for candidate, method in itertools.islice(promising, compilers.processes)
@@ -104,13 +118,15 @@ def _other_process(target: Target) -> Target:
     return dataclasses.replace(target, here=None)
 
 
-def slower_settings(plan: Plan) -> list[str]:
-    """A line for each setting for which another value fits and makes a step more than MIN_SLOWDOWN times as fast."""
+def slower_settings(plan: Plan, limit: Limit) -> Iterator[str]:
+    """A line for each setting for which another value fits and makes a step more than MIN_SLOWDOWN times as fast, among
+    the values that are estimated before the limit."""
     if not plan.fits or plan.target.gpu is None:
-        return []
-    sentences = []
+        return
     for knob in allowed(DEFAULT_ALLOW):
-        given, *others = candidates(plan.program.cfg, plan.target, [knob])
+        if limit.is_over():
+            return
+        given, *others = candidates(plan.program.cfg, plan.target, [knob], limit.is_over)
         ratio = plan.compiled_step.total / given.estimate.total
         fitting = [
             candidate for candidate in others if _fits(plan, ratio * candidate.estimate.total, candidate.estimate.host)
@@ -119,13 +135,10 @@ def slower_settings(plan: Plan) -> list[str]:
         slower = _seconds(given) / _seconds(fastest)
         if slower > MIN_SLOWDOWN:
             setting = " ".join(overrides(difference(fastest.cfg, given.cfg)))
-            sentences.append(
-                f"{setting} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)"
-            )
-    return sentences
+            yield f"{setting} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)"
 
 
-def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
+def _fitting_by_estimate(plan: Plan, limit: Limit) -> Iterator[tuple[Candidate, str | None]]:
     """For each set of keys that may change, the fastest config that is estimated to fit; then the second fastest for
     each set, and so on; at the end the fastest config of each other method, with the name of the method. Changes of one
     key are estimated first, then changes of two, then all, since there may be thousands."""
@@ -134,14 +147,18 @@ def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
     seen = set[Config]()
     for count in (1, 2, len(knobs)):
         for group in itertools.combinations(knobs, min(count, len(knobs))):
-            ranked = _ranked(plan, candidates(cfg, plan.target, group))
+            if limit.is_over():
+                return
+            ranked = _ranked(plan, candidates(cfg, plan.target, group, limit.is_over))
             for rank, candidate in ranked:
                 if candidate.cfg not in seen and (rank == 0 or count == len(knobs)):
                     seen.add(candidate.cfg)
                     yield candidate, None
     for name in METHODS:
+        if limit.is_over():
+            return
         try:
-            of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS)
+            of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS, limit.is_over)
         except UserError:  # the method does not support this config
             continue
         fitting = [

@@ -27,8 +27,8 @@ from jaxmem.config.methods import METHODS
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.planning import budget, result
 from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.estimated import estimated
 from jaxmem.search import candidates, comparison, fit, nearest
-from jaxmem.search.candidates import estimated
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost

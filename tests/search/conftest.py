@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem.config import Config
 from jaxmem.planning import Target, parse_target
-from jaxmem.search.candidates import estimated
+from jaxmem.planning.estimated import estimated
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.worker import StepCost
 from tests.planning.conftest import SMALL as TINY

@@ -13,13 +13,14 @@ import pytest
 from rich.console import Console
 
 from jaxmem.cli import main
-from jaxmem.config import Config
+from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, format_bytes
+from jaxmem.planning.estimated import estimated
 from jaxmem.search import fit, nearest
-from jaxmem.search.candidates import candidates, estimated
+from jaxmem.search.candidates import candidates
 from jaxmem.search.comparison import Comparison, compare
 from jaxmem.search.compilers import RefusedError
 from jaxmem.search.fit import search
@@ -180,18 +181,18 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 @pytest.mark.exhaustive
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    monkeypatch.setattr(nearest, "MAX_SECONDS", 3600.0)
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", WORDS)
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
-    near = list(nearest.nearest_fitting(planned(cfg, int(0.8 * total))))
+    near = list(nearest.nearest_fitting(planned(cfg, int(0.8 * total)), nearest.Limit(3600)))
     assert len(near) == nearest.MAX_SUGGESTIONS
     assert all(one.method is None and one.total <= 0.8 * total and one.seconds for one in near)
     wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
     full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
     every = candidates(full, with_memory("h100-80gb", 1), allowed(WORDS))
-    others = list(nearest.nearest_fitting(planned(full, int(0.9 * min(one.estimate.total for one in every)), 1)))
+    too_small = planned(full, int(0.9 * min(one.estimate.total for one in every)), 1)
+    others = list(nearest.nearest_fitting(too_small, nearest.Limit(3600)))
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:
         assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
@@ -201,7 +202,7 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert method == (one.method or "full")
         near = run_config(run_config(full, method=method) if one.method else full, settings)
         assert for_devices(near, 1) == for_devices(run_config(full, one.overrides), 1)
-    assert list(nearest.nearest_fitting(planned(cfg, 1000))) == []
+    assert list(nearest.nearest_fitting(planned(cfg, 1000), nearest.Limit())) == []
 
 
 def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,19 +222,75 @@ def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.Monk
             raise RefusedError("killed")
 
     monkeypatch.setattr(nearest, "CompilerPool", SlowCompilers)
-    monkeypatch.setattr(nearest, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("remat",))
     monkeypatch.setattr(nearest, "METHODS", {})
     cfg = config()
-    assert list(nearest.nearest_fitting(planned(cfg, int(0.8 * planned(cfg, 1).compiled_step.total)))) == []
+    too_large = planned(cfg, int(0.8 * planned(cfg, 1).compiled_step.total))
+    assert list(nearest.nearest_fitting(too_large, nearest.Limit(0.2))) == []
     assert pools[0].killed.is_set()
+
+
+def test_a_suggested_command_replaces_what_the_user_gave() -> None:
+    near = nearest.Nearest(["memory.remat=full", "mesh.fsdp=4"], None, [], 1, None)
+    command = near.command(["jaxmem", "plan", "a.yaml", "memory.remat=none", "zero=1", "mesh.fsdp=2"], None, None)
+    assert command.split() == ["jaxmem", "plan", "a.yaml", "zero=1", "memory.remat=full", "mesh.fsdp=4"]
+    given = ("small.yaml", "memory.remat=sqrt")
+    with FakeCompilers(with_memory("h100-80gb:2", 1 << 40)) as pool:
+        make = functools.partial(run_config, MODEL, given[1:], **OPTIONS)
+        [full] = (result := compare(make, given, pool, lambda _: None, methods=["full"])).results
+    assert full.candidate
+    assert "memory.remat" in full.candidate.changes
+    assert result.plan_command(full).count("memory.remat=") == 1
+
+
+def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending(nearest.Limit):
+        """Over after ten estimates."""
+
+        def is_over(self) -> bool:
+            return len(estimates) >= 10
+
+    estimates: list[Config] = []
+
+    def counted(cfg: Config, target: Target) -> Any:
+        estimates.append(cfg)
+        return estimated(cfg, target)
+
+    monkeypatch.setattr("jaxmem.search.candidates.estimated", counted)
+    monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
+    list(nearest.slower_settings(planned(config(), 1 << 40), Ending()))
+    assert 10 <= len(estimates) < 20
+    estimates.clear()
+    list(nearest.nearest_fitting(planned(config(), 1000), Ending()))
+    assert 10 <= len(estimates) < 20
+
+
+def test_fit_names_a_slow_setting_that_it_does_not_change() -> None:
+    """The norm of all gradients needs a second backward pass with updates during the first."""
+    raw = {"name": "x", "model": {"preset": "llama3.2-1b"}, "batch": {"global_size": 1}, "train": {"steps": 10}}
+    slow = load_config(raw, ["memory.update=during", "memory.remat=full"])
+    with FakeCompilers(with_memory("a100-80gb:1", 1 << 40)) as compilers:
+        found = search(slow, compilers.target, ["batch"], compilers)
+        [line] = found.as_json()["slow_settings"]
+        assert line.startswith("optimizer.clip_by=global makes a step")
+        assert "optimizer.clip_by=global makes a step" in " ".join(str(found).split())
+        changed = slow.replace(optimizer={"clip_by": "previous"})
+        assert not search(changed, compilers.target, ["batch"], compilers).slow_settings
+        comparison = compare(lambda **_: slow, (), compilers, lambda _: None, methods=["full"])
+        [row] = comparison.as_json()["methods"]
+        is_during = comparison.results[0].candidate.cfg.memory.update == "during"
+        assert len(row["slow_settings"]) == is_during
 
 
 @pytest.mark.exhaustive
 def test_a_slow_setting_is_named() -> None:
     wide = 1 << 40
     slow = config(batch={"global_size": 64, "accumulate": 8}, memory={"remat": "sqrt"})
-    lines = nearest.slower_settings(planned(slow, wide))
+
+    def slower_settings(cfg: Config, memory: int) -> list[str]:
+        return list(nearest.slower_settings(planned(cfg, memory), nearest.Limit()))
+
+    lines = slower_settings(slow, wide)
     assert any(line.startswith("batch.accumulate=8 makes a step") and "batch.accumulate=1" in line for line in lines)
-    assert not any("memory.remat=none makes" in line for line in nearest.slower_settings(planned(config(), wide)))
-    assert nearest.slower_settings(planned(slow, 1000)) == []
+    assert not any("memory.remat=none makes" in line for line in slower_settings(config(), wide))
+    assert slower_settings(slow, 1000) == []

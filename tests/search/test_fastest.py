@@ -12,7 +12,8 @@ from jaxmem.config import Config, Rules, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
-from jaxmem.search.candidates import candidates, estimated
+from jaxmem.planning.estimated import estimated
+from jaxmem.search.candidates import candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.fit import Fit, search
 from jaxmem.search.knobs import KERNELS, allowed

@@ -8,7 +8,7 @@ import pytest
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.search.candidates import estimated
+from jaxmem.planning.estimated import estimated
 from jaxmem.search.largest import UNITS, search_largest
 from tests.support.tiers import exhaustive
 
