@@ -5,7 +5,6 @@ Matrices are quantized where their last dimension is a multiple of the block, ot
 biases are float32. The file is written tensor by tensor, with one in host memory at a time.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -54,9 +53,11 @@ def save_gguf(
     kind: str = "float16",
     length: int = 2048,
     indices: Sequence[int] | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Writes a model, adapters merged, to a file that must not exist. `tokenizer`: the value of `data.tokenizer`.
-    `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack."""
+    `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack.
+    `chat_template`: the value of `data.chat_template`; None: the template of the tokenizer, if it has one."""
     file = Path(file).expanduser()
     if kind.lower().endswith(K_QUANT):
         raise UserError(
@@ -82,6 +83,7 @@ def save_gguf(
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         **_settings(cfg, length),
         **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
+        **_template(tokenizer_for(tokenizer), chat_template),
     }
     tensors = list(_tensors(model, kind, indices))
     unfinished = file.with_name(f".{file.name}.unfinished")
@@ -203,9 +205,16 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
     metadata |= {"tokenizer.ggml.eos_token_id": tokenizer.end, "tokenizer.ggml.add_bos_token": bool(tokenizer.begin)}
     if tokenizer.begin:
         metadata["tokenizer.ggml.bos_token_id"] = tokenizer.begin[0]
-    with contextlib.suppress(UserError):  # not every model has a chat template
-        metadata["tokenizer.chat_template"] = template_for(tokenizer).source
     return metadata
+
+
+def _template(tokenizer: Tokenizer, file: str | None) -> dict[str, str]:
+    try:
+        return {"tokenizer.chat_template": template_for(tokenizer, file).source}
+    except UserError:
+        if file:
+            raise
+        return {}  # not every model has a chat template
 
 
 class GgufOutput(NamedTuple):

@@ -89,7 +89,15 @@ def export_model(
         tokenizer = str(base_files) if base_files.is_dir() else cfg.data.tokenizer
         length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
         length = length or cfg.data.sequence_length
-        hf.save_gguf(model, target, tokenizer=tokenizer, kind=dtype or "float16", length=length, indices=indices)
+        hf.save_gguf(
+            model,
+            target,
+            tokenizer=tokenizer,
+            kind=dtype or "float16",
+            length=length,
+            indices=indices,
+            chat_template=cfg.data.chat_template,
+        )
         return f"{target}: a GGUF file for llama.cpp"
     hf.save(
         model,

@@ -277,6 +277,20 @@ def test_a_run_as_a_file_for_llama_cpp(tmp_path: Path, compare) -> None:
     assert rope == load_config(tmp_path / "run/config.yaml").model.rope
 
 
+def test_a_file_has_the_template_of_the_data(tmp_path: Path, compare) -> None:
+    compare.write_directory("llama3.1", tmp_path / "given", vocab_size=264)
+    (tmp_path / "given/tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (tmp_path / "given/tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ 'hi' }}"}))
+    (template := tmp_path / "template.jinja").write_text("{{ 'of the data' }}")
+    model = hf.load(str(tmp_path / "given"))
+    options = {"tokenizer": str(tmp_path / "given"), "chat_template": str(template)}
+    hf.save_gguf(model, tmp_path / "out.gguf", **options)
+    assert read_gguf(tmp_path / "out.gguf").metadata["tokenizer.chat_template"] == "{{ 'of the data' }}"
+    template.unlink()
+    with pytest.raises(UserError, match=r"template.jinja"):
+        hf.save_gguf(model, tmp_path / "none.gguf", **options)
+
+
 @pytest.mark.parametrize(
     ("kind", "stored", "worst"),
     [
