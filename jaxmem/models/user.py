@@ -22,9 +22,11 @@ from jaxmem.config.user import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.user_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights
-from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks
+from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks, is_matrix
 from jaxmem.stack import StackOptions
 from jaxmem.typing import Tree
+
+VECTORS = ("bias", "scale")  # names of weights of Flax's layers that are no matrices
 
 
 class Functions(nnx.Module):
@@ -136,11 +138,9 @@ class PlainNetwork:
         return unflatten_dict({path: variable.get_value() for path, variable in self._state.items()})
 
 
-def store(path: Path, w: jax.Array, axes: Axes, storage: Storage) -> Any:
-    """A new weight as it is stored. Biases are not quantized, also if they are matrices ([heads, head_dim] of
-    attention). If a kernel [embed, heads, head_dim] has few heads, its blocks are along head_dim."""
-    if storage.precision.is_quantized and path[-1] == "bias":
-        return w
+def store(w: jax.Array, axes: Axes, storage: Storage) -> Any:
+    """A new weight as it is stored. If a kernel [embed, heads, head_dim] has few heads, its blocks are along
+    head_dim."""
     is_short = w.ndim - (axes[:1] == ("layer",)) > 2 and w.shape[-2] < MIN_BLOCK
     return weights.store(w, axes, storage, blocks_along=-1 if is_short else -2)
 
@@ -164,9 +164,11 @@ def axes_by_rule(
     used = set()
 
     def axes_of(path: Path, variable: Any) -> Axes:
-        if path in layered:
-            return ("layer", *axes_of_shape(path, variable, variable.shape[1:]))
-        return axes_of_shape(path, variable, variable.shape)
+        is_stack = path in layered
+        axes = axes_of_shape(path, variable, variable.shape[is_stack:])
+        if path[-1] in VECTORS and is_matrix(axes):
+            axes = _of_vector(axes)
+        return ("layer", *axes) if is_stack else axes
 
     def axes_of_shape(path: Path, variable: Any, shape: tuple[int, ...]) -> Axes:
         name = dotted_name(path)
@@ -184,6 +186,13 @@ def axes_by_rule(
     for pattern in set(by_pattern or ()) - used:
         raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, map(dotted_name, shapes))}")
     return by_path
+
+
+def _of_vector(axes: Axes) -> Axes:
+    """The axes of a bias or scale with several dimensions, such as [heads, head_dim]: the first named one, and `bias`
+    for the others."""
+    named = next((dim for dim, axis in enumerate(axes) if axis is not None), 0)
+    return tuple(axis if dim == named else "bias" for dim, axis in enumerate(axes))
 
 
 def _checked(name: str, shape: tuple[int, ...], pattern: str, axes: Axes) -> Axes:

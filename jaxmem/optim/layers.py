@@ -33,7 +33,7 @@ from jaxmem.quant import QTensor
 from jaxmem.quant.qtensor import with_sliced_size
 from jaxmem.sharding import Axes, constrain, current, is_axes
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_matrix, is_quantized
 from jaxmem.typing import AxesTree, Tree
 
 
@@ -52,9 +52,13 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2 and is_matrix(self.axes)
+
+    @property
     def is_hidden_matrix(self) -> bool:
         """Whether this is a matrix other than an embedding or output matrix."""
-        return len(self.shape) == 2 and "vocab" not in self.axes
+        return self.is_matrix and "vocab" not in self.axes
 
     def state_array(self, value: Tree, dims: tuple[int, ...] | None = None) -> StateArray:
         """Declares a state array, or a QTensor, along these dimensions of the weight, by default all."""
@@ -181,6 +185,8 @@ class _Rules:
             spec, layers = _one_layer(names, w)
             state = _initial_state(_rule(self.rule_for, spec), spec)
             state_of_weights.append({name: _repeated(array, layers) for name, array in _by_name(state).items()})
+        if not weights:  # optax.tree.map_params calls `init` with a placeholder for all parameters
+            return ByLayerState(jnp.zeros((), jnp.int32), params)
         arrays = {}
         for name in sorted(set().union(*state_of_weights)):
             of_weights = [state.get(name, optax.MaskedNode()) for state in state_of_weights]

@@ -97,7 +97,8 @@ def make_rules(zero: int, indivisible: Collection[str] = (), section: Rules = DE
     Layers that `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
     """
     replicated = (
-        "norm", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes",
+        "norm", "bias", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels",
+        "classes",
     )  # fmt: skip
     of_weights = {dim: _with_expert(over) for dim, over in section.table.items()}
     split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **of_weights}

@@ -203,8 +203,9 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along:
 
 
 def is_matrix(axes: Axes) -> bool:
-    """Whether a weight with these axes is a matrix, for each layer and each expert."""
-    return sum(axis not in ("layer", "expert") for axis in axes) > 1
+    """Whether a weight with these axes is a matrix, for each layer and each expert. All dimensions but one of a bias
+    [heads, head_dim] have the axis `bias`."""
+    return sum(axis not in ("layer", "expert", "bias") for axis in axes) > 1
 
 
 def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> jax.Array | QTensor:

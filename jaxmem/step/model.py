@@ -192,7 +192,7 @@ class ModelSpec:
             if self.flax_model is not None:
                 axes, state = self.flax_model.axes, self.forward_state
                 values = user.variables_of(self._build(key)).items()
-                return unflatten_dict({p: x if p in state else user.store(p, x, axes[p], storage) for p, x in values})
+                return unflatten_dict({p: x if p in state else user.store(x, axes[p], storage) for p, x in values})
             with storing_as(storage), creating_in(self.pipeline):
                 return nnx.to_pure_dict(nnx.state(self._build(key)))
 
@@ -207,7 +207,7 @@ class ModelSpec:
         if self.flax_model is not None:
             adapters.attach(network, self.cfg.adapter, adapter_key)
             added = {path: x for path, x in user.variables_of(network).items() if "lora" in path}
-            new = {p: user.store(p, x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
+            new = {p: user.store(x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
             return unflatten_dict(flatten_dict(base) | new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxmem import optim
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.models.user import axes_by_rule
+from jaxmem.sharding.weights import is_matrix
 from tests.optim.conftest import gradients, normal, same, updates
 
 
@@ -52,6 +55,24 @@ def test_muon_makes_singular_values_alike():
     assert values.min() > 0.6
     assert values.max() < 1.3
     assert np.sqrt(np.mean(np.square(said["w"]))) == pytest.approx(0.2, rel=0.15)
+
+
+def test_a_bias_of_several_dimensions_is_no_matrix():
+    """Of Flax's attention: [heads, head_dim], without weight decay, with the update of Adam and state like a vector."""
+    attention = nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 16, qkv_features=32, rngs=nnx.Rngs(0)))
+    shapes = dict(nnx.to_flat_state(nnx.state(attention, nnx.Param)))
+    axes = axes_by_rule(shapes, (), None, 2)
+    bias, kernel = ("query", "bias"), ("query", "kernel")
+    assert shapes[bias].shape == (4, 8)
+    assert [is_matrix(axes[path]) for path in (bias, kernel)] == [False, True]
+    assert axes_by_rule(shapes, {bias}, {"key.bias": ("heads", None)}, 2)[("key", "bias")] == ("heads", "bias")
+    params, names = {"b": normal(4, 8)}, {"b": axes[bias]}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    same(updates(optim.adamw(1e-2, axes=names), params, [zero])[0], [zero])
+    grads = gradients(params, 2)
+    for scale in (optim.scale_by_muon, optim.scale_by_adafactor, optim.scale_by_apollo):
+        of_vector, _ = updates(scale(), jax.tree.map(jnp.ravel, params), jax.tree.map(jnp.ravel, grads))
+        same(updates(scale(axes=names), params, grads)[0], [{"b": u["b"].reshape(4, 8)} for u in of_vector])
 
 
 def test_muon_leaves_tokens_to_adam():

@@ -189,3 +189,12 @@ def case_name(value):
 def test_an_optimizer_trains_in_every_loop(name, loop, jit, tmp_path):
     options = {"tmp_path": tmp_path} if loop is from_orbax else {}
     assert_same(name, loop(name, jit, **options), reference(name))
+
+
+@pytest.mark.parametrize("name", cases(NAMES[:-1], "adamw8bit", "galore_adamw", "chain"))
+def test_a_function_of_optax_maps_the_state_of_the_parameters(name):
+    tx, params = optimizer(name), initial(name)
+    state = tx.init(params)
+    ones = optax.tree.map_params(tx, jnp.ones_like, state)
+    assert jax.tree.structure(ones) == jax.tree.structure(state)
+    assert all(jnp.all(x == 1) for x in jax.tree.leaves(ones) if x.ndim)

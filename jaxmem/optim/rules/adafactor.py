@@ -25,7 +25,7 @@ MAX_RMS = 1.0  # upper limit of the root mean square of an update before it is s
 @dataclass(frozen=True)
 class Factored(MatrixRule):
     def init(self, spec: ParameterSpec) -> State:
-        if len(spec.shape) == 2:
+        if spec.is_matrix:
             return {"row": spec.zeros((0,)), "column": spec.zeros((1,))}
         return {"v": spec.zeros()}
 

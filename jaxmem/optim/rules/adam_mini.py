@@ -15,6 +15,7 @@ from jaxmem.config.optimizers import AdamSettings, AdamWSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, direction, next_moments
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
+from jaxmem.sharding.weights import is_matrix
 from jaxmem.typing import AxesTree
 
 
@@ -42,7 +43,7 @@ def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: AxesTre
     """
 
     def rule_for(spec: ParameterSpec) -> MatrixRule:
-        if len(spec.shape) < 2:
+        if not is_matrix(spec.axes):
             return Adam(settings)
         return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
 

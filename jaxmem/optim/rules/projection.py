@@ -82,7 +82,7 @@ def rank_of(spec: ParameterSpec, rank: int | None) -> int:
 def is_projected(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> bool:
     """Whether a matrix is projected: the rank is below its smaller dimension, and it is a hidden matrix or
     `project_embeddings` is set."""
-    is_selected = spec.is_hidden_matrix or (len(spec.shape) == 2 and project_embeddings)
+    is_selected = spec.is_hidden_matrix or (spec.is_matrix and project_embeddings)
     return is_selected and rank_of(spec, rank) < min(spec.shape)
 
 

@@ -26,6 +26,7 @@ from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
+from jaxmem.sharding.weights import is_matrix
 from jaxmem.typing import AxesTree
 
 MIN_SIZE = 4096  # elements below which quantized state saves too little
@@ -92,7 +93,8 @@ def quantized(
     """The rule with quantized state for matrices of at least MIN_SIZE elements."""
 
     def rule_for(spec: ParameterSpec) -> MatrixRule:
-        return kind(rule, formats, block_size) if len(spec.shape) > 1 and spec.size * spec.experts >= MIN_SIZE else rule
+        is_large = is_matrix(spec.axes) and spec.size * spec.experts >= MIN_SIZE
+        return kind(rule, formats, block_size) if is_large else rule
 
     return rule_for
 
