@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -20,9 +21,27 @@ class UserError(Exception):
         super().__init__("\n".join(map(_readable, text.split("\n"))))
 
 
+def escaped(text: str) -> str:
+    """The text with escapes for control characters other than tabs and line breaks, which could change a terminal, and
+    for what cannot be encoded or seen.
+
+    >>> escaped("\x1b[2J a.txt")
+    '\\x1b[2J a.txt'
+    """
+    if text.isprintable():
+        return text
+    return "".join(x if x in "\n\t" or not _is_control(x) else ascii(x)[1:-1] for x in text)
+
+
+def _is_control(character: str) -> bool:
+    """Whether a character is of Unicode's categories C (control, format, surrogate, ...), Zl or Zp."""
+    category = unicodedata.category(character)
+    return category[0] == "C" or category in ("Zl", "Zp")
+
+
 def _readable(line: str) -> str:
-    """A line of limited length. Control characters, which could change a terminal, are escaped."""
-    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    """A line of limited length."""
+    line = escaped(line)
     return (
         line
         if len(line) <= MAX_LINE_LENGTH

@@ -28,6 +28,7 @@ from jaxmem.checkpoint.record import (
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError, abridge, one_of
+from jaxmem.machine.terminal import say
 from jaxmem.typing import JsonDict, JsonView, Tree
 
 CHUNK_BYTES = 64 << 20  # bytes decoded at once to restore a part of an array
@@ -207,7 +208,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return self._arrays(step, {"params": abstract_params}, saved)["params"]
 
     def restore_latest(
-        self, abstract_state: Tree, report: Callable[[str], None] = print
+        self, abstract_state: Tree, report: Callable[[str], None] = say
     ) -> tuple[int, Tree, JsonDict, JsonDict] | None:
         """(step, state, position, config) of the newest complete checkpoint; None if there is no checkpoint.
 
@@ -273,7 +274,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         for path in [path for path in paths if path.name.isdigit() and not STEP_PATTERN.fullmatch(path.name)]:
             aside = free_name(path)
             path.rename(aside)
-            (self._warn or print)(f"{path}: its name is not a step number; renamed to {aside}")
+            (self._warn or say)(f"{path}: its name is not a step number; renamed to {aside}")
 
     def _reopen(self) -> None:
         """Reads the directory again and removes incomplete checkpoints, which matters most on a full disk."""
@@ -365,4 +366,4 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                     old.rmtree()
                 except OSError as error:
                     problem = f"warning: {old} cannot be deleted: {error.strerror}"
-                    (self._warn or print)(f"{problem}; delete it, or old checkpoints fill the disk")
+                    (self._warn or say)(f"{problem}; delete it, or old checkpoints fill the disk")

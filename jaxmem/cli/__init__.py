@@ -14,9 +14,10 @@ import typer
 
 from jaxmem import __version__
 from jaxmem.cli import inference, info, planning, training
-from jaxmem.errors import UserError, one_of
+from jaxmem.errors import UserError, escaped, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 from jaxmem.machine.files import as_user_error
+from jaxmem.machine.terminal import say
 
 app = typer.Typer(
     help="Train and fine-tune large models with little memory, and plan memory use before a run.",
@@ -29,7 +30,7 @@ app = typer.Typer(
 
 def _print_version(is_given: bool) -> None:
     if is_given:
-        print(__version__)
+        say(__version__)
         raise typer.Exit
 
 
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits: 0 done, 2 a user's error, 3 does not fit, 75 try again, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     collect_garbage_rarely()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {escaped(str(message))}\n"
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         error = as_user_error(raised)
         if not isinstance(error, UserError | typer.TyperException):
             raise
-        print(f"error: {_message(error, arguments)}", file=sys.stderr)
+        say(f"error: {_message(error, arguments)}", file=sys.stderr)
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 

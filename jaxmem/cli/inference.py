@@ -11,6 +11,7 @@ import typer
 from jaxmem.cli.options import Json, Model, Overrides, Run, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
 from jaxmem.cli.start import is_first_process, joined, only_json, print_text, run_config, show, take_devices
 from jaxmem.errors import UserError
+from jaxmem.machine.terminal import say
 
 
 def generate(
@@ -86,7 +87,7 @@ def chat(
                 print_text(text)
             print_text("\n")
             if model.is_cut and is_first_process():
-                print(f"(cut off after {tokens} tokens; --tokens N allows longer answers)", file=sys.stderr)
+                say(f"(cut off after {tokens} tokens; --tokens N allows longer answers)", file=sys.stderr)
             messages.append({"role": "assistant", "content": answer})
 
 
@@ -121,7 +122,7 @@ def evaluate(
         if as_json:
             show(result)
         else:
-            print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
+            say("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
 
 
 def import_(
@@ -134,7 +135,7 @@ def import_(
     from jaxmem.inference.export import import_model
 
     import_model(source, target)
-    print(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
+    say(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
 
 
 def export(
@@ -158,7 +159,7 @@ def export(
     take_devices(simulate)
     from jaxmem.inference.export import export_model
 
-    print(export_model(run, target, dtype, adapter, merge))
+    say(export_model(run, target, dtype, adapter, merge))
 
 
 def _read_line() -> str | None:

@@ -7,6 +7,7 @@ import typer
 
 from jaxmem.cli.options import Json, Png, Run
 from jaxmem.cli.start import only_json, show
+from jaxmem.machine.terminal import say
 
 
 def report(
@@ -19,7 +20,7 @@ def report(
     """Write an HTML page about a run: plan, memory, loss curves."""
     from jaxmem.report import report_run
 
-    print(report_run(run, html, png))
+    say(report_run(run, html, png))
 
 
 def doctor(as_json: Json = False) -> None:

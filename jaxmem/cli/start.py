@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
+from jaxmem.machine.terminal import say
 
 if TYPE_CHECKING:
     from jaxmem.config import Config
@@ -86,7 +87,7 @@ def print_text(text: str) -> None:
     tokens of a model's file can be commands for the terminal."""
     if is_first_process():
         escaped = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text) if sys.stdout.isatty() else text
-        print(escaped, end="", flush=True)
+        print(escaped, end="", flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager
@@ -99,8 +100,8 @@ def only_json(as_json: bool) -> Iterator[None]:
 def show(result: Any) -> None:
     """Prints a dict as JSON, and anything else through rich. A command to paste may be longer than a line."""
     if isinstance(result, dict):
-        print(json.dumps(result, indent=2))
+        say(json.dumps(result, indent=2))
         return
-    from rich.console import Console
+    from jaxmem.machine.console import Console
 
     Console().print(result, markup=not isinstance(result, str), crop=False)

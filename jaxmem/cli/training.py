@@ -8,6 +8,7 @@ import typer
 
 from jaxmem.cli.options import ConfigFile, Overrides, Simulate
 from jaxmem.cli.start import is_first_process, joined, load
+from jaxmem.machine.terminal import say
 from jaxmem.training.signals import requeued_before_training
 
 
@@ -62,13 +63,13 @@ def tokenize(
 ) -> None:
     """Tokenize the data of a config and store the tokens."""
     cfg = load(config, overrides, None)
-    from rich.console import Console
     from rich.progress import Progress
 
     from jaxmem import data
+    from jaxmem.machine.console import Console
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("records")
         written = data.tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
-    print(f"{output}: {written['tokens']:,} tokens from {written['records']:,} records")
-    print(f"train on it with: data.source=tokens data.path={output}")
+    say(f"{output}: {written['tokens']:,} tokens from {written['records']:,} records")
+    say(f"train on it with: data.source=tokens data.path={output}")

@@ -15,6 +15,7 @@ from jaxmem.typing import JsonDict
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # arrays are indexed with int32
 Total = Annotated[int, Field(ge=1, lt=2**63)]
+Length = Annotated[int, Field(ge=1, le=2**26)]  # tokens of a row, ten times the longest that have been trained
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]

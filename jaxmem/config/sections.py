@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import Field, PrivateAttr
 
 from jaxmem.config.adapter import Adapter
-from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Total, setting
+from jaxmem.config.base import (
+    Count,
+    Fraction,
+    Length,
+    ListOf,
+    NotNegative,
+    Positive,
+    Section,
+    StoredFormat,
+    Total,
+    setting,
+)
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Decoder, Model, Quantization, UserModel
 from jaxmem.config.optimizers import Optimizer
@@ -88,7 +99,7 @@ class Data(Source):
     """Documents, and the sequences (the rows of a batch) that they are cut or packed into."""
 
     mixture: ListOf[Source] = setting((), "several sources instead of data.source")
-    sequence_length: Count = setting(1024, "tokens per sequence")
+    sequence_length: Length = setting(1024, "tokens per sequence")
     packing: bool = setting(
         True, "true: several documents per sequence, each attends only to itself; false: one per sequence, padded"
     )

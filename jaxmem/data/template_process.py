@@ -119,7 +119,7 @@ def main(seconds: float, memory: int) -> None:
         except RecursionError:
             reply = json.dumps({"failed": "the conversation is nested too deeply"})
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(reply, flush=True)
+        print(reply, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from jaxmem.distributed.cluster import Cluster, find
 from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
 from jaxmem.machine.files import as_user_error
+from jaxmem.machine.terminal import say
 
 _watch: Watch | None = None
 
@@ -115,7 +116,7 @@ def failing_together() -> Iterator[None]:
         if _watch is None or _watch.fail(error):
             raise
         if isinstance(error, UserError):
-            print(f"error: {_watch.name(_watch.cluster.process)}: {error}", file=sys.stderr)
+            say(f"error: {_watch.name(_watch.cluster.process)}: {error}", file=sys.stderr)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from jaxmem.distributed.cluster import Cluster
-from jaxmem.errors import TemporaryError
+from jaxmem.errors import TemporaryError, escaped
 
 STOPPED = "jaxmem/stopped/"  # prefix of the key of a stopped process; the value is its exit code and reason
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # with empty settings (RFC 9113)
@@ -129,7 +129,7 @@ class Watch:
 
     def _exit(self, reason: str, code: int = TemporaryError.exit_code) -> None:
         """Ends this process from any thread, since the main thread may be in a collective that never ends."""
-        os.write(2, f"error: {reason}\n".encode())
+        os.write(2, f"error: {escaped(reason)}\n".encode())
         if self.cluster.process == 0:
             time.sleep(4 * self._every)  # the others read the reason from the service, which ends with this process
         sys.stdout.flush()

@@ -23,7 +23,7 @@ class Printed:
 
     def _console(self, width: int) -> Any:
         """A console that has recorded the table."""
-        from rich.console import Console
+        from jaxmem.machine.console import Console
 
         console = Console(file=io.StringIO(), width=width, record=True)
         table = self.table()

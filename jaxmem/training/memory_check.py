@@ -39,7 +39,7 @@ def check_fits(plan: Plan) -> None:
     """Stops a run that does not fit, and prints its plan to standard error."""
     if plan.fits:
         return
-    from rich.console import Console
+    from jaxmem.machine.console import Console
 
     if jax.process_index() == 0:
         Console(stderr=True).print(plan.table())

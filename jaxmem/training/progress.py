@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import jax
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
+from jaxmem.machine.console import Console
 from jaxmem.machine.gpus import GIB
+from jaxmem.machine.terminal import say
 from jaxmem.typing import JsonDict, JsonView
 
 
@@ -172,7 +173,7 @@ def spinner(text: str, *, enabled: bool) -> Iterator[None]:
             yield
     else:
         if enabled:
-            print(text, flush=True)
+            say(text)
         yield
 
 

@@ -31,6 +31,7 @@ from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
+from jaxmem.machine.terminal import say
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
@@ -104,7 +105,7 @@ def run(
     cfg = config_with(cfg, **parts)
     with requeued_before_training(), run_lock(cfg.output, cfg.name) as warning:
         if warning:
-            print(warning, flush=True)
+            say(warning)
         return _run(cfg, devices)
 
 
@@ -227,7 +228,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
         return None
     step, state, _ = restored
     if jax.process_index() == 0:
-        print(lines.finished_line(built, config, step, directory), flush=True)
+        say(lines.finished_line(built, config, step, directory))
     return Result(directory, step, {}, {}, state, built)
 
 
@@ -237,7 +238,7 @@ def _preflight(cluster: Cluster) -> None:
 
         lines = preflight()
         if jax.process_index() == 0:
-            print(*lines, sep="\n", flush=True)
+            say(*lines)
 
 
 def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
@@ -249,7 +250,7 @@ def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
         return cfg
     settings, failures = checked_kernels(program(cfg, devices), any_process)
     for line in failures:
-        print(line, flush=True)
+        say(line)
     for setting, implementation in settings.items():
         section, key = setting.split(".")
         cfg = cfg.replace(**{section: {key: implementation}})
@@ -257,7 +258,7 @@ def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
 
 
 def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:
-    warn = (lambda text: print(text, flush=True)) if section.on_failure == "continue" else None
+    warn = say if section.on_failure == "continue" else None
     return Checkpoints(path, section.every, section.keep, section.keep_best, warn=warn)
 
 

@@ -1,0 +1,56 @@
+"""Commands for a terminal in names that jaxmem prints are escaped, in lines, tables, warnings and results."""
+
+import io
+import warnings
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from jaxmem.cli import main
+from jaxmem.machine.console import Console
+from jaxmem.machine.terminal import say
+from jaxmem.planning.printed import Printed
+from jaxmem.training.progress import Progress, RunSpec, spinner
+
+HOSTILE, SHOWN = "a\x1b]0;title\x07 \u202e.txt", "a\\x1b]0;title\\x07 \\u202e.txt"
+
+
+class Result(Printed):
+    def table(self) -> Table:
+        table = Table(title="result")
+        table.add_column("file", style="red")
+        table.add_row(Text(HOSTILE))
+        return table
+
+
+def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"{HOSTILE}\tand\n more", HOSTILE)
+    assert capsys.readouterr().out == f"{SHOWN}\tand\n more\n{SHOWN}\n"
+    with spinner(HOSTILE, enabled=True):
+        assert SHOWN in capsys.readouterr().out
+
+
+def test_tables_keep_their_colors() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system="standard")
+    console.print(Result().table())
+    progress = Progress(RunSpec(1), console=console)
+    progress.say(HOSTILE)
+    text = console.file.getvalue()
+    assert text.count("a\\x1b]0;title") == 2
+    assert "\u202e" not in text
+    assert "\x1b]" not in text
+    assert "\x1b[31m" in text
+
+
+def test_results_that_are_printed() -> None:
+    assert "\x1b" not in str(Result())
+    assert "a\\x1b]0;title" in str(Result())
+    assert "\x1b" not in Result()._repr_html_()
+
+
+def test_warnings_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", None)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert warnings.formatwarning(HOSTILE, UserWarning, "a.py", 1) == f"warning: {SHOWN}\n"
