@@ -19,6 +19,7 @@ from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.kernels.run_counts import mean_runs
+from jaxmem.machine.gpus import keys_per_query
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
 from jaxmem.sharding.share import share_of
@@ -47,6 +48,9 @@ class Matmul:
     others: int
     dtype: str
     is_kernel: bool = False  # attention or another fused kernel
+    keys: float = 0.0  # of such a kernel: keys per query
+    width: int = 0  # of such a kernel: the last dimension of its result
+    is_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,8 +269,17 @@ def _kernel(eqn: Any, times: Any) -> Matmul:
     sizes = [(_bytes(x.aval), x.aval.ndim == 3 and x.aval.shape[0] > 2) for x in (*eqn.invars, *eqn.outvars)]
     weights = sum(size for size, is_weight in sizes if is_weight)  # the weights of experts
     others = sum(size for size, is_weight in sizes if not is_weight)
+    backward = str(eqn.params.get("target_name", "")).endswith("Backward")
     return Matmul(
-        times, int(float(flops_per_output) * math.prod(out.shape)), weights, others, str(out.dtype), is_kernel=True
+        times,
+        int(float(flops_per_output) * math.prod(out.shape)),
+        weights,
+        others,
+        str(out.dtype),
+        is_kernel=True,
+        keys=keys_per_query(float(flops_per_output), backward=backward),
+        width=out.shape[-1],
+        is_backward=backward,
     )
 
 

@@ -10,8 +10,9 @@ from functools import cached_property
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
-from jaxmem.estimate.passes import TRAFFIC_PER_MATMUL, TracedPasses, layers_per_pass, passes_per_update
-from jaxmem.machine.gpus import LAUNCH_SECONDS, Gpu
+from jaxmem.estimate.passes import TRAFFIC_PER_MATMUL, Matmul, TracedPasses, layers_per_pass, passes_per_update
+from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu
+from jaxmem.machine.links import link_rate
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.step.kernel_choice import context_traffic
@@ -76,13 +77,18 @@ class StepTime:
         rows = self._share.rows
         seconds = self.passes.kernels * LAUNCH_SECONDS
         for matmul in self.passes.matmuls:
-            rate = (self.gpu.kernel_rate if matmul.is_kernel else self.gpu.matmul_rate)(matmul.dtype)
-            arithmetic = rows * matmul.flops / rate
+            arithmetic = rows * matmul.flops / self._rate(matmul)
             moved = matmul.weights + rows * matmul.others
-            seconds += matmul.times * TRAFFIC_PER_MATMUL * moved / self.gpu.memory_rate
+            seconds += matmul.times * (TRAFFIC_PER_MATMUL * moved / self.gpu.memory_rate + MATMUL_SECONDS)
             if arithmetic > moved / self.gpu.memory_rate:
                 seconds += matmul.times * arithmetic
         return seconds
+
+    def _rate(self, matmul: Matmul) -> float:
+        """Attained FLOP/s."""
+        if not matmul.is_kernel:
+            return self.gpu.matmul_rate(matmul.dtype)
+        return self.gpu.attention_rate(matmul.dtype, matmul.keys, matmul.width, backward=matmul.is_backward)
 
     def _weights(self) -> float:
         """Seconds of the communication of weights for one micro-batch: weights are gathered twice and gradients reduced
@@ -161,4 +167,4 @@ class StepTime:
         if group == 1:
             return 0.0
         neighbours = min(group, max(1, self.per_host // stride))
-        return size * (group - 1) / group / self.gpu.link_rate(group, neighbours)
+        return size * (group - 1) / group / link_rate(self.gpu, "all-gather", group, neighbours)

@@ -4,6 +4,7 @@ Figures are from NVIDIA's data sheets and architecture papers; memory is the siz
 the product name states. Rates are peaks in one direction.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +12,34 @@ import yaml
 
 GIB = 2**30
 
-# Attained rates as a share of the peaks: large bf16 matmuls under power limits, streaming kernels, NCCL transfers.
-# Only estimates of time use these.
-ATTAINED_FLOPS = 0.7
-# Attention kernels with causal masks and heads of 128, forward and backward together, by major compute capability: A100
-# with FlashAttention-2 (arXiv:2307.08691; RTX cards are assumed to attain the same), H100 and B200 with cuDNN (measured
-# for FlashAttention-3 and -4, arXiv:2407.08608 and 2603.05451).
-ATTAINED_ATTENTION = {8: 0.66, 9: 0.53, 10: 0.55}
-ATTAINED_BANDWIDTH = 0.85  # of the peak bandwidth of device memory
-ATTAINED_LINK = 0.8  # of the peak rate between devices, hosts, or host and device
+# Attained rates as a share of the peaks; only estimates of time use these.
+# Large bf16 matmuls, by major compute capability. H100: 753 TFLOP/s at 8,192 cubed, 700 at 16,384, where power limits
+# it; its best shapes attain 0.80, those of B200 0.78, of A100 with 400 W 0.87 and with 300 W 0.81
+# (github.com/stas00/ml-engineering, compute/accelerator/README.md). RTX cards are assumed to attain the last.
+ATTAINED_FLOPS = {8: 0.81, 9: 0.7, 10: 0.7}
+# A matmul fills and drains the multiprocessors: 375 shapes of 256 to 4,096 on an H100 take the time of their FLOPs and
+# 6 us, with a mean error of 8 % (github.com/openxla/xla, xla/service/gpu/model/default_matmul_perf_table.txtpb, sm_90).
+# 2 of these are LAUNCH_SECONDS.
+MATMUL_SECONDS = 4e-6
+# Attention attains A n / (n + N) of the peak, where n is the mean number of keys per query. cuDNN 9.19 on H200, heads
+# of 128, 2,048 to 32,768 positions, a causal mask: 484 to 688 TFLOP/s forward, 370 to 581 backward
+# (github.com/NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/results/h200_919_only_cudnn). FlashAttention-2 on
+# A100 attains 0.66 in both passes together (arXiv:2307.08691; RTX cards are assumed to attain the same), cuDNN on B200
+# 0.55 (arXiv:2603.05451).
+ATTENTION_FORWARD = {8: 0.72, 9: 0.71, 10: 0.67}
+ATTENTION_BACKWARD = {8: 0.64, 9: 0.62, 10: 0.52}
+FORWARD_KEYS, BACKWARD_KEYS = 425, 650
+# In a training step attention attains less than in such a short test: FlashAttention-3 on H200 521 TFLOP/s in both
+# passes with 8,192 positions (447 if the backward pass counts as 2 forward passes; github.com/stas00/ml-engineering,
+# insights/when-to-upgrade-gpus), where the curves above give 557.
+ATTENTION_IN_STEP = 0.94
+# Heads of 64 attain 0.71 to 0.77 of the rate of heads of 128 (FlashAttention-3, arXiv:2407.08608).
+FULL_HEAD, HALF_HEAD_SHARE = 128, 0.74
+ATTAINED_BANDWIDTH = 0.85  # 2.85 TB/s on an H100
+# Kernels that reduce rows attain less: RMSNorm of cuDNN on H200 3.71 TB/s forward and 3.80 backward, of 4.8
+# (github.com/NVIDIA/cudnn-frontend, benchmark/norms/results/h200).
+ATTAINED_REDUCTION = 0.78
+ATTAINED_HOST_LINK = 0.8
 LAUNCH_SECONDS = 2e-6  # from one kernel to the next
 # Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, and 8-bit formats at twice the rate.
 RELATIVE_RATES = {
@@ -30,6 +50,12 @@ RELATIVE_RATES = {
     "float8_e4m3fn": 2.0,
     "float8_e5m2": 2.0,
 }
+
+
+def keys_per_query(flops_per_output: float, *, backward: bool) -> float:
+    """Mean number of keys per query of attention, from the FLOPs per element of its first result: two matmuls in the
+    forward pass, five in the backward pass."""
+    return flops_per_output / (10 if backward else 4)
 
 
 @dataclass(frozen=True)
@@ -63,13 +89,21 @@ class Gpu:
         return self.bf16_tflops * 1e12
 
     def matmul_rate(self, dtype: str) -> float:
-        """Attained FLOP/s."""
-        return self.flops * ATTAINED_FLOPS * RELATIVE_RATES.get(dtype, 1.0)
+        """Attained FLOP/s of large matmuls."""
+        return self.flops * self._share(ATTAINED_FLOPS) * RELATIVE_RATES.get(dtype, 1.0)
 
-    def kernel_rate(self, dtype: str) -> float:
-        """Attained FLOP/s of attention and other fused kernels."""
-        share = ATTAINED_ATTENTION.get(int(float(self.compute_capability)), 0.66)
+    def attention_rate(self, dtype: str, keys: float, head_dim: int, *, backward: bool) -> float:
+        """Attained FLOP/s of attention with this mean number of keys per query. Other fused kernels of matmuls are
+        assumed to attain the same, where `keys` is the contracted width."""
+        shares, half = (ATTENTION_BACKWARD, BACKWARD_KEYS) if backward else (ATTENTION_FORWARD, FORWARD_KEYS)
+        share = ATTENTION_IN_STEP * self._share(shares) * keys / (keys + half)
+        narrow = max(0.0, 1 - head_dim / FULL_HEAD)  # 0 for heads of 128, 1/2 for heads of 64
+        share *= 1 - 2 * (1 - HALF_HEAD_SHARE) * narrow
         return self.flops * share * RELATIVE_RATES.get(dtype, 1.0)
+
+    def _share(self, shares: Mapping[int, float]) -> float:
+        """The share of the peak for this GPU; for an unknown compute capability the one of Ampere."""
+        return shares.get(int(float(self.compute_capability)), shares[8])
 
     @property
     def memory_rate(self) -> float:
@@ -77,16 +111,14 @@ class Gpu:
         return self.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH
 
     @property
+    def reduction_rate(self) -> float:
+        """Attained bytes per second of kernels that reduce."""
+        return self.bandwidth_gb_s * 1e9 * ATTAINED_REDUCTION
+
+    @property
     def host_rate(self) -> float:
         """Attained bytes per second to host memory; the link has the same rate from host memory at the same time."""
-        return self.host_link_gb_s * 1e9 * ATTAINED_LINK
-
-    def link_rate(self, group: int, neighbours: int) -> float:
-        """Attained bytes per second of a collective of `group` devices, of which `neighbours` share a host: within a
-        host the rate of a link, between hosts the sum of the network rates of the members on a host."""
-        between_hosts = neighbours < group
-        rate = min(self.link_gb_s, self.network_gb_s * neighbours) if between_hosts else self.link_gb_s
-        return rate * 1e9 * ATTAINED_LINK
+        return self.host_link_gb_s * 1e9 * ATTAINED_HOST_LINK
 
 
 _FIELDS, *_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

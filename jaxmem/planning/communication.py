@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.machine.gpus import Gpu
+from jaxmem.machine.links import collective_seconds, link_rate
 from jaxmem.models.dispatch import share_of_devices
 from jaxmem.planning.hlo import Instruction
 
@@ -22,7 +23,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )  # fmt: skip
 TO_HOST, FROM_HOST = "to host", "from host"
-LATENCY = 10e-6  # seconds until a transfer reaches its full rate
+COPY_LATENCY = 10e-6  # seconds until a copy to or from the host reaches its full rate
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,15 @@ class Transfer:
     def seconds(self, gpu: Gpu, *, one_host: bool = False) -> float:
         """Seconds on these GPUs. `one_host`: the seconds if all devices of the group shared one host."""
         if self.kind not in COLLECTIVES:
-            return LATENCY + self.wire_bytes / gpu.host_rate
-        return LATENCY + self.wire_bytes / gpu.link_rate(self.group, self.group if one_host else self.neighbours)
+            return COPY_LATENCY + self.wire_bytes / gpu.host_rate
+        neighbours = self.group if one_host else self.neighbours
+        return collective_seconds(gpu, self.kind, self.wire_bytes, self.group, neighbours)
+
+    def rate(self, gpu: Gpu) -> float:
+        """Bytes per second of a large transfer on its link."""
+        if self.kind not in COLLECTIVES:
+            return gpu.host_rate
+        return link_rate(gpu, self.kind, self.group, self.neighbours)
 
 
 def collective(instruction: Instruction, devices: int, per_host: int) -> Transfer | None:

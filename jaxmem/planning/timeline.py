@@ -4,7 +4,8 @@ The time of a kernel is the time of its arithmetic or of its memory traffic, whi
 Williams et al., 2009), at rates that large kernels attain. An asynchronous collective is overlapped with kernels. The
 seconds for which the program waits for it are exposed: max(0, seconds of the collective - seconds of the kernels
 between its start and its done). Collectives share one link and run one after the other. Copies to host memory have
-another link, and copies from host memory a third.
+another link, and copies from host memory a third. A kernel beside a collective is slower: the collective occupies
+multiprocessors, and moves bytes in memory.
 """
 
 from collections import defaultdict
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from jaxmem.machine.gpus import LAUNCH_SECONDS, Gpu
+from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu, keys_per_query
+from jaxmem.machine.links import slowdown
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, is_kernel, runs_of_called, total_flops
 
@@ -131,6 +133,24 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
     return result
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """The seconds of a kernel without communication beside it."""
+
+    arithmetic: float
+    memory: float
+    overhead: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.overhead + max(self.arithmetic, self.memory)
+
+    def beside(self, rate: float, gpu: Gpu) -> float:
+        """Seconds while a collective sends `rate` bytes per second."""
+        arithmetic, memory = slowdown(gpu, rate)
+        return self.overhead + max(arithmetic * self.arithmetic, memory * self.memory)
+
+
 @dataclass
 class _Clock:
     """The clock of a device and of its links during one computation."""
@@ -139,10 +159,25 @@ class _Clock:
     link_free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     pending: dict[Instruction, Transmission] = field(default_factory=dict)
 
-    def work(self, seconds: float) -> None:
-        self.now += seconds
+    def work(self, kernel: "Kernel", gpu: Gpu | None = None) -> None:
+        """Runs a kernel, or a computation without a `gpu`. Collectives that are transferred at the same time slow a
+        kernel down."""
         for transmission in self.pending.values():
-            transmission.kernels += seconds > 0
+            transmission.kernels += kernel.seconds > 0
+        left = 1.0  # the part of the kernel that has not run
+        for transmission in self.pending.values():  # in the order in which they are transferred
+            if gpu is None or transmission.message.link != "network" or transmission.ends <= self.now:
+                continue
+            alone = max(0.0, transmission.begins - self.now)
+            if alone >= left * kernel.seconds:
+                break
+            left -= alone / kernel.seconds
+            self.now += alone
+            slowed = kernel.beside(transmission.message.rate(gpu), gpu)
+            together = min(left * slowed, transmission.ends - self.now)
+            left -= together / slowed
+            self.now += together
+        self.now += left * kernel.seconds
 
     def start(self, transmission: Transmission, seconds: float) -> None:
         """Starts a transfer on its link as soon as the link is free."""
@@ -187,40 +222,52 @@ class _Simulation:
                 ]
                 # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
                 most = instruction.opcode == "conditional" and sum(counts) > 1
-                clock.work(max(durations) if most else sum(durations, 0.0))
+                clock.work(Kernel(max(durations) if most else sum(durations, 0.0), 0.0))
             elif message := collective(instruction, self.devices, self.per_host) or host_copy(instruction):
                 sent = Transmission(instruction, message, executed)
                 self.timeline.transmissions.append(sent)
                 clock.start(sent, message.seconds(self.gpu) if self.gpu else 0.0)
             elif instruction.opcode == "async-start":  # a kernel on another stream
-                clock.work(self.run(instruction.called[0]))
+                clock.work(Kernel(self.run(instruction.called[0]), 0.0))
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in clock.pending:
                 clock.wait_for(instruction.operands[0])
             elif self.gpu:
-                clock.work(self._kernel(instruction, self.gpu, times))
+                clock.work(self._kernel(instruction, self.gpu, times), self.gpu)
             if clock.now > before:
                 self.timeline.seconds_in[instruction] = clock.now - before
         self.known[computation] = clock.now
         return clock.now
 
-    def _kernel(self, instruction: Instruction, gpu: Gpu, times: int | Fraction) -> float:
+    def _kernel(self, instruction: Instruction, gpu: Gpu, times: int | Fraction) -> Kernel:
         if instruction.opcode in _FREE_OPERATIONS or instruction.opcode.endswith(("-start", "-done")):
-            return 0.0
+            return Kernel(0.0, 0.0)
         matmuls = [
             part for part in (instruction, *(instruction.inner() if instruction.is_fusion else ())) if dot_flops(part)
         ]
-        arithmetic = sum(
-            dot_flops(part) / (gpu.kernel_rate if is_kernel(part) else gpu.matmul_rate)(part.operands[0].shape.dtype)
-            for part in matmuls
-        )
-        memory = moved_bytes(instruction) / gpu.memory_rate
+        arithmetic = sum(dot_flops(part) / _rate(part, gpu) for part in matmuls)
+        memory = moved_bytes(instruction) / (gpu.reduction_rate if _reduces(instruction) else gpu.memory_rate)
         self.timeline.kernel_bytes += round(times * moved_bytes(instruction))
-        seconds = LAUNCH_SECONDS + max(arithmetic, memory)
+        kernel = Kernel(arithmetic, memory, LAUNCH_SECONDS + (MATMUL_SECONDS if matmuls else 0.0))
         if arithmetic > memory:
-            self.timeline.arithmetic += times * seconds
+            self.timeline.arithmetic += times * kernel.seconds
         else:
-            self.timeline.memory += times * seconds
-        return seconds
+            self.timeline.memory += times * kernel.seconds
+        return kernel
+
+
+def _reduces(instruction: Instruction) -> bool:
+    return any(part.opcode == "reduce" for part in (instruction, *instruction.inner()))
+
+
+def _rate(matmul: Instruction, gpu: Gpu) -> float:
+    """Attained FLOP/s of a matmul, or of a fused kernel of several matmuls."""
+    dtype = matmul.operands[0].shape.dtype
+    if not is_kernel(matmul):
+        return gpu.matmul_rate(dtype)
+    result = matmul.shape.parts[0] if matmul.shape.parts else matmul.shape
+    backward = matmul.proto.custom_call_target.endswith("Backward")
+    keys = keys_per_query(dot_flops(matmul) / max(result.elements, 1), backward=backward)
+    return gpu.attention_rate(dtype, keys, result.dims[-1], backward=backward)
 
 
 def moved_bytes(instruction: Instruction) -> int:

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.machine.gpus import GPUS
-from jaxmem.planning.communication import LATENCY, Transfer, _groups, collective
+from jaxmem.machine.links import collective_seconds
+from jaxmem.planning.communication import Transfer, _groups, collective
 from jaxmem.planning.hlo import HloShape, Instruction
 from jaxmem.planning.hlo_proto import HloInstructionProto
 from tests.planning.conftest import module_of
@@ -93,10 +94,9 @@ def test_groups_however_they_are_written(one: Instruction, groups: list[list[int
 
 def test_communication_between_hosts_is_slower_and_shares_the_network() -> None:
     gpu, size = GPUS["h100-80gb"], 10**9
-    seconds = [
-        Transfer("all-gather", size, True, 16, neighbours).seconds(gpu) - LATENCY for neighbours in (16, 8, 2, 1)
-    ]
-    within, eight, two, one = seconds
-    assert within == pytest.approx(size / (450e9 * 0.8))
-    assert eight == pytest.approx(size / (400e9 * 0.8))  # 8 networks of 50 GB/s
-    assert (two / eight, one / eight) == pytest.approx((4, 8))
+    seconds = [Transfer("all-gather", size, True, 16, neighbours).seconds(gpu) for neighbours in (16, 8, 2, 1)]
+    assert seconds == [collective_seconds(gpu, "all-gather", size, 16, neighbours) for neighbours in (16, 8, 2, 1)]
+    within, eight, two, single = seconds
+    assert within < eight < two < single
+    assert single / two == pytest.approx(2, rel=0.05)
+    assert Transfer("all-gather", size, True, 16, 1).seconds(gpu, one_host=True) == within

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.kernels import attention
-from jaxmem.machine.gpus import ATTAINED_ATTENTION, ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
-from jaxmem.planning.communication import LATENCY
+from jaxmem.machine.gpus import GPUS, LAUNCH_SECONDS, MATMUL_SECONDS
+from jaxmem.machine.links import collective_seconds, link_rate, slowdown
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, read_module
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.planning.timeline import LAUNCH_SECONDS, moved_bytes, timeline
+from jaxmem.planning.timeline import Kernel, moved_bytes, timeline
 from tests.planning.conftest import module_of
 
 H100 = GPUS["h100-80gb"]
@@ -32,7 +32,9 @@ def program_of(*order: tuple[str, str, list[str]]) -> Module:
     return Module([main], main, {one.id: one for one in made.values()})
 
 
-KERNEL = LAUNCH_SECONDS + 2 * F32.bytes / (H100.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
+GATHER = collective_seconds(H100, "all-gather", 7 * F32.bytes, 8, 8)
+KERNEL = Kernel(0.0, 2 * F32.bytes / H100.memory_rate, LAUNCH_SECONDS)
+BESIDE = KERNEL.beside(link_rate(H100, "all-gather", 8, 8), H100)  # seconds of a kernel beside the all-gather
 
 
 @pytest.mark.parametrize(("kernels", "hidden"), [(0, 0), (1, 1), (3, 3)])
@@ -45,12 +47,11 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
         ("done", "all-gather-done", ["start"]),
     )
     found = timeline(module, H100, 8, 8)
-    message = LATENCY + 7 * F32.bytes / (450e9 * 0.8)
     one = found.traffic["all-gather"]
-    assert one.exposed_seconds == pytest.approx(message - hidden * KERNEL)
-    assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / message, rel=1e-6)
-    assert found.seconds == pytest.approx(message)
-    assert found.network.exposed_share == pytest.approx(one.exposed_seconds / message)
+    assert one.exposed_seconds == pytest.approx(GATHER - hidden * BESIDE)
+    assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / GATHER, rel=1e-6)
+    assert found.seconds == pytest.approx(GATHER)
+    assert found.network.exposed_share == pytest.approx(one.exposed_seconds / GATHER)
     assert [one.kernels for one in found.collectives] == [kernels]
 
 
@@ -87,16 +88,17 @@ def test_an_enough_hidden_message_costs_nothing() -> None:
     )
     found = timeline(module, H100, 8, 8)
     assert found.traffic["all-gather"].exposed_bytes == 0
-    assert found.seconds == pytest.approx(60 * KERNEL)
+    slowed = GATHER * (1 - KERNEL.seconds / BESIDE)  # kernels beside the all-gather do less
+    assert found.seconds == pytest.approx(60 * KERNEL.seconds + slowed)
     assert found.bound == "memory"
 
 
 def test_large_matmuls_are_limited_by_arithmetic() -> None:
-    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     found = timeline(module_of(lambda a, b: a @ b, x, x), H100, 1, 1)
     assert found.flops == 2 * 4096**3
     assert found.bound == "arithmetic"
-    assert found.arithmetic == pytest.approx(found.flops / (989e12 * ATTAINED_FLOPS) + LAUNCH_SECONDS, rel=1.1)
+    assert found.arithmetic == pytest.approx(found.flops / H100.matmul_rate("float32") + MATMUL_SECONDS, rel=0.05)
 
 
 def test_attention_attains_less_of_the_peak_than_matmuls() -> None:
@@ -106,7 +108,9 @@ def test_attention_attains_less_of_the_peak_than_matmuls() -> None:
     run = jax.jit(lambda q: attention(q, q, q, causal=True, implementation="cudnn"), in_shardings=place)
     with without_cache():
         found = timeline(read_module(compile_elsewhere(run.lower(q))[0]), H100, 1, 1)
-    assert found.arithmetic == pytest.approx(LAUNCH_SECONDS + found.flops / (989e12 * ATTAINED_ATTENTION[9]), rel=1e-3)
+    rate = H100.attention_rate("bfloat16", 2048.5, 128, backward=False)
+    assert rate < H100.matmul_rate("bfloat16")
+    assert found.arithmetic == pytest.approx(LAUNCH_SECONDS + MATMUL_SECONDS + found.flops / rate, rel=1e-3)
 
 
 def test_a_slice_moves_only_the_slice() -> None:
@@ -117,6 +121,23 @@ def test_a_slice_moves_only_the_slice() -> None:
 
     kernels = [one for one in module_of(read, stack, jnp.int32(3)).entry.instructions if one.opcode == "fusion"]
     assert sum(map(moved_bytes, kernels)) < 4 * 64 * 64 * 4
+
+
+def test_kernels_beside_a_collective_are_slower() -> None:
+    """A compute-bound kernel has fewer multiprocessors, a memory-bound one less of the memory's rate."""
+    arithmetic, memory = slowdown(H100, 3e11)
+    assert Kernel(1.0, 0.1).beside(3e11, H100) == arithmetic
+    assert Kernel(0.1, 1.0).beside(3e11, H100) == memory
+    assert 1 < arithmetic < memory < 1.5
+
+
+def test_kernels_that_reduce_attain_less_of_the_memory() -> None:
+    times = [
+        timeline(program_of(("x", "parameter", []), ("y", opcode, ["x"])), H100, 1, 1).seconds
+        for opcode in ("negate", "reduce")
+    ]
+    assert times == [KERNEL.seconds, LAUNCH_SECONDS + 2 * F32.bytes / H100.reduction_rate]
+    assert times[0] < times[1]
 
 
 def test_without_rates_all_communication_is_exposed() -> None:
