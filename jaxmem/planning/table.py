@@ -9,6 +9,7 @@ from rich.text import Text
 
 from jaxmem.estimate.parts import PARTS
 from jaxmem.machine.gpus import GPUS
+from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.communication import COLLECTIVES
 from jaxmem.planning.named_values import NamedValue
@@ -130,6 +131,8 @@ class PlanTable:
                 f"estimated time per step: {format_seconds(time.seconds)}, bound by {time.bound};"
                 f" roofline {format_seconds(time.roofline)}"
             )
+            if compared := published_range(plan.target):
+                yield Text(f"{compared} than planned")
 
     def _communication(self, *, wide: bool) -> Iterator[RenderableType]:
         time = self.plan.timeline

@@ -22,6 +22,7 @@ from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
+from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.printed import Printed
 from jaxmem.planning.units import format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate
@@ -212,7 +213,9 @@ class Comparison(Printed):
                     yield Text(f"{slow.kind}: {slow.text}; try {slow.cure}")
             elif not is_wide:
                 yield Text(f"{method_result.name}: {method_result.reason}", style="dim")
-        yield Text(f"~ not compiled. All times are estimates. The comparison took {self.seconds:.0f} s")
+        compared = published_range(self.target)
+        times = f"All times are estimates ({compared} than planned)" if compared else "All times are estimates"
+        yield Text(f"~ not compiled. {times}. The comparison took {self.seconds:.0f} s")
         if self.target.gpu and not self.target.here:
             host = format_bytes(self.target.host_memory)
             yield Text(f"Host memory is assumed: {host} per GPU. To change it, see --target FILE in docs/plan.md")

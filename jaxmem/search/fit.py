@@ -15,6 +15,7 @@ from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model,
 from jaxmem.errors import UserError
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
+from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.printed import Printed
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.units import format_seconds
@@ -168,6 +169,8 @@ class Fit(Printed):
         if error := trials.estimate_error:
             errors = f"error of the memory estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
             parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
+        if compared := published_range(self.target):
+            parts.append(Text(f"times are estimates: {compared} than planned"))
         if self.best:
             parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
         return Group(*parts)
