@@ -104,8 +104,8 @@ def in_parts(
         total += jax.device_put(loss, devices[0])
         errors = {"head": from_loss}
         for name in reversed(GRAPH):
-            own, *to_sources = backward[name](errors[name])
-            gradients[name] = jax.tree.map(jnp.add, gradients[name], own) if name in gradients else own
+            gradient, *to_sources = backward[name](errors[name])
+            gradients[name] = jax.tree.map(jnp.add, gradients[name], gradient) if name in gradients else gradient
             for source, error in zip(GRAPH[name].reads, to_sources, strict=True):
                 if source == "input":
                     continue
@@ -129,9 +129,9 @@ def schedule(micro_batches: int, graph: Mapping[str, Part] = GRAPH) -> dict[str,
                 continue
             ready = next(
                 (
-                    one
-                    for one in waiting
-                    if graph[one[1]].device == device and _can_run(one, tick, done, graph, readers)
+                    candidate
+                    for candidate in waiting
+                    if graph[candidate[1]].device == device and _can_run(candidate, tick, done, graph, readers)
                 ),
                 None,
             )
@@ -158,7 +158,7 @@ def _can_run(
         needed = [("F", source, micro) for source in graph[name].reads if source != "input"]
     else:
         needed = [("F", name, micro), *(("B", reader, micro) for reader in readers[name])]
-    return all(done.get(one, tick + 1) <= tick for one in needed)
+    return all(done.get(step, tick + 1) <= tick for step in needed)
 
 
 def measure(micro_batches: int) -> Findings:
@@ -169,7 +169,7 @@ def measure(micro_batches: int) -> Findings:
     weights = initial()
     loss, gradients = jax.value_and_grad(whole)(weights, x, labels)
     batches = list(zip(np.array_split(x, micro_batches), np.array_split(labels, micro_batches), strict=True))
-    found, parts, traffic = in_parts(weights, batches, devices)
+    cut_loss, parts, traffic = in_parts(weights, batches, devices)
     difference = max(
         float(np.abs(a - b).max() / np.abs(a).max())
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(parts), strict=True)
@@ -198,7 +198,7 @@ def measure(micro_batches: int) -> Findings:
         [Table("Parts of the network", places), Table("Arrays sent over the cuts, forward and backward", edges)],
         {
             "loss": float(loss),
-            "parts": float(found),
+            "parts": float(cut_loss),
             "difference": difference,
             "one": idle[1],
             "many": idle[micro_batches],

@@ -136,7 +136,7 @@ class Cells:
 
     def draw(self, axes: Axes) -> None:
         for letter, (meaning, colour) in self.key.items():
-            cells = [(t, y) for y, row in enumerate(self.rows.values()) for t, one in enumerate(row) if one == letter]
+            cells = [(t, y) for y, row in enumerate(self.rows.values()) for t, cell in enumerate(row) if cell == letter]
             if cells:
                 left, place = zip(*cells, strict=True)
                 axes.barh(place, [0.94] * len(cells), 0.9, left=left, color=colour, label=meaning)

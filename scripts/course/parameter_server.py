@@ -356,7 +356,7 @@ def measure(workers: int, steps: int) -> Findings:
         "synchronous, a worker killed, one added": lambda: run_with_changes(workers, steps),
     }
     reduced = all_reduce(workers, steps)
-    found = {name: start() for name, start in runs.items()}
+    results = {name: start() for name, start in runs.items()}
     size = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
     rows: list[Row] = [
         {
@@ -367,10 +367,10 @@ def measure(workers: int, steps: int) -> Findings:
             **dict.fromkeys(("updates", "MB to the server", "lead, steps")),
         }
     ]
-    rows += [_row(name, one, reduced) for name, one in found.items()]
+    rows += [_row(name, result, reduced) for name, result in results.items()]
     counts = range(2, 17)
     links = [busiest_link(size, n) for n in counts]
-    measured = found["synchronous"].counts["received"] / steps / 1e6
+    measured = results["synchronous"].counts["received"] / steps / 1e6
     traffic = {
         "server": [(n, served / 1e6) for n, (served, _) in zip(counts, links, strict=True)],
         "ring all-reduce": [(n, ring / 1e6) for n, (_, ring) in zip(counts, links, strict=True)],
@@ -378,7 +378,7 @@ def measure(workers: int, steps: int) -> Findings:
     }
     curves = {
         "all-reduce": list(enumerate(reduced)),
-        **{name: list(enumerate(one.losses)) for name, one in found.items()},
+        **{name: list(enumerate(result.losses)) for name, result in results.items()},
     }
     facts = {
         "workers": workers,
@@ -396,16 +396,16 @@ def measure(workers: int, steps: int) -> Findings:
     )
 
 
-def _row(name: str, one: Run, reduced: Sequence[float]) -> Row:
-    difference = max(abs(a - b) for a, b in zip(one.losses, reduced, strict=False))
+def _row(name: str, result: Run, reduced: Sequence[float]) -> Row:
+    difference = max(abs(a - b) for a, b in zip(result.losses, reduced, strict=False))
     return {
         "training": name,
-        "first loss": one.losses[0],
-        "last loss": one.losses[-1],
+        "first loss": result.losses[0],
+        "last loss": result.losses[-1],
         "largest difference": difference,
-        "updates": one.counts["updates"],
-        "MB to the server": one.counts["received"] / 1e6,
-        "lead, steps": one.counts["worst_lead"],
+        "updates": result.counts["updates"],
+        "MB to the server": result.counts["received"] / 1e6,
+        "lead, steps": result.counts["worst_lead"],
     }
 
 

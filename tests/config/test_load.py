@@ -243,5 +243,4 @@ def test_importing_sections_loads_nothing_that_reads_or_checks_them():
         "user",
         "recompute",
         "sections",
-        "sources",
     }
