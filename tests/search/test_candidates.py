@@ -10,9 +10,10 @@ from jaxmem.config import MESH_AXES, Adapter, Memory, Rules, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
-from jaxmem.planning import parse_target
+from jaxmem.planning import Target, parse_target
 from jaxmem.search.candidates import MAX_SIZE, Space, candidates, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, KNOBS, allowed, values
+from tests.support.tiers import exhaustive
 
 from .conftest import config
 
@@ -127,23 +128,19 @@ def test_equivalent_sharding_rules_are_one_candidate() -> None:
     assert not space.with_other_rules(given), "no config is estimated twice"
 
 
-def test_every_valid_mesh_is_a_candidate() -> None:
+@pytest.mark.parametrize("target", [TWO, exhaustive(EIGHT)], ids=["two", "eight"])
+def test_every_valid_mesh_is_a_candidate(target: Target) -> None:
     found = {
         tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES)
-        for one in candidates(config(), EIGHT, allowed(["mesh"]))
+        for one in candidates(config(), target, allowed(["mesh"]))
     }
     expected = set()
     for size in itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES)):
-        if math.prod(size) != 8:
+        if math.prod(size) != target.count:
             continue
+        overrides = [f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, size, strict=True)]
         try:
-            cfg = for_devices(
-                load_config(
-                    config().model_dump(mode="json"),
-                    [f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, size, strict=True)],
-                ),
-                8,
-            )
+            cfg = for_devices(load_config(config().model_dump(mode="json"), overrides), target.count)
         except UserError:
             continue
         expected.add(tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES))
