@@ -31,7 +31,8 @@ from jaxmem.planning.accuracy import FILE, kind_of
 from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.step import program
-from scripts.course.table import Table, draw
+from scripts.course.panels import draw
+from scripts.course.table import Table
 
 ROOT = Path(__file__).parents[2]
 ROWS = Path(__file__).with_suffix(".yaml")
