@@ -45,10 +45,12 @@ def collective_seconds(gpu: Gpu, kind: str, sent: float, group: int, neighbours:
 def latency(gpu: Gpu, kind: str, group: int, neighbours: int) -> float:
     """Seconds of a collective of few bytes."""
     if kind == "collective-permute":
-        steps, between_hosts = 1, int(neighbours < group)
+        steps = 1
+        between_hosts = int(neighbours < group)
     else:
         rounds = 2 if kind == "all-reduce" else 1
-        steps, between_hosts = rounds * (group - 1), rounds * (-(-group // neighbours) - 1)
+        steps = rounds * (group - 1)
+        between_hosts = rounds * (-(-group // neighbours) - 1)
     within = PCIE_STEP if gpu.link_gb_s <= _PCIE_GB_S else NVLINK_STEP
     return START_SECONDS + (steps - between_hosts) * within + between_hosts * NETWORK_STEP
 

@@ -26,12 +26,12 @@ def published_range(target: Target) -> str | None:
     if target.gpu is None:
         return None
     kind = kind_of(target)
-    found = _ranges().get(kind)
-    if found is None:
+    published = _ranges().get(kind)
+    if published is None:
         return None
-    return (
-        f"{found['runs']} published runs on {kind} took {_difference(found['least'])} to {_difference(found['most'])}"
-    )
+    least = _difference(published["least"])
+    most = _difference(published["most"])
+    return f"{published['runs']} published runs on {kind} took {least} to {most}"
 
 
 def _difference(factor: float) -> str:

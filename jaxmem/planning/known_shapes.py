@@ -46,7 +46,8 @@ def known_shapes(built: Program) -> KnownShapes:
             for shape in (built.layout.padded(role, axes, leaf.shape),)
         )
         shapes_by_kind["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
-        is_stacked, has_gradient = axes[:1] == ("layer",), trainable is not None
+        is_stacked = axes[:1] == ("layer",)
+        has_gradient = trainable is not None
         if has_gradient:
             for dims in (stored, split, used, moments, leaf.shape):
                 count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen

@@ -39,7 +39,8 @@ def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Fi
     drawn = Figure(figsize=(width, height), layout="constrained")
     yield drawn
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    pixels, about = io.BytesIO(), PngImagePlugin.PngInfo()
+    pixels = io.BytesIO()
+    about = PngImagePlugin.PngInfo()
     drawn.savefig(pixels, format="png", dpi=150)
     about.add_text("Digest", digest(drawn))
     Image.open(pixels).convert("RGB").quantize(128).save(path, format="png", optimize=True, pnginfo=about)

@@ -159,7 +159,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         progress = stack.enter_context(_progress(built, step, trackers.last))
         progress.say(elastic)
         progress.say(lines.plan_line(plan, step))
-        rows, corpus = cfg.batch.global_size, loader.corpus
+        rows = cfg.batch.global_size
+        corpus = loader.corpus
         progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
         work = {bucket: lines.work_of(at) for bucket, at in built.buckets.items()}

@@ -97,7 +97,8 @@ def kernel_rows(selection: BenchSelection, *, check: bool = False) -> Callable[[
     """Each implementation has a limit of its own in `bench_kernels`; rows after the seconds are not waited for."""
 
     def run(seconds: float) -> list[Row]:
-        end, rows = time.monotonic() + seconds, list[Row]()
+        end = time.monotonic() + seconds
+        rows = list[Row]()
         for row in bench_kernels(selection, check=check):
             rows.append(row)
             if time.monotonic() > end:

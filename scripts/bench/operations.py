@@ -28,7 +28,8 @@ EXACT_POSITIONS = 1024  # largest number of positions that are compared with flo
 MAX_SCORE_BYTES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
 JAX_ATTENTIONS = ("jax.nn xla", "jax.nn cudnn")
 # As in the papers on FlashAttention: 16,384 tokens of width 2,048, causal.
-LENGTHS, HEAD_WIDTHS = (2048, 4096, 8192, 16384), (64, 128)
+LENGTHS = (2048, 4096, 8192, 16384)
+HEAD_WIDTHS = (64, 128)
 PAPER_SHAPES = {
     f"{length}x{dim}": AttentionShape(16384 // length, length, length, 2048 // dim, 2048 // dim, dim)
     for dim in HEAD_WIDTHS

@@ -99,7 +99,8 @@ def read_rows(text: str) -> list[Published]:
 
 def planned(row: Published, modules: Path | None) -> Plan:
     """The plan of a row. The memory of the GPU is not a limit, since other programs may need less than ours."""
-    target, cfg = row.devices, row.cfg
+    target = row.devices
+    cfg = row.cfg
     built = program(cfg, target_devices(target, 1000 * usable_memory(target, cfg)))
     key = hashlib.sha256(json.dumps([row.config, row.target, row.gpu], sort_keys=True).encode()).hexdigest()[:16]
     files = None if modules is None else (modules / f"{key}.module", modules / f"{key}.assignment")
@@ -119,7 +120,8 @@ def compare(row: Published, modules: Path | None) -> dict[str, Any]:
         plan = planned(row, modules)
     except UserError as error:
         return {"name": row.name, "refused": "; ".join(str(error).splitlines())}
-    seconds, gib = plan.timeline.seconds, plan.compiled_step.total / 2**30
+    seconds = plan.timeline.seconds
+    gib = plan.compiled_step.total / 2**30
     published_gib = row.published.get("gib")
     return {
         "name": row.name,
@@ -145,7 +147,8 @@ def table_of(results: Sequence[Mapping[str, Any]]) -> str:
     """A table with the planned value, the published value and their ratio, for times and for memory."""
     rows = []
     for result in results:
-        has_time, has_memory = result["seconds_ratio"] is not None, result["gib_ratio"] is not None
+        has_time = result["seconds_ratio"] is not None
+        has_memory = result["gib_ratio"] is not None
         times = (result["seconds"], result["published_seconds"], result["seconds_ratio"]) if has_time else (None,) * 3
         sizes = (result["gib"], result["published_gib"], result["gib_ratio"]) if has_memory else (None,) * 3
         columns = ("s, planned", "s, published", "ratio of s", "GiB, planned", "GiB, published", "ratio of GiB")
@@ -207,8 +210,8 @@ class Comparison:
 
 def write(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> None:
     """Writes the generated part of the page, its figure, and the ranges that `jaxmem plan` prints."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
+    before, tail = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    after = tail.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{report(rows, results)}\n{END}{after}", encoding="utf-8")
     compared = [result for result in results if "refused" not in result]
     panels = []
@@ -230,12 +233,12 @@ def ranges(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> d
     """For each kind of target, the least and the largest published time relative to the planned one: of programs that
     XLA compiled, if there are any."""
     targets = {row.name: row.devices for row in rows}
-    found: dict[str, dict[str, list[float]]] = {}
+    by_kind: dict[str, dict[str, list[float]]] = {}
     for result in results:
         if result["seconds_ratio"]:
-            of_kind = found.setdefault(kind_of(targets[result["name"]]), {})
+            of_kind = by_kind.setdefault(kind_of(targets[result["name"]]), {})
             of_kind.setdefault(result["program"], []).append(1 / result["seconds_ratio"])
-    chosen = {kind: by_program.get("xla") or by_program["pytorch"] for kind, by_program in found.items()}
+    chosen = {kind: by_program.get("xla") or by_program["pytorch"] for kind, by_program in by_kind.items()}
     return {
         kind: {"least": round(min(values), 2), "most": round(max(values), 2), "runs": len(values)}
         for kind, values in chosen.items()

@@ -28,8 +28,10 @@ def measure_step(cfg: Config, steps: int = STEPS) -> Row:
     plan = plan_program(built)
     if not plan.fits:
         raise UserError(f"{built.cfg.name} does not fit on this machine; it needs {-plan.room:,} bytes more")
-    batch, state = random_batch(built), initial_state(built)
-    losses, durations = list[float](), list[float]()
+    batch = random_batch(built)
+    state = initial_state(built)
+    losses = list[float]()
+    durations = list[float]()
     for _ in range(steps):
         start = time.perf_counter()
         state, metrics = plan.step(state, batch)

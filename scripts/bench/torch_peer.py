@@ -77,11 +77,15 @@ def attention(device: str) -> list[dict[str, object]]:
 class Layer(nn.Module):
     def __init__(self, embed: int, mlp: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, embed // heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(embed), nn.RMSNorm(embed)
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.dim = embed // heads
+        self.attention_norm = nn.RMSNorm(embed)
+        self.mlp_norm = nn.RMSNorm(embed)
         self.qkv = nn.Linear(embed, (heads + 2 * kv_heads) * self.dim, bias=False)
         self.out = nn.Linear(embed, embed, bias=False)
-        self.gate_up, self.down = nn.Linear(embed, 2 * mlp, bias=False), nn.Linear(mlp, embed, bias=False)
+        self.gate_up = nn.Linear(embed, 2 * mlp, bias=False)
+        self.down = nn.Linear(mlp, embed, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:  # x: [rows, time, embed]
         rows, length, _ = x.shape
@@ -109,8 +113,10 @@ def step(device: str) -> dict[str, object]:
     torch.manual_seed(0)
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
-        table, head = nn.Embedding(vocab, embed), nn.Linear(embed, vocab, bias=False)
-        stack, norm = nn.ModuleList(Layer(embed, mlp, heads, kv_heads) for _ in range(layers)), nn.RMSNorm(embed)
+        table = nn.Embedding(vocab, embed)
+        head = nn.Linear(embed, vocab, bias=False)
+        stack = nn.ModuleList(Layer(embed, mlp, heads, kv_heads) for _ in range(layers))
+        norm = nn.RMSNorm(embed)
         dim = embed // heads
         angles = torch.arange(length).float()[:, None] * 500_000.0 ** (-torch.arange(0, dim, 2).float() / dim)
         tokens = torch.randint(vocab, (rows, length + 1))

@@ -91,9 +91,12 @@ def in_parts(
 ) -> tuple[jax.Array, dict[str, Any], Traffic]:
     """The loss and the gradients, each on the device of its part: sums over the micro-batches."""
     placed = {name: jax.device_put(weights[name], devices[part.device]) for name, part in GRAPH.items()}
-    total, gradients, traffic = jnp.float32(0), {}, Traffic()
+    total = jnp.float32(0)
+    gradients = {}
+    traffic = Traffic()
     for x, labels in batches:
-        results, backward = {"input": x}, {}
+        results = {"input": x}
+        backward = {}
         for name, part in GRAPH.items():
             device = devices[part.device]
             received = [traffic.send(results[source], source, name, device) for source in part.reads]

@@ -63,7 +63,8 @@ class Server:
     def join(self) -> int:
         """A new worker, which begins with the step after the one that the others are in."""
         with self.changed:
-            worker, begun = self.joined, self.joined >= self.workers and self.clocks
+            worker = self.joined
+            begun = self.joined >= self.workers and self.clocks
             self.clocks[worker] = max(self.clocks.values()) + 1 if begun else 0
             self.joined += 1
             self.changed.notify_all()
