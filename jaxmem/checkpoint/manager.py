@@ -69,10 +69,10 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run, saved while the training loop continues.
 
-    with Checkpoints("runs/x/checkpoints", every=100, keep=3) as checkpoints:
-        for step in ...:
-            state, metrics = train_step(state, batch)
-            checkpoints.save(step, state, loader.state(), cfg.model_dump(mode="json"))
+        with Checkpoints("runs/x/checkpoints", every=100, keep=3) as checkpoints:
+            for step in ...:
+                state, metrics = train_step(state, batch)
+                checkpoints.save(step, state, loader.state(), cfg.model_dump(mode="json"))
     """
 
     def __init__(
