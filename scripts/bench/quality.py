@@ -2,7 +2,7 @@
 
     python scripts/bench/quality.py train MODEL.gguf                    # resumes; a JSON file for each run
     python scripts/bench/quality.py train MODEL.gguf adamw qlora-16     # some methods
-    python scripts/bench/quality.py table                               # of the recorded runs
+    python scripts/bench/quality.py table --png FILE                    # of the recorded runs
     python scripts/bench/quality.py left                                # runs and updates that are missing
 
 MODEL.gguf: SmolLM2-135M-Instruct, see docs/how-to/chat.md. The corpus is the docstrings of packages that jaxmem[dev]
@@ -159,7 +159,7 @@ def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
             characters -= len(text)
 
 
-def settings(run: Run, model: Path) -> dict[str, Any]:
+def settings(run: Run, model: Path) -> JsonDict:
     """The config of a run, without what its method changes."""
     return {
         "name": run.name,
@@ -213,17 +213,48 @@ def train_all(methods: Sequence[str], model: Path) -> None:
             train(missing[0], model, corpus)
 
 
-def print_table(methods: Sequence[str]) -> None:
-    print(
-        "| method | learning rate | seeds | held-out loss | bytes per parameter |\n| --- | ---: | ---: | ---: | ---: |"
-    )
+STATE = ("parameters", "quantization", "master", "gradients", "optimizer")  # of a plan, without activations
+
+
+class Row(NamedTuple):
+    """A method with runs of full length: the mean held-out loss of its seeds, and its state in bytes per parameter."""
+
+    method: str
+    learning_rate: float
+    seeds: int
+    loss: float
+    size: float
+
+
+def rows(methods: Sequence[str]) -> Iterator[Row]:
     for method in methods:
         records = [record for run in runs_of(method) if run.steps == STEPS and (record := run.record())]
         if records:
             loss = sum(record["loss"] for record in records) / len(records)
             sizes = records[0]["planned_bytes_per_parameter"]
-            kept = sum(sizes.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
-            print(f"| {method} | {records[0]['learning_rate']:g} | {len(records)} | {loss:.4f} | {kept:.2f} |")
+            size = sum(sizes.get(name, 0.0) for name in STATE)
+            yield Row(method, records[0]["learning_rate"], len(records), loss, size)
+
+
+def print_table(compared: Sequence[Row]) -> None:
+    print("| method | learning rate | seeds | held-out loss | bytes per parameter |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for row in compared:
+        print(f"| {row.method} | {row.learning_rate:g} | {row.seeds} | {row.loss:.4f} | {row.size:.2f} |")
+
+
+def draw(compared: Sequence[Row], file: Path) -> None:
+    from jaxmem.report.figure import figure
+
+    with figure(file, 7, 5) as canvas:
+        axes = canvas.subplots()
+        for row in compared:
+            axes.plot(row.size, row.loss, "o", color="C0" if row.method in MAIN else "C7")
+            axes.annotate(row.method, (row.size, row.loss), textcoords="offset points", xytext=(5, 3), fontsize=8)
+        axes.set_title(f"SmolLM2-135M after {STEPS} updates of 1,024 tokens", fontsize=10)
+        axes.set_xlabel("weights, gradients and optimizer state, bytes per parameter")
+        axes.set_ylabel("held-out loss, nats per token")
+        axes.grid(alpha=0.3)
 
 
 def print_left(methods: Sequence[str]) -> None:
@@ -243,13 +274,18 @@ def main() -> None:
         if command == "train":
             parser.add_argument("model", type=Path, metavar="MODEL.gguf")
         parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
+        if command == "table":
+            parser.add_argument("--png", type=Path, metavar="FILE", help="also draw loss against bytes per parameter")
     args = options.parse_args()
     if unknown := set(args.methods) - set(METHODS):
         options.error(f"unknown method {', '.join(sorted(unknown))}; expected one of {', '.join(METHODS)}")
     if args.command == "train":
         train_all(args.methods, args.model)
     elif args.command == "table":
-        print_table(args.methods)
+        compared = list(rows(args.methods))
+        print_table(compared)
+        if args.png:
+            draw(compared, args.png)
     else:
         print_left(args.methods)
 

@@ -58,7 +58,10 @@ def test_the_best_learning_rate_is_trained_at_full_length(
     assert not list((tmp_path / "runs").glob("qlora*"))
     monkeypatch.setattr(quality, "train", pytest.fail)  # nothing is trained again
     quality.train_all(["qlora-16"], tmp_path / "model.gguf")
-    quality.print_table(["qlora-16"])
+    compared = list(quality.rows(["qlora-16"]))
+    quality.print_table(compared)
+    quality.draw(compared, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").stat().st_size > 1000
     assert f"| qlora-16 | {best:g} | 1 |" in capsys.readouterr().out
 
 
