@@ -69,6 +69,8 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run, saved while the training loop continues.
 
+    A loop:
+
         with Checkpoints("runs/x/checkpoints", every=100, keep=3) as checkpoints:
             for step in ...:
                 state, metrics = train_step(state, batch)
