@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmem.checkpoint import Checkpoints
-from jaxmem.config import load_config, save_config
+from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_run
 from jaxmem.planning import plan_program
@@ -166,49 +164,35 @@ def test_a_broken_record_is_found_before_compiling(config, tmp_path, monkeypatch
 # ------------------------------------------------------------------ stopping and going on
 
 
-def command(cfg, folder):
-    """The same run in a process of its own."""
-    save_config(cfg, folder / "asked.yaml")
-    return subprocess.Popen(
-        [sys.executable, "-m", "jaxmem", "train", str(folder / "asked.yaml"), "--simulate", "8"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def at_batch(monkeypatch, number, action):
+    """Acts when the batch of this number, counted from now, is placed on the devices."""
+    place, seen = Program.place, itertools.count(1)
+
+    def placed(self, batch):
+        if next(seen) == number:
+            action()
+        return place(self, batch)
+
+    monkeypatch.setattr(Program, "place", placed)
 
 
-def until_step(process, cfg, step):
-    file = Path(cfg.output, cfg.name, "metrics.jsonl")
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        if file.exists() and file.read_text().count("\n") >= step:
-            return
-        time.sleep(0.02)
-    raise AssertionError("the run did not get so far")
+def test_an_interrupted_run_resumes_bitwise(config, monkeypatch):
+    """In the middle, between two checkpoints. A process is killed in test_processes.py."""
 
+    def fail():
+        raise RuntimeError("power cut")
 
-def test_a_killed_run_resumes_bitwise(config, tmp_path):
-    cfg = config(train={"steps": 100_000})
-    process = command(cfg, tmp_path)
-    until_step(process, cfg, 6)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    more = {"steps": metrics(Path(cfg.output, cfg.name))[-1]["step"] + 3}
-    whole, resumed = run(config(name="whole", train=more)), run(config(train=more))
+    with monkeypatch.context() as patch:
+        at_batch(patch, 7, fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(config())
+    whole, resumed = run(config(name="whole")), run(config())
     assert leaves(resumed.state) == leaves(whole.state)
     assert metrics(resumed.directory) == metrics(whole.directory)
 
 
 def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd):
-    place, seen = Program.place, itertools.count(1)
-
-    def placed(self, batch):
-        if next(seen) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return place(self, batch)
-
-    monkeypatch.setattr(Program, "place", placed)
+    at_batch(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = run(config(train={"steps": 100_000}, checkpoint={"every": None}))
     assert result.exit_code == 0
     said = "".join(capfd.readouterr())
