@@ -63,7 +63,7 @@ def test_the_state_of_adapters_is_exact() -> None:
 @pytest.mark.parametrize(
     ("count", "sections"),
     [
-        (1, {"memory": {"remat": "full"}, "batch": {"global_size": 16, "accumulate": 2}}),
+        exhaustive(1, {"memory": {"remat": "full"}, "batch": {"global_size": 16, "accumulate": 2}}),
         (4, {"memory": {"remat": "dots"}, "mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}),
         exhaustive(
             4,

@@ -101,6 +101,7 @@ def test_every_kernel_fits_each_gpu(along, target, tmp_path, monkeypatch):
     assert all(set(stores) == {"0"} for stores in found.values()), found
 
 
+@pytest.mark.exhaustive
 def test_plain_jax_has_no_kernel_call():
     ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
     assert ways == {"reference", "sliced"}
@@ -157,7 +158,6 @@ def grouped(x, chosen, g, weight):
             ("nf4", "bfloat16", "rtx4090-24gb"),
         ],
         (None, "bfloat16", "h100-80gb"),
-        ("nf4", "bfloat16", "rtx4090-24gb"),
     ),
 )
 def test_grouped_matmuls_fit_each_gpu(form, dtype, target, tmp_path, monkeypatch):

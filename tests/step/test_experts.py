@@ -58,7 +58,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", cases(WAYS, "schedule, chunks"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train_has_the_same_losses(way, alone):
     begin = None if "optimizer" in WAYS[way] else alone  # another optimizer has other state
     trained = Trained(mixture(**WAYS[way]), WAYS[way].get("mesh", {}).get("expert", 1), updates=1, begin=begin)

@@ -27,7 +27,7 @@ def pictures(family, **sections):
     return config(model={"family": family, **model}, objective=objective, data={"source": "digits"}, **sections)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module")
 def family(request):
     return request.param
 
@@ -61,6 +61,7 @@ def inner(params):
     return [x for path, x in paths(params) if "blocks" in str(path) and str(path[-1]) == "['weight']"]
 
 
+@pytest.mark.parametrize("family", cases(RUNS, "convnet"), indirect=True)
 def test_every_weight_learns(family, alone):
     for path, before in jax.tree_util.tree_leaves_with_path(alone.first):
         after = alone.params
@@ -83,6 +84,7 @@ def test_gathered_weights_are_not_the_whole_model(family):
     assert max(sizes) <= max(weights, stream)
 
 
+@pytest.mark.parametrize("family", cases(RUNS, "convnet"), indirect=True)
 def test_rows_that_do_not_count_do_not_matter(family, alone):
     batch = batch_for(alone.built)
     mask = np.array([[1, 0, 1, 1, 1, 0, 1, 1]], np.float32)

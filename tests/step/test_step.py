@@ -48,6 +48,7 @@ def test_what_is_deterministic_adds_in_no_order_that_changes():
     assert kernels[True] == kernels[False] + 1
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_hold_less():
     def temporaries(accumulate):
         cfg = config(batch={"global_size": 32, "accumulate": accumulate}, data={"sequence_length": 128})

@@ -39,7 +39,7 @@ def built(name, own, precision):
         ("adafactor", {}, {}, True),
         exhaustive("adam_mini", EPSILON, {}, True),
         exhaustive("adamw8bit", EPSILON, {"parameters": "bfloat16", "master": "remainder8"}, True),
-        ("apollo", {**EPSILON, "project_embeddings": True}, {}, True),
+        exhaustive("apollo", {**EPSILON, "project_embeddings": True}, {}, True),
         exhaustive("apollo_mini", {**EPSILON, "project_embeddings": True}, {"parameters": "int8"}, True),
         ("galore_adamw", {**EPSILON, "project_embeddings": True}, {}, False),  # needs the gradient whole, and gets it
     ],
