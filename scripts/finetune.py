@@ -33,15 +33,20 @@ SETTINGS = {
 
 
 def finetune(model: str, chats: str, overrides: Sequence[str] = ()) -> Path:
-    """Trains, and returns the directory of the exported adapters, in PEFT's format."""
+    """Trains, and returns the directory of the run."""
     data = {**SETTINGS["data"], "path": chats}
     cfg = jaxmem.load_config({**SETTINGS, "model": {"hf": model}, "data": data}, overrides)
     with joined(cfg.cluster.heartbeat_timeout, cfg.cluster.start_timeout):
         result = jaxmem.train(cfg)
         if jax.process_index() == 0:
             print(f"loss {result.metrics['loss']:.3f}, held out {result.held_out['loss']:.3f}")
-    target = result.directory / "adapter"
-    print(export_model(result.directory, target, adapter=True))
+    return result.directory
+
+
+def export(directory: Path) -> Path:
+    """Writes the adapters in PEFT's format, and returns their directory."""
+    target = directory / "adapter"
+    print(export_model(directory, target, adapter=True))
     return target
 
 
@@ -53,11 +58,15 @@ def answer(directory: Path, question: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fine-tune a Hugging Face model on conversations.")
-    parser.add_argument("model", help="a Hugging Face directory, or org/name")
+    parser.add_argument("model", help="a Hugging Face directory, a GGUF file, or org/name")
     parser.add_argument("chats", help="a JSONL file of conversations")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--ask", metavar="QUESTION", help="also answer this question")
     options = parser.parse_intermixed_args()
-    exported = finetune(options.model, options.chats, options.overrides)
-    if options.ask:
-        print(answer(exported.parent, options.ask))
+    run = finetune(options.model, options.chats, options.overrides)
+    if jax.process_count() == 1:
+        export(run)
+        if options.ask:
+            print(answer(run, options.ask))
+    elif jax.process_index() == 0:  # export and chat run in a single process
+        print(f"next: jaxmem export {run} {run}/adapter --adapter")

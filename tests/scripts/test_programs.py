@@ -62,6 +62,6 @@ def test_a_model_is_fine_tuned_exported_and_answers(config: Path, tmp_path: Path
     jaxmem.train(jaxmem.load_config(config, [f"data.tokenizer={tmp_path}/tokenizer", "model.vocab=512"]))
     export_model(tmp_path / "run", tmp_path / "base")
     overrides = [f"output={tmp_path}", "train.steps=2", "train.evaluate_every=2", "data.sequence_length=64"]
-    exported = finetune.finetune(str(tmp_path / "base"), str(chats), overrides)
-    assert (exported / "adapter_model.safetensors").is_file()
-    assert isinstance(finetune.answer(exported.parent, "What is 3?"), str)
+    directory = finetune.finetune(str(tmp_path / "base"), str(chats), overrides)
+    assert (finetune.export(directory) / "adapter_model.safetensors").is_file()
+    assert isinstance(finetune.answer(directory, "What is 3?"), str)
