@@ -244,6 +244,11 @@ class Plan(Printed):
                 }
                 for transmission in timeline.collectives
             ],
+            # Kernels, waits and transfers over the step: begin and end as shares of the step, and the kind.
+            "timeline": {
+                row: [[round(begin, 5), round(end, 5), kind] for begin, end, kind in spans]
+                for row, spans in timeline.rows().items()
+            },
             # What each pipeline stage does in each tick.
             "schedule": pipeline
             and {"name": pipeline.schedule, "idle": pipeline.bubble, "stages": pipeline.timetable.rows()},

@@ -8,8 +8,9 @@ another link, and copies from host memory a third. A kernel beside a collective 
 multiprocessors, and moves bytes in memory.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from jaxmem.machine.links import slowdown
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, is_kernel, runs_of_called, total_flops
 
+NETWORK, COMPUTE = "network", "compute"  # rows of a timeline
+KERNEL, WAIT = "kernel", "wait"
 _FREE_OPERATIONS = {
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
     "replica-id", "tuple",
@@ -66,6 +69,15 @@ def traffic_of(transmissions: Iterable[Transmission]) -> Traffic:
     return Traffic(*map(sum, zip(*traffics, strict=True))) if traffics else Traffic(0, 0, 0, 0.0, 0.0)
 
 
+class Span(NamedTuple):
+    """An interval of a run: a kernel, a wait for a transfer, or a transfer. `row`: `compute` or the transfer's link."""
+
+    row: str
+    kind: str  # KERNEL, WAIT, or the kind of the transfer
+    begin: float  # seconds
+    end: float
+
+
 @dataclass
 class Timeline:
     """One run of a program on one device. Seconds are 0 if the speed of the device is unknown."""
@@ -78,6 +90,21 @@ class Timeline:
     transmissions: list[Transmission] = field(default_factory=list)
     # Seconds of an instruction in one run of its computation; for a loop, of all iterations together.
     seconds_in: dict[Instruction, float] = field(default_factory=dict)
+    # In the order of their begin. The body of a loop is there once, stretched over the entire time of the loop.
+    spans: list[Span] = field(default_factory=list)
+
+    def rows(self, resolution: float = 1 / 2000) -> dict[str, list[tuple[float, float, str]]]:
+        """(begin, end, kind) of the spans of each row, as shares of the run. Spans of one kind are joined if the gap
+        between them is below the resolution, which makes the rows short."""
+        rows: dict[str, list[tuple[float, float, str]]] = {}
+        for span in self.spans if self.seconds else ():
+            row = rows.setdefault(span.row, [])
+            begin, end = span.begin / self.seconds, span.end / self.seconds
+            if row and row[-1][2] == span.kind and begin - row[-1][1] < resolution:
+                row[-1] = (row[-1][0], max(row[-1][1], end), span.kind)
+            else:
+                row.append((begin, end, span.kind))
+        return rows
 
     @property
     def collectives(self) -> list[Transmission]:
@@ -130,6 +157,7 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
     result = simulation.timeline
     result.seconds = simulation.run(module.entry)
     result.flops = total_flops(module)
+    result.spans = sorted(simulation.spans_of(module.entry, 0.0, 1.0), key=lambda span: span.begin)
     return result
 
 
@@ -158,6 +186,7 @@ class _Clock:
     now: float = 0.0
     link_free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     pending: dict[Instruction, Transmission] = field(default_factory=dict)
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
     def work(self, kernel: "Kernel", gpu: Gpu | None = None) -> None:
         """Runs a kernel, or a computation without a `gpu`. Collectives that are transferred at the same time slow a
@@ -194,6 +223,8 @@ class _Clock:
         for transmission in self.pending.values():
             transmission.exposed += max(0.0, min(transmission.ends, until) - max(transmission.begins, self.now))
         del self.pending[instruction]
+        if until > self.now:
+            self.waits.append((self.now, until))
         self.now = until
 
 
@@ -205,6 +236,16 @@ class _Simulation:
     per_host: int
     timeline: Timeline = field(default_factory=Timeline)
     known: dict[Computation, float] = field(default_factory=dict)  # seconds of one run of each computation
+    spans_in: dict[Computation, list[Span]] = field(default_factory=dict)  # of one run, without those of `calls`
+    calls: dict[Computation, list[tuple[Computation, float, float]]] = field(default_factory=dict)  # begin, end
+
+    def spans_of(self, computation: Computation, begin: float, scale: float) -> Iterator[Span]:
+        """The spans of a computation that begins at this time and takes `scale` times the time of one run."""
+        for row, kind, first, last in self.spans_in[computation]:
+            yield Span(row, kind, begin + scale * first, begin + scale * last)
+        for called, first, last in self.calls[computation]:
+            if self.known[called]:
+                yield from self.spans_of(called, begin + scale * first, scale * (last - first) / self.known[called])
 
     def run(self, computation: Computation) -> float:
         """Seconds of one run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
@@ -212,6 +253,8 @@ class _Simulation:
             return self.known[computation]
         clock = _Clock()
         times = self.module.executions[computation]
+        spans: list[Span] = []
+        calls: list[tuple[Computation, float, float]] = []
         executed = float(times) if times % 1 else int(times)
         for instruction in computation.instructions:
             before = clock.now
@@ -223,19 +266,28 @@ class _Simulation:
                 # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
                 most = instruction.opcode == "conditional" and sum(counts) > 1
                 clock.work(Kernel(max(durations) if most else sum(durations, 0.0), 0.0))
+                ends = itertools.accumulate(durations, initial=before)
+                pairs = zip(instruction.called, itertools.pairwise(ends), strict=True)
+                calls += [(called, first, min(last, clock.now)) for called, (first, last) in pairs if first < clock.now]
             elif message := collective(instruction, self.devices, self.per_host) or host_copy(instruction):
                 sent = Transmission(instruction, message, executed)
                 self.timeline.transmissions.append(sent)
                 clock.start(sent, message.seconds(self.gpu) if self.gpu else 0.0)
+                spans.append(Span(message.link, message.kind, sent.begins, sent.ends))
             elif instruction.opcode == "async-start":  # a kernel on another stream
                 clock.work(Kernel(self.run(instruction.called[0]), 0.0))
+                spans.append(Span(COMPUTE, KERNEL, before, clock.now))
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in clock.pending:
                 clock.wait_for(instruction.operands[0])
             elif self.gpu:
                 clock.work(self._kernel(instruction, self.gpu, times), self.gpu)
+                spans.append(Span(COMPUTE, KERNEL, before, clock.now))
             if clock.now > before:
                 self.timeline.seconds_in[instruction] = clock.now - before
         self.known[computation] = clock.now
+        self.calls[computation] = calls
+        spans += [Span(COMPUTE, WAIT, begin, end) for begin, end in clock.waits]
+        self.spans_in[computation] = [span for span in spans if span.end > span.begin]
         return clock.now
 
     def _kernel(self, instruction: Instruction, gpu: Gpu, times: int | Fraction) -> Kernel:

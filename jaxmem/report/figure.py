@@ -48,7 +48,8 @@ def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Fi
 
 def digest(drawn: Figure) -> str:
     """A short hash of the words and numbers of a figure, but not of its style: its titles and labels, and the places of
-    its lines and bars with four digits."""
+    its lines, bars and areas with four digits."""
+    from matplotlib.collections import Collection
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.text import Text
@@ -60,6 +61,8 @@ def digest(drawn: Figure) -> str:
                 content.append(artist.get_text())
             elif isinstance(artist, Line2D):
                 content += (f"{value:.4g}" for value in np.asarray(artist.get_xydata(), float).flat)
+            elif isinstance(artist, Collection):
+                content += (f"{x:.4g}" for path in artist.get_paths() for x in np.asarray(path.vertices, float).flat)
             elif isinstance(artist, Patch):
                 content += (f"{value:.4g}" for value in np.asarray(artist.get_path().vertices, float).flat)
                 content += (f"{value:.4g}" for value in artist.get_patch_transform().get_matrix().flat)

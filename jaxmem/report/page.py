@@ -25,6 +25,12 @@ CURVES = {
 OPERATIONS = {
     "F": ("forward", "#0072b2"), "B": ("backward", "#e69f00")
 }  # fmt: skip
+# The rows of a timeline, and the names and colours of its spans.
+ROWS = {"compute": "compute", "network": "communication", "to host": "to host", "from host": "from host"}
+KINDS = {
+    "kernel": ("kernels", "#0072b2"), "transfer": ("transfers", "#9aa0a6"),
+    "wait": ("exposed: kernels wait for a transfer", "#d55e00"),
+}  # fmt: skip
 LEGEND = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
 
 
@@ -51,8 +57,8 @@ def page(plan: JsonView, memory: JsonView, record: RunRecord | None = None) -> s
     parts = _parts(plan)
     phases = {phase: size for phase, size in plan["phases"].items() if size is not None}
     return environment.from_string(html).render(
-        # Plans of earlier versions lack these three keys.
-        plan={"kernels": {}, "remat_why": None, "schedule": None} | dict(plan),
+        # Plans of earlier versions lack these four keys.
+        plan={"kernels": {}, "remat_why": None, "schedule": None, "timeline": {}} | dict(plan),
         memory=memory,
         record=record,
         version=__version__,
@@ -69,7 +75,25 @@ def page(plan: JsonView, memory: JsonView, record: RunRecord | None = None) -> s
         most_of_phases=max(*phases.values(), 1),
         curves=_curves(record.rows) if record else [],
         operations=_operations(plan),
+        rows=_rows(plan),
+        kinds=KINDS,
     )
+
+
+def _rows(plan: JsonView) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(name, [(colour, SVG path)]) for each row of the timeline; a drawing is 1,000 wide and 1 high. Empty if nothing
+    is transferred."""
+    rows = plan.get("timeline") or {}
+    drawn = []
+    for row in (name for name in ROWS if name in rows and len(rows) > 1):
+        paths: dict[str, str] = {}
+        for begin, end, kind in rows[row]:
+            colour = KINDS.get(kind, KINDS["transfer"])[1]
+            paths[colour] = (
+                paths.get(colour, "") + f"M{1000 * begin:g} 0h{1000 * (end - begin):.2f}v1h{1000 * (begin - end):.2f}z"
+            )
+        drawn.append((ROWS[row], list(paths.items())))
+    return drawn
 
 
 def _operations(plan: JsonView) -> list[tuple[str, str, str]]:

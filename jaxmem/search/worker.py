@@ -121,10 +121,12 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDic
 
 
 def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
-    """The step in a plan, as JSON; compiled without a memory limit, so that XLA recomputes nothing by itself."""
+    """The step in a plan, as JSON, and its `memory` over time; compiled without a memory limit, so that XLA recomputes
+    nothing by itself."""
     built = program(cfg, target_devices(target, 1000 * target.memory))
     step = compile_all(built.lower_step(), {}, here=target.is_here, code=False)[0]
-    return Plan(built, target, step, 0.0).step_as_json()
+    plan = Plan(built, target, step, 0.0)
+    return {**plan.step_as_json(), "memory": plan.history}
 
 
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:

@@ -102,7 +102,7 @@ class LinePlot:
                 lw=width,
                 markevery=every,
                 mfc=None if number < len(COLOURS) else "white",  # the styles repeat
-                label=name,
+                label="" if self.names else name,
             )
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         for axis in self.log:
@@ -191,14 +191,13 @@ class Areas:
     def draw(self, axes: Axes) -> None:
         values = [[*heights, heights[-1]] for heights in self.areas.values()]
         colours = [self.colours[name] for name in self.areas]
-        axes.stackplot(
-            [*self.begins, self.end], values, step="post", labels=list(self.areas), colors=colours, ec="white", lw=0.2
-        )
+        axes.stackplot([*self.begins, self.end], values, step="post", labels=list(self.areas), colors=colours)
         sums = [sum(column) for column in zip(*self.areas.values(), strict=True)]
         peak = max(sums)
         at = self.begins[sums.index(peak)]
         axes.plot([at], [peak], "kv", ms=5)
-        axes.annotate(f"{peak:.1f}", (at, peak), (5, 2), textcoords="offset points", fontsize=9, fontweight="bold")
+        side = {"ha": "right", "xytext": (-5, 4)} if at > self.end / 2 else {"ha": "left", "xytext": (5, 4)}
+        axes.annotate(f"{peak:.1f}", (at, peak), textcoords="offset points", fontsize=9, fontweight="bold", **side)
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y, xlim=(0, self.end))
         axes.set_ylim(0, self.top or 1.15 * peak)
 
@@ -276,7 +275,8 @@ def draw(path: Path, panels: Sequence[Panel], widths: Sequence[float] | None = N
             axes.set_title(axes.get_title(), fontsize=10, loc="left" if isinstance(panel, Cells | Spans) else "center")
             if isinstance(panel, Cells | Spans):
                 axes.set_title("", loc="center")
-            _legend(axes, above=isinstance(panel, Cells | Spans))
+            if not isinstance(panel, Areas) or panel is panels[-1]:  # areas of several panels have the same names
+                _legend(axes, above=isinstance(panel, Cells | Spans))
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
 

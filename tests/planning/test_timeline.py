@@ -10,7 +10,7 @@ from jaxmem.machine.links import collective_seconds, link_rate, slowdown
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, read_module
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.planning.timeline import Kernel, moved_bytes, timeline
+from jaxmem.planning.timeline import COMPUTE, NETWORK, WAIT, Kernel, moved_bytes, timeline
 from tests.planning.conftest import module_of
 
 H100 = GPUS["h100-80gb"]
@@ -53,6 +53,26 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
     assert found.seconds == pytest.approx(GATHER)
     assert found.network.exposed_share == pytest.approx(one.exposed_seconds / GATHER)
     assert [one.kernels for one in found.collectives] == [kernels]
+
+
+def test_spans_of_a_wait_are_its_exposed_seconds() -> None:
+    module = program_of(
+        ("x", "parameter", []),
+        ("start", "all-gather-start", ["x"]),
+        ("work", "negate", ["x"]),
+        ("done", "all-gather-done", ["start"]),
+        ("last", "negate", ["x"]),
+    )
+    found = timeline(module, H100, 8, 8)
+    waits = [span for span in found.spans if span.kind == WAIT]
+    assert sum(span.end - span.begin for span in waits) == pytest.approx(found.network.exposed_seconds)
+    sent = [span for span in found.spans if span.row == NETWORK]
+    assert [(span.kind, span.begin) for span in sent] == [("all-gather", 0.0)]
+    compute = [span for span in found.spans if span.row == COMPUTE]
+    assert sum(span.end - span.begin for span in compute) == pytest.approx(found.seconds)
+    rows = found.rows()
+    assert rows[COMPUTE][-1][1] == pytest.approx(1.0)
+    assert [kind for _, _, kind in rows[COMPUTE]] == ["kernel", WAIT, "kernel"]
 
 
 def test_collectives_on_one_link_do_not_overlap() -> None:

@@ -16,7 +16,8 @@ from jaxmem.planning import Plan, format_bytes
 from jaxmem.planning.history import BANDS
 from jaxmem.report import report_run, write_figure, write_page
 from jaxmem.report.charts import COLOURS, HEIGHT, WIDTH, thinned
-from jaxmem.report.page import _operations
+from jaxmem.report.figure import digest, digest_of
+from jaxmem.report.page import KINDS, _operations, _rows, page
 from tests.planning.conftest import plan_here
 
 ALONE = {"br", "input", "link", "meta"}  # tags that have no end
@@ -95,7 +96,7 @@ def test_what_is_drawn_adds_up_to_the_plan(plan: Plan, text: str) -> None:
     paths = {
         attributes["fill"]: [tuple(map(float, point.split(","))) for point in attributes["d"].strip("MZ").split()]
         for tag, attributes in Page(text).tags
-        if tag == "path"
+        if tag == "path" and (attributes["d"] or "").endswith("Z")  # areas; the rows of the timeline end with z
     }
     top = 1.04 * sum(peak[1:])
     for band, size in zip(BANDS, columns[fullest][1:], strict=True):
@@ -168,14 +169,32 @@ def test_the_figure_shows_the_bands_and_the_peak_of_the_plan(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
     write_figure(plan, tmp_path / "plan.png")
+    assert digest_of(tmp_path / "plan.png") == digest(drawn[0])
     axes = drawn[0].axes[0]
     heights = [band.get_paths()[0].vertices[:, 1] for band in axes.collections]
     peak = axes.texts[0].xy[1]
     assert max(map(max, heights)) == pytest.approx(peak)
     assert axes.texts[0].get_text() == f"peak {format_bytes(sum(plan.history['peak'][1:]))}"
     assert {text.get_text() for text in axes.get_legend().get_texts()} <= set(BANDS)
+
+
+def test_a_timeline_is_drawn_where_something_is_transferred(plan: Plan) -> None:
+    compute, network = [[0.0, 0.5, "kernel"], [0.5, 1.0, "wait"]], [[0.25, 1.0, "all-gather"]]
+    (first, spans), (second, transfers) = _rows({"timeline": {"compute": compute, "network": network}})
+    assert (first, second) == ("compute", "communication")
+    assert [path for _, path in spans] == ["M0 0h500.00v1h-500.00z", "M500 0h500.00v1h-500.00z"]
+    assert transfers == [(KINDS["transfer"][1], "M250 0h750.00v1h-750.00z")]
+    assert _rows({"timeline": {"compute": compute}}) == _rows({}) == []
+    drawn = page({**plan.as_json(), "timeline": {"compute": compute, "network": network}}, plan.history)
+    assert KINDS["wait"][0] in Page(drawn).words
 
 
 def test_a_schedule_is_drawn_with_a_cell_for_each_operation() -> None:
