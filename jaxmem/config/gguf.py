@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.gguf_tokenizer import special_token_ids, tokenizer_config, tokenizer_json
+from jaxmem.config.hf_families import FAMILIES
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.errors import UserError, one_line
 from jaxmem.machine.files import atomic_directory
 from jaxmem.typing import JsonDict, JsonView
 
 FILE = "model.gguf"  # name of the link in the directory
-FORMAT = "2"  # changes if the same file results in another directory
+FORMAT = "3"  # changes if the same file results in another directory
 MAX_VALUES = 3_000_000  # limit of the values of a header, since the package makes an array of each
 INSTALL = "pip install 'jaxmem[gguf]'"
 
@@ -209,6 +210,7 @@ def settings_of(opened: GgufFile) -> JsonDict:
     settings = {keys[key]: value for key, value in values.items() if key in keys}
     settings |= {
         "architectures": [architecture.name],
+        "model_type": FAMILIES[architecture.name].model_type,  # by which transformers opens an export
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": stored_dtype(opened),

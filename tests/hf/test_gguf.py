@@ -140,6 +140,13 @@ def test_a_file_is_a_model_for_each_command(tmp_path: Path) -> None:
     assert template_for(tokenizer_for(program.cfg.data.tokenizer)).render(messages).text == "hi<|end|>"
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_transformers_opens_an_export_by_its_model_type(name: str, tmp_path: Path) -> None:
+    import_model(directory_of(name, tmp_path), tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "exported")
+    assert json.loads((tmp_path / "exported/config.json").read_text())["model_type"] == name
+
+
 def test_a_moved_file_is_named(tmp_path: Path) -> None:
     directory = directory_of("llama", tmp_path)
     (tmp_path / "llama.gguf").unlink()
