@@ -78,6 +78,5 @@ def test_the_loss_is_that_of_the_plain_config(row):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_of_many_settings_train_to_the_loss_of_the_plain_config(seed):
-    assert outcome(Cover(seed).next_row()).failure is None
+def test_a_row_of_many_settings_trains_to_the_loss_of_the_plain_config():
+    assert outcome(Cover(0).next_row()).failure is None

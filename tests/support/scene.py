@@ -151,6 +151,7 @@ class Network:
     names, addresses = ("jaxmem-a", "jaxmem-b"), ("10.231.0.1", "10.231.0.2")
 
     def __enter__(self) -> Self:
+        self._remove()  # what a killed process has left
         for name in self.names:
             self._ip("netns", "add", name)
         ends = [["netns", name] for name in self.names]
@@ -167,9 +168,7 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in self.names:
-            self._ip("netns", "delete", name)
-            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+        self._remove()
 
     def cut(self) -> None:
         self._ip("-n", self.names[1], "link", "set", "cable", "down")
@@ -177,6 +176,12 @@ class Network:
     def inside(self, host: int) -> list[str]:
         """What a command is run by."""
         return ["ip", "netns", "exec", self.names[host]]
+
+    def _remove(self) -> None:
+        for name in self.names:
+            if Path("/run/netns", name).exists():
+                self._ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
     @staticmethod
     def _ip(*words: str) -> None:
