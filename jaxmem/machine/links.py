@@ -33,6 +33,7 @@ _NETWORK_SHARE = 0.91
 _GB_S_PER_CHANNEL = 450 / 16
 # In a ring, a device writes to its memory what it receives, and reads what it sends.
 _MEMORY_BYTES_PER_SENT = 2
+_LEAST_SHARE = 0.5  # of multiprocessors and of the memory's rate that is left for kernels, whatever the link
 
 
 def collective_seconds(gpu: Gpu, kind: str, sent: float, group: int, neighbours: int) -> float:
@@ -77,5 +78,6 @@ def slowdown(gpu: Gpu, rate: float) -> tuple[float, float]:
     """Factors on the seconds of a compute-bound and of a memory-bound kernel during a collective that sends `rate`
     bytes per second."""
     channels = gpu.link_gb_s / _GB_S_PER_CHANNEL
-    left = max(0.5, 1 - _MEMORY_BYTES_PER_SENT * rate / gpu.memory_rate)
-    return gpu.cores / (gpu.cores - channels), 1 / left
+    cores_left = max(_LEAST_SHARE, 1 - channels / gpu.cores)
+    memory_left = max(_LEAST_SHARE, 1 - _MEMORY_BYTES_PER_SENT * rate / gpu.memory_rate)
+    return 1 / cores_left, 1 / memory_left

@@ -1,5 +1,7 @@
 """Seconds of collectives, against measurements on one host of 8 H100s."""
 
+import dataclasses
+
 import pytest
 
 from jaxmem.machine.gpus import GPUS
@@ -54,3 +56,5 @@ def test_a_collective_slows_kernels_down() -> None:
     assert arithmetic == pytest.approx(132 / 116)
     assert memory == pytest.approx(1 / (1 - 700e9 / H100.memory_rate))
     assert slowdown(RTX, 20e9)[0] < 1.02
+    few_cores = dataclasses.replace(H100, cores=8)
+    assert slowdown(few_cores, 1e12) == (2.0, pytest.approx(2.0))
