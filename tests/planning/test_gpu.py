@@ -13,6 +13,7 @@ import pytest
 
 from jaxmem import planning
 from jaxmem.planning import Plan
+from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.hlo_proto import BufferAssignmentProto
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
@@ -73,6 +74,12 @@ def test_no_schedule_is_faster_than_the_roofline(planned: Plan) -> None:
     assert planned.estimated_step_seconds >= planned.timeline.roofline > 0
     # Each layer's forward pass runs twice; of the ideal 3 parts these are 4.
     assert 1.0 < planned.timeline.flops / planned.ideal_flops_per_device < 1.5
+
+
+def test_the_printed_plan_says_how_published_runs_compare(planned: Plan) -> None:
+    compared = published_range(planned.target)
+    assert compared is not None
+    assert f"{compared} than planned" in " ".join(str(planned).split())
 
 
 def test_a_slower_gpu_and_a_slower_network_take_longer(planned: Plan) -> None:
