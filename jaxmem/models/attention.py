@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
+from jaxmem.kernels.categories import category
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
 from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear
@@ -219,6 +220,7 @@ def sharded_attention(
     over = () if layout is None else layout.over("activations", "time")
     how = {"deterministic": execution.deterministic, "max_segments": execution.max_segments}
 
+    @category("attention")
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, has_window: Any, sinks: Any) -> jax.Array:
         options = {"implementation": execution.attention, "segment_ids": ids, "sinks": sinks}
         options |= spec.options(has_window) | how

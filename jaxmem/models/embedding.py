@@ -20,6 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxmem.kernels.categories import category
 from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
@@ -65,6 +66,7 @@ def lookup_param(param: nnx.Param, ids: Ids, dtype: DTypeLike) -> Float[Array, "
     return lookup(param.get_value(), ids, param.get_metadata()["axes"], dtype)
 
 
+@category("embedding")
 def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
     """Rows of an embedding matrix in the compute dtype, sharded like the residual stream. Only these rows of a
     quantized matrix are dequantized.

@@ -14,7 +14,7 @@ from jaxmem.lazy import lazy_names
 _get, _names = lazy_names(
     __name__,
     apply="apply_updates global_norm leaf_key",
-    transformation="chain with_learning_rate",
+    transformation="chain named_update with_learning_rate",
     clipping="clip record_norm",
     layers="MatrixRule ParameterSpec UpdateContext by_layer state_axes",
     master="REMAINDER_BITS with_master with_remainder",

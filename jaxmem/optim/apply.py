@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from jaxmem import kernels
 from jaxmem.errors import UserError, nearest
+from jaxmem.kernels.categories import category
 from jaxmem.kernels.draws import scramble
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
@@ -83,6 +84,7 @@ def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -
     return known
 
 
+@category("update")
 def apply_updates(
     params: Tree,
     updates: Tree,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem.kernels.categories import category
 from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding import Axes, is_axes
@@ -53,6 +54,11 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) 
         return jax.tree.map(add_decay, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
 
     return Transformation(lambda _: optax.EmptyState(), update)
+
+
+def named_update(tx: Transformation) -> Transformation:
+    """The same optimizer; a compiled step shows which values it computes (`kernels.categories`)."""
+    return Transformation(tx.init, category("update")(tx.update))
 
 
 def chain(*parts: optax.GradientTransformation) -> Transformation:

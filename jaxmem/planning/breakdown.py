@@ -1,8 +1,9 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
-Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, its shape, the
-pass that computed it and its source file. Nothing is estimated: the parts are sums of buffers, and bytes outside of all
-buffers (gaps between buffers, tables of pointers) are `other`.
+Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
+computed it, and the category in its name (`kernels.categories`). A value of the backward pass that has none of these,
+but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the parts
+are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import functools
@@ -11,14 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from types import ModuleType
 
 from jaxmem.estimate.parts import PARTS, SAVED, is_batch, is_optimizer_state, is_weight, part_of
-from jaxmem.kernels.fused_attention import reference
-from jaxmem.models import cross_entropy, losses
+from jaxmem.kernels.categories import category_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
-from jaxmem.planning.hlo import Computation, Frame, HloShape, Instruction, Module, dot_flops
+from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
 
 # Names of parts in tables and figures, if they differ from the names in JSON.
@@ -33,18 +31,9 @@ STATE_COPIES = "working copies"  # copies of optimizer state
 # The inputs of the program from which a value was computed.
 Origins = int  # one bit per input
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
+GRADIENT = 16  # the value is the gradient of a weight, or computed from such gradients
 NOWHERE = 0  # literals, and values that are computed from literals only
 Result = tuple[Origins, ...]  # one for each array of an instruction's result
-
-
-def _source_file(module: ModuleType) -> str:
-    """The end of a module's path, since a cached program may have been compiled from another checkout."""
-    return "/".join(Path(str(module.__file__)).parts[-2:])
-
-
-_LOSS_FILES = tuple(map(_source_file, (losses, cross_entropy)))
-_REFERENCE_ATTENTION = _source_file(reference)
-_ATTENTION = "kernels/fused_attention"
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,7 @@ class NamedBuffer:
     made_by: str  # jax's name of the operation; "" if it has none
     shape: HloShape
     region: Region | None = None  # None: an argument or a result
+    by_shape: bool = False  # whether it is classified by its shape
 
 
 @dataclass(frozen=True)
@@ -85,6 +75,11 @@ class Breakdown:
 
     def of_kind(self, kind: str) -> int:
         return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
+
+    @property
+    def by_shape(self) -> int:
+        """Bytes at the peak that are classified by their shapes."""
+        return sum(buffer.size for buffer in self.buffers if buffer.by_shape)
 
     def on_host(self, *parts: str) -> int:
         """Bytes of arguments that are stored in host memory."""
@@ -147,37 +142,42 @@ class Breakdown:
             for instruction, index in places
             if instruction in self._origins
         )
-        part, kind = self._part_and_kind(region, maker, shape, origins)
-        return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region)
+        part, kind, by_shape = self._part_and_kind(region, maker, shape, origins)
+        return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region, by_shape)
 
-    def _part_and_kind(self, region: Region, maker: Instruction, shape: HloShape, origins: Origins) -> tuple[str, str]:
+    def _part_and_kind(
+        self, region: Region, maker: Instruction, shape: HloShape, origins: Origins
+    ) -> tuple[str, str, bool]:
+        """The part, the kind, and whether it is known only by the shape."""
         dims = sorted_dims(shape.dims)
         when = pass_of(maker.op_name)
+        category = category_of(maker.op_name)
         if origins == WEIGHTS:
-            return "activations", COPIES if dims in self.known.stored else GATHERED
+            return "activations", COPIES if dims in self.known.stored else GATHERED, False
         if origins and not origins & ~(OPTIMIZER | OTHER):
-            return "optimizer", STATE_COPIES
-        is_gradient = dims and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
-        if when != "forward" and origins & BATCH and is_gradient:
-            if when == "backward":
-                return "gradients", "of one backward pass"
-            return "gradients", UPDATES if origins & OPTIMIZER else "summed or scaled"
+            return "optimizer", STATE_COPIES, False
+        if category == "update":
+            return "gradients", UPDATES, False
+        kind = "of one backward pass" if when == "backward" else UPDATES if origins & OPTIMIZER else "summed or scaled"
+        if when != "forward" and origins & GRADIENT:
+            return "gradients", kind, False
         spans = [self.lifetimes.of(buffer) for buffer in region.buffers]
         crosses = min(start for start, _ in spans) < self._backward <= max(end for _, end in spans)
+        if category == "logits":
+            return "activations", LOGITS, False
+        if category == "all_scores":
+            return "activations", ALL_SCORES, False
+        has_shape = dims and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
+        may_be_gradient = category is None and when != "forward" and origins & BATCH
+        if has_shape and may_be_gradient and not is_repeated(maker.op_name):
+            return "gradients", kind, True
         if when == "update" and origins & OPTIMIZER:
             # With `memory.update: during` the boundaries of layers are written outside of `jvp`.
-            return ("activations", SAVED) if crosses and origins & BATCH else ("gradients", UPDATES)
-        if is_of_loss(maker.frames):
-            return "activations", LOGITS
-        if dims.count(self.known.positions or 0) > 1 and any(
-            _REFERENCE_ATTENTION in frame.file for frame in maker.frames
-        ):
-            return "activations", ALL_SCORES
+            is_saved = crosses and origins & BATCH
+            return ("activations", SAVED, False) if is_saved else ("gradients", UPDATES, False)
         if when == "forward" and max(end for _, end in spans) >= self._backward:
-            return "activations", SAVED
-        if any(_ATTENTION in frame.file for frame in maker.frames):
-            return "activations", "attention"
-        return "activations", "intermediates"
+            return "activations", SAVED, False
+        return "activations", "attention" if category == "attention" else "intermediates", False
 
 
 def input_origin(path: str) -> Origins:
@@ -195,14 +195,19 @@ def pass_of(op_name: str) -> str:
     >>> [pass_of(f"jit(step)/{name}") for name in ("jvp()/add", "transpose(jvp())/while/body/dot_general", "mul")]
     ['forward', 'backward', 'update']
     """
-    if "transpose(" in op_name or "rematted_computation" in op_name:
+    if "transpose(" in op_name or is_recomputed(op_name):
         return "backward"
     return "forward" if "jvp(" in op_name else "update"
 
 
-def is_of_loss(frames: Sequence[Frame]) -> bool:
-    """Whether an operation belongs to the loss, or to the matrix multiplication before it."""
-    return any(frame.file.endswith(_LOSS_FILES) or frame.function.endswith(".logits") for frame in frames)
+def is_repeated(op_name: str) -> bool:
+    """Whether an operation copies, reads or recomputes a value instead of computing a new one."""
+    return not op_name or op_name.endswith("dynamic_slice") or is_recomputed(op_name)
+
+
+def is_recomputed(op_name: str) -> bool:
+    """Whether an operation of the backward pass repeats one of the forward pass."""
+    return "rematted_computation" in op_name
 
 
 def maker_rank(maker: Instruction) -> tuple[bool, bool, bool]:
@@ -283,7 +288,27 @@ def _result(instruction: Instruction, origins: dict[Instruction, Result]) -> Res
             started = sum(operands, ()) + _run(instruction.called[0], operands, origins)
             return started + (NOWHERE,) * (instruction.shape.arrays - len(started))
         case _:
-            return _uniform(instruction, union(map(union, operands)))
+            return _uniform(instruction, _computed(instruction, [union(operand) for operand in operands]))
+
+
+def _computed(instruction: Instruction, operands: Sequence[Origins]) -> Origins:
+    """The origins of a result, from those of the operands. The gradient of a weight is a matmul, in the backward pass,
+    of two values that depend on the batch; the gradient of an activation is a matmul with a weight. The gradient of an
+    embedding is what its lookup computes in the backward pass. New weights and optimizer state do not count as
+    gradients, although they are computed from them."""
+    result = union(operands)
+    category = category_of(instruction.op_name)
+    if category == "update" and result & GRADIENT:
+        return result & ~(GRADIENT | BATCH) | OPTIMIZER
+    is_transposed = pass_of(instruction.op_name) == "backward" and not is_recomputed(instruction.op_name)
+    if category == "embedding" and is_transposed and result & BATCH:
+        return result | GRADIENT
+    if not dot_flops(instruction):
+        return result
+    is_of_weight = is_transposed and category not in ("attention", "all_scores")
+    if is_of_weight and all(origins & BATCH or not origins for origins in operands):
+        return result | GRADIENT
+    return result & ~GRADIENT
 
 
 def _uniform(instruction: Instruction, origins: Origins) -> Result:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmem.estimate.parts import SAVED
+from jaxmem.kernels.categories import category_of
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
     COPIES,
@@ -19,7 +20,6 @@ from jaxmem.planning.breakdown import (
     LOGITS,
     Breakdown,
     NamedBuffer,
-    is_of_loss,
     maker_of,
     maker_rank,
     pass_of,
@@ -160,7 +160,7 @@ def _pass(instruction: Instruction) -> str | None:
     maker = maker_of(instruction, ())
     if not maker.op_name.startswith("jit("):
         return None
-    return "loss" if is_of_loss(maker.frames) else pass_of(maker.op_name)
+    return "loss" if category_of(maker.op_name) == "logits" else pass_of(maker.op_name)
 
 
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[JsonDict]:

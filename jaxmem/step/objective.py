@@ -42,6 +42,8 @@ class Objective:
 
 def objective(complete: config.Config) -> Objective:
     """The objective of a config."""
+    from jaxmem.kernels.categories import category
+
     cfg, memory = complete.objective, complete.memory
     if cfg.name == "own":
         # The first part is the complete loss, so that all stacks of layers are in this part.
@@ -56,8 +58,9 @@ def objective(complete: config.Config) -> Objective:
         "contrastive": (_pairs, partial(_contrastive, cfg)),
     }
     if isinstance(complete.model, config.ImageText):
-        return Objective(_towers, _image_text_loss)
-    return Objective(*parts[cfg.name])
+        return Objective(_towers, category("logits")(_image_text_loss))
+    features, sums = parts[cfg.name]
+    return Objective(features, category("logits")(sums))
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

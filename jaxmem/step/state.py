@@ -79,8 +79,10 @@ class StateSpec:
             tx = optim.scale_updates(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
         master = self.cfg.precision.master
         if master in optim.REMAINDER_BITS:
-            return optim.with_remainder(tx, optim.REMAINDER_BITS[master], axes)
-        return tx if master == "none" else optim.with_master(tx)
+            tx = optim.with_remainder(tx, optim.REMAINDER_BITS[master], axes)
+        elif master != "none":
+            tx = optim.with_master(tx)
+        return optim.named_update(tx)
 
     @property
     def update_kernel(self) -> str:

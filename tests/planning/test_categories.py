@@ -1,0 +1,35 @@
+"""What the core computes says what it is for in the names of the compiled step; shapes are the fallback."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.buffers import read_allocations
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.known_shapes import known_shapes
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.step import program
+from tests.support.tiers import cases
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+MAX_SHARE = 0.02
+
+
+@pytest.mark.parametrize("name", cases(NAMES, "digits-mlp", "digits-vit"))
+def test_few_bytes_of_a_config_are_classified_by_their_shapes(name: str) -> None:
+    file = CONFIGS / f"{name}.yaml"
+    named = re.search(r"--target (\S+)", file.read_text(encoding="utf-8"))
+    target = parse_target(named[1] if named else "cpu:1")
+    cfg = load_config(file)
+    if cfg.memory.remat == "auto":  # which compiles several steps
+        cfg = cfg.replace(memory={"remat": "full"})
+    built = program(cfg, target_devices(target, target.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    breakdown = Breakdown(step.module, read_allocations(step.module, step.assignment), known_shapes(built))
+    share = breakdown.by_shape / step.total
+    print(f"{name}: {share:.2%} of {step.total:,} bytes by shape")
+    assert share < MAX_SHARE
