@@ -124,7 +124,7 @@ def open_run(
     with _newest_checkpoint(directory, cfg.checkpoint.path, cfg.name) as (checkpoints, step):
         saved = checkpoints.read(step)[1]["precision"]
         precision = built.cfg.precision.model_copy(update={field: saved[field] for field in STORED_FIELDS})
-        as_saved = dataclasses.replace(built, cfg=built.cfg.model_copy(update={"precision": precision}))
+        as_saved = built.with_precision(precision)
         params = _saved_params(as_saved, checkpoints, step)
     return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
 

@@ -128,6 +128,7 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
     return rows.dequantize(dtype) if isinstance(rows, QTensor) else rows
 
 
+@category("embedding")
 def _matrix_gradient(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
     """The gradient of a matrix of this shape, from the gradient of the rows. A lookup is linear, so the gradient does
     not depend on the values. Ids beyond the last row are ignored."""

@@ -21,7 +21,6 @@ class KnownShapes:
     stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
     full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; without shapes of sharded arrays
     full_gradients: frozenset[Dims]
-    positions: int | None = None  # number of positions of a sequence
     layers: int | None = None  # number of layers of a stack on one device
 
 
@@ -69,6 +68,5 @@ def known_shapes(built: Program) -> KnownShapes:
         frozenset(shapes_by_kind["stacked_sizes"]),
         frozenset(shapes_by_kind["full_weights"] - shapes_by_kind["sharded"]),
         frozenset(shapes_by_kind["full_gradients"] - shapes_by_kind["sharded"]),
-        built.cfg.row_length if built.cfg.reads_text else None,
         max(shapes_by_kind["layers"], default=None),
     )

@@ -18,7 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
-from jaxmem.config import MESH_AXES, Config, Decoder
+from jaxmem.config import MESH_AXES, Config, Decoder, Precision
 from jaxmem.config.mesh import BATCH_AXES, SEQUENCE_AXES
 from jaxmem.config.networks import Vit
 from jaxmem.errors import UserError, one_of
@@ -84,6 +84,10 @@ class Program:
         from jaxmem.step.kernel_choice import resolve_kernels
 
         return resolve_kernels(self.cfg, self.platform, self.model.capability)
+
+    def with_precision(self, precision: Precision) -> Program:
+        """The same program with weights that are stored in another format."""
+        return replace(self, cfg=self.cfg.replace(precision=precision))
 
     @property
     def platform(self) -> str:

@@ -101,7 +101,7 @@ def short_of(usable: int) -> Compiled:
 def test_recomputation_by_xla_and_what_it_costs() -> None:
     short, enough = short_of(400 * MIB), short_of(8192 * MIB)
     assert found(advice._recomputed_by_xla, compiled_step=enough, unlimited=None) == []
-    built = SimpleNamespace(cfg=config(memory={"remat": "dots"}))
+    built = program(config(memory={"remat": "dots"}), jax.devices()[:1])
     (warned,) = found(advice._recomputed_by_xla, compiled_step=short, unlimited=enough, program=built)
     assert warned.kind == "recomputed by XLA"
     assert "more FLOPs per step" in warned.text
@@ -234,8 +234,10 @@ def test_large_logits_and_their_cure() -> None:
     chunk = re.fullmatch(r"memory.loss_chunk=(\d+), batch.accumulate=2 or a larger mesh.tensor", warned.cure)
     assert chunk is not None
     assert "logits" not in kinds(plan_here(1, **LOGITS, memory={"loss_chunk": int(chunk[1])}))
-    assert advice._smaller_micro_batch(config(batch={"global_size": 6, "accumulate": 2})) == "batch.accumulate=6"
-    assert advice._smaller_micro_batch(config(batch={"global_size": 1})) == "a shorter data.sequence_length"
+    device = jax.devices()[:1]
+    rows = program(config(batch={"global_size": 6, "accumulate": 2}), device)
+    assert advice._smaller_micro_batch(rows) == "batch.accumulate=6"
+    assert advice._smaller_micro_batch(program(config(batch={"global_size": 1}), device)).startswith("a shorter data.")
 
 
 @pytest.mark.parametrize("remat", ["full", "sqrt", "slots_1"])

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmem.config import load_config
@@ -10,7 +11,7 @@ from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.known_shapes import known_shapes
-from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.planning.targets import local_target, parse_target, target_devices
 from jaxmem.step import program
 from tests.support.tiers import cases
 
@@ -23,7 +24,7 @@ MAX_SHARE = 0.02
 def test_few_bytes_of_a_config_are_classified_by_their_shapes(name: str) -> None:
     file = CONFIGS / f"{name}.yaml"
     named = re.search(r"--target (\S+)", file.read_text(encoding="utf-8"))
-    target = parse_target(named[1] if named else "cpu:1")
+    target = parse_target(named[1]) if named else local_target(jax.devices()[:1])
     cfg = load_config(file)
     if cfg.memory.remat == "auto":  # which compiles several steps
         cfg = cfg.replace(memory={"remat": "full"})
