@@ -42,7 +42,7 @@ from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
 from jaxmem.models.network import Network
-from jaxmem.quant import QTensor
+from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import Axes, Axis
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import store_new
@@ -274,9 +274,8 @@ def _column_norms(base: Linear | Embedding) -> Float[Array, "*layers outputs"]:
     """The column norms of a weight, computed one layer after the other."""
 
     def norms(w: jax.Array | QTensor) -> jax.Array:
-        w = fetch_from_host(w)
-        w = w.dequantize(jnp.float32) if isinstance(w, QTensor) else w.astype(jnp.float32)
-        return jnp.sqrt(jnp.sum(jnp.square(w), axis=-2))
+        values = values_of(fetch_from_host(w), jnp.float32)
+        return jnp.sqrt(jnp.sum(jnp.square(values), axis=-2))
 
     w = base.weight.get_value()
     return jax.lax.map(norms, w) if w.ndim > 2 else norms(w)

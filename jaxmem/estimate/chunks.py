@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxmem.config import Decoder, Memory
 from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.sharding.share import DeviceShare
-from jaxmem.step.model import chunking
+from jaxmem.step.execution import chunking
 
 
 def loss_chunk(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int | None:

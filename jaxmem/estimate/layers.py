@@ -19,7 +19,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.estimate.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, inexact_leaves, intercept_with, with_inexact
+from jaxmem.stack import StackCall, checkpointed, inexact_leaves, intercept_with, with_inexact
 
 _BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins
 
@@ -96,7 +96,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     def note(part: Any) -> tuple[Any, None] | None:
         if not isinstance(part, StackCall):
             return None
-        layers.append(_trace(part, _Operations(known, stream)))
+        layers.append(_trace(checkpointed(part, part.layers), _Operations(known, stream)))
         return part.x, None
 
     def features(params: Any, batch: Any) -> Any:

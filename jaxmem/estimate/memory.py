@@ -28,7 +28,7 @@ from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.sharding.share import share_of
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.model import repeats_forward
+from jaxmem.step.execution import repeats_forward
 
 FLOAT32 = 4  # bytes
 

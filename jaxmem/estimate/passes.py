@@ -25,7 +25,7 @@ from jaxmem.sharding import layout_for
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
-from jaxmem.step.model import pipeline_of
+from jaxmem.step.execution import pipeline_of
 from jaxmem.step.objective import trained_sum
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host

@@ -163,7 +163,7 @@ def saved_names(program: Program) -> set[str]:
     if directory is not None:
         in_file = set(map(base_tensor_name, Tensors(directory, ADAPTER).entries))
     saved = set()
-    for weight in decoder_weights(base_of(model.shapes), model.layer_indices):
+    for weight in decoder_weights(base_of(model.shapes), model.execution.layer_indices):
         names = [tensor.name for tensor in weight.tensors]
         saved |= in_file.intersection(names)
         path = tuple(jax.tree_util.DictKey(name) for name in weight.path)
@@ -216,8 +216,8 @@ def read_adapter(program: Program) -> dict[WeightPath, Any]:
     base = program.cfg.model
     assert adapter.hf is not None
     assert isinstance(base, Decoder)
-    stacks = _low_rank_stacks(params, adapter, model.layer_indices)
-    weights = list(_adapter_weights(params, stacks, model.layer_indices))
+    stacks = _low_rank_stacks(params, adapter, model.execution.layer_indices)
+    weights = list(_adapter_weights(params, stacks, model.execution.layer_indices))
     known = {*tensor_shapes(decoder_weights(base_of(params))), "lm_head.weight"}
     method = initialization(adapter.hf)
     if method is not None and base.quantization is not None:

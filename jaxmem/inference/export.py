@@ -67,7 +67,7 @@ def export_model(
     program, params = open_model(run)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER)
-    indices = program.model.layer_indices
+    indices = program.model.execution.layer_indices
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)
         ranks = hf.save_adapter(

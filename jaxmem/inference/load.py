@@ -198,7 +198,11 @@ def _store_as(built: Program, params: Tree) -> Tree:
 
         def convert(w: Tree) -> Tree:
             w = fetch_from_host(w)
-            return store(w.dequantize(jnp.float32) if is_quantized(w) else w, weight_axes, built.model.storage(path))
+            return store(
+                w.dequantize(jnp.float32) if is_quantized(w) else w,
+                weight_axes,
+                built.spec.initial_weights.storage(path),
+            )
 
         target = placed[path]
         if _format_of(left[path]) == _format_of(target):

@@ -124,8 +124,6 @@ def gather_weights(modules: Tree, dtype: DTypeLike) -> tuple[Tree, Tree]:
     def fetch(param: nnx.Variable) -> jax.Array:
         value = param.get_value()
         axes = param.get_metadata()["axes"]
-        if isinstance(value, GatheredWeight):
-            return value.value
         return gather(value, axes[len(axes) - value.ndim :], dtype if value.ndim > 1 else jnp.float32)
 
     ready = {path: fetch(param) for path, param in nnx.to_flat_state(state)}

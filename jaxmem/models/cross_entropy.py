@@ -78,18 +78,46 @@ def vocab_cross_entropy(
         The loss of each token, [batch, time].
     """
     over = vocab_over()
-    weight = network.projection
-    entries = network.cfg.vocab // axis_size(over)
     if over:
         # `tensor` shards the tokens of x here, so its gradient is summed over `over` in this sharding.
         x = constrain(sum_gradients(x, over), "batch", "stream", "embed")
-        labels = labels - jax.lax.axis_index(over) * entries
-    slices = slices_for(chunk, x, entries, max_entries)
-    if slices is None or weight is None:
+        labels = labels - jax.lax.axis_index(over) * (network.cfg.vocab // axis_size(over))
+    loss = _sliced_loss(network, x, chunk, max_entries, label_smoothing=label_smoothing, z_loss=z_loss)
+    if loss is None:
         return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss, over=over)
-    terms = Terms(label_smoothing, z_loss, getattr(network.cfg, "logit_soft_cap", None))
-    loss = SlicedLoss(weight.get_metadata()["axes"], slices, terms, over)
-    return loss(constrain(x, "vocab_batch", "vocab_time", "embed"), weight.get_value(), labels)
+    return loss(constrain(x, *_FEATURES), network.projection.get_value(), labels)
+
+
+def separate_cross_entropy(
+    network: Any,
+    x: Features,
+    labels: Labels,
+    chunk: int | Literal["auto"],
+    *,
+    max_entries: int | None = None,
+    **terms: float,
+) -> VocabOpResult | None:
+    """`vocab_cross_entropy`, with functions for its gradients; None if all logits are computed at once."""
+    loss = _sliced_loss(network, x, chunk, max_entries, **terms)
+    if loss is None:
+        return None
+    result = loss.separate(constrain(x, *_FEATURES), network.projection.get_value(), labels)
+    return dataclasses.replace(result, input_gradient=lambda g: constrain(result.input_gradient(g), *_FEATURES))
+
+
+_FEATURES: Axes = ("vocab_batch", "vocab_time", "embed")
+
+
+def _sliced_loss(
+    network: Any, x: Features, chunk: int | Literal["auto"], max_entries: int | None, **terms: float
+) -> "SlicedLoss | None":
+    over = vocab_over()
+    weight = network.projection
+    slices = slices_for(chunk, x, network.cfg.vocab // axis_size(over), max_entries)
+    if slices is None or weight is None:
+        return None
+    terms_of_loss = Terms(**terms, soft_cap=getattr(network.cfg, "logit_soft_cap", None))
+    return SlicedLoss(weight.get_metadata()["axes"], slices, terms_of_loss, over)
 
 
 def slice_width(
@@ -154,31 +182,33 @@ class SlicedLoss:
         return self.slices.vocab * axis_size(self.mesh_axes)
 
     def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
-        # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.
-        prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
-        loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
-        y = intercepted(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))
-        if y is not None:
+        loss = self._prefetching(weight)
+        if (y := intercepted(VocabOp(weight, x, partial(self.separate, x, weight, labels)))) is not None:
             return y
-        if isinstance(weight, weights.StoredWeight):
-            return _sliced(loss, x, weight.proxy, weight.stored, labels)
-        return _sliced(loss, x, weight, None, labels)
+        at = weights.proxy_of(weight)
+        return _sliced(loss, x, at, None if at is weight else weights.stored_of(weight), labels)
 
-    def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
+    def _prefetching(self, weight: weights.Weight) -> "SlicedLoss":
+        """If the weight is gathered or in host memory, the next slice is fetched while the current one is used."""
+        prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
+        return dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
+
+    def separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
         """The loss, with one function for the gradient of the features and one for that of the weight. Features and
         one float32 per token are saved; the weight gradient of a slice recomputes the logits of this slice."""
-        stored = weight.stored if isinstance(weight, weights.StoredWeight) else weight
-        y, (*_, statistics) = _forward(self, x, stored, None, labels)
+        loss = self._prefetching(weight)
+        stored = weights.stored_of(weight)
+        y, (*_, statistics) = _forward(loss, x, stored, None, labels)
 
         def weight_gradient(g: jax.Array, weight: Any, slices: Any = None, j: Any = None) -> jax.Array:
             if slices is None or j is None:
                 zeros = jnp.zeros(weight.shape, x.dtype)
-                return jnp.asarray(_backward(self, (x, zeros, weight, labels, statistics), g)[1])
-            loss = dataclasses.replace(self, slices=slices)
-            columns, _ = loss.gradients(x, labels, loss.fetch(weight, x.dtype, j), j, statistics, g)
+                return jnp.asarray(_backward(loss, (x, zeros, weight, labels, statistics), g)[1])
+            of_slices = dataclasses.replace(loss, slices=slices)
+            columns, _ = of_slices.gradients(x, labels, of_slices.fetch(weight, x.dtype, j), j, statistics, g)
             return slices.as_weight(constrain(columns, "embed", "vocab", None, role="gradients"), self.axes)
 
-        return VocabOpResult(y, lambda g: _backward(self, (x, None, stored, labels, statistics), g)[0], weight_gradient)
+        return VocabOpResult(y, lambda g: _backward(loss, (x, None, stored, labels, statistics), g)[0], weight_gradient)
 
     def fetch(self, weight: jax.Array | QTensor, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
         """Slice j of the weight, gathered, in the compute dtype."""

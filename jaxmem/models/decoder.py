@@ -18,10 +18,21 @@ from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys, soft_cap, split_keys
 from jaxmem.models.linear import Linear
-from jaxmem.models.network import STATISTICS, Execution, Network
+from jaxmem.models.network import (
+    STATISTICS,
+    Execution,
+    Flow,
+    Layers,
+    MatrixPart,
+    Network,
+    NetworkPart,
+    Part,
+    Path,
+    run_parts,
+)
 from jaxmem.models.rope import Angles, angles, document_lengths, select
 from jaxmem.sharding import constrain, current
-from jaxmem.stack import StackOptions, apply_stack, creating_in, stacked
+from jaxmem.stack import StackCall, StackOptions, creating_in, stack_call, stacked
 from jaxmem.typing import Tree
 
 
@@ -136,19 +147,18 @@ class Decoder(Network):
         """Logits of the token after each position. `keys` enables dropout."""
         return self.logits(self.features(tokens, positions, segment_ids, keys))
 
-    def features(
+    def parts(
         self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
-    ) -> Features:
-        """The input of the output projection, for losses in slices of the vocabulary."""
-        return self.features_and_router_statistics(tokens, positions, segment_ids, keys)[0]
-
-    def features_and_router_statistics(
-        self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
-    ) -> tuple[Features, Float[Array, "batch time statistics"] | None]:
+    ) -> list[NetworkPart]:
+        """The parts, of which the last one returns Flow(the input of the output projection, statistics of routers)."""
         if self.prompt is not None:
             tokens, positions, segment_ids = self._after_prompt(tokens, positions, segment_ids)
-
         mixtures = sum(self.cfg.has_experts)
+
+        def begin(network: Decoder, flow: Flow) -> Flow:
+            x = network._after_lookup(tokens, flow.x)
+            # Statistics are summed per token, next to x, so that every way to apply a stack treats them like x.
+            return flow._replace(x=(x, _no_statistics(x) if mixtures else None))
 
         def layer(
             block: Block, carry: tuple[Features, Tree], layer_inputs: Tree, tokens: _SharedInputs
@@ -157,38 +167,45 @@ class Decoder(Network):
             x, _, router = block(carry[0], tokens.of_layer(has_window), keys)
             return x, carry[1] if router is None else carry[1] + router / mixtures
 
+        def finish(network: Decoder, flow: Flow) -> Flow:
+            carry = flow.x
+            if network.prompt is not None:
+                carry = jax.tree.map(lambda x: x[:, network.prompt.length :], carry)
+            return Flow(network.norm(carry[0]), carry[1])
+
         inputs = None if keys is None else split_keys(keys, self.cfg.layers), self._has_window
         shared = self._shared(tokens, positions, segment_ids)
-        x = self._embed(tokens)
-        # Statistics are summed per token, next to x, so that every way to apply a stack treats them like x.
-        carry = x, _no_statistics(x) if mixtures else None
-        carry = self._apply(layer, carry, inputs, shared, self.execution.stack)
-        if self.prompt is not None:
-            carry = jax.tree.map(lambda x: x[:, self.prompt.length :], carry)
-        return self.norm(carry[0]), carry[1]
+        layers = self._layers_of(layer, inputs, shared, self.execution.stack)
+        return [self._lookup(tokens), Part(begin), *layers, Part(finish)]
 
-    def _apply(self, layer: Callable[..., Any], x: Tree, inputs: Tree, shared: Tree, options: StackOptions) -> Tree:
-        """Applies `layer(block, x, input, shared)` for each layer; `inputs` has an entry for each layer."""
+    def _layers_of(
+        self, layer: Callable[..., Any], inputs: Tree, shared: Tree, options: StackOptions
+    ) -> list[NetworkPart]:
+        """The stacks, with `layer(block, x, input, shared)` for each layer; `inputs` has an entry for each layer."""
 
         def take(layers: range) -> Tree:
             part = slice(layers.start, layers.stop, layers.step)
             return inputs if len(layers) == self.cfg.layers else jax.tree.map(lambda x: x[part], inputs)
 
-        for name, stacks in self._stacks.items():
-
-            def group(blocks: Any, x: Tree, inputs: Tree, shared: Tree, stacks: tuple[range, ...] = stacks) -> Tree:
+        def part(name: str, stacks: tuple[range, ...]) -> Layers:
+            def group(blocks: Any, x: Tree, inputs: Tree, shared: Tree) -> Tree:
                 for layers, layer_inputs in zip(stacks, inputs, strict=True):
-                    x = layer(
-                        blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers)), x, layer_inputs, shared
-                    )
+                    block = blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers))
+                    x = layer(block, x, layer_inputs, shared)
                 return x, None
 
-            stack_inputs = tuple(map(take, stacks))
             # Pipeline stages share the layers of the last stack; the layers before it belong to the first stage.
             is_last = name == [*self._stacks][-1]
             stack_options = options if is_last else dataclasses.replace(options, order=None)
-            x, _ = apply_stack(getattr(self, name), group, x, stack_inputs, shared, options=stack_options)
-        return x
+            stack_inputs = tuple(map(take, stacks))
+
+            def call(network: Decoder, flow: Flow) -> StackCall:
+                blocks = getattr(network, name)
+                return stack_call(blocks, group, flow.x, stack_inputs, shared, options=stack_options)
+
+            return Layers((name,), call)
+
+        return [part(name, stacks) for name, stacks in self._stacks.items()]
 
     def _after_prompt(
         self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
@@ -213,6 +230,11 @@ class Decoder(Network):
             y = soft_cap(y, cap)
         # Removes the padding of a vocabulary whose size is not divisible by the number of devices.
         return constrain(y, "vocab_batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
+
+    @property
+    def projection_path(self) -> Path:
+        """The path of the weight of the output projection."""
+        return ("embedding" if self.head is None else "head", "weight")
 
     @property
     def projection(self) -> nnx.Param | None:
@@ -265,23 +287,30 @@ class Decoder(Network):
         layers = jnp.arange(self.cfg.layers, dtype=jnp.int32), self._has_window
         # Without a backward pass nothing is recomputed.
         options = dataclasses.replace(self.execution.stack, remat="none")
-        x, cache = self._apply(layer, (self._embed(tokens), cache), layers, None, options)
+        x = self._after_lookup(tokens, self._lookup(tokens).run(self, Flow(None)).x)
+        x, cache = run_parts(self, self._layers_of(layer, layers, None, options), Flow((x, cache))).x
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 
-    def _embed(self, tokens: Ids) -> Features:
+    def _lookup(self, tokens: Ids) -> MatrixPart:
+        """The lookup of the embeddings of tokens. Tokens of a prompt, which are not in the vocabulary, are replaced."""
+        ids = tokens if self.prompt is None else jnp.minimum(tokens, self.cfg.vocab - 1)
         dtype = self.execution.dtype
-        # The scale is rounded to the compute dtype, as in transformers.
-        scale = jnp.asarray(self.cfg.embed**0.5, dtype) if self.cfg.scale_embeddings else None
+        return MatrixPart(
+            lambda network, flow: flow._replace(x=network.embedding(ids, dtype)),
+            ("embedding", "weight"),
+            lambda network, _: network.embedding.separate(ids, dtype),
+        )
 
-        def embed(tokens: Ids) -> Features:
-            x = self.embedding(tokens, dtype)
-            return x if scale is None else x * scale
-
+    def _after_lookup(self, tokens: Ids, x: Features) -> Features:
+        """The input of the first layer, from the embeddings of tokens."""
+        dtype = self.execution.dtype
+        if self.cfg.scale_embeddings:
+            # The scale is rounded to the compute dtype, as in transformers.
+            x = x * jnp.asarray(self.cfg.embed**0.5, dtype)
         if self.prompt is None:
-            return embed(tokens)
-        known = jnp.minimum(tokens, self.cfg.vocab - 1)
-        return constrain(self.prompt(tokens, embed(known), dtype), "batch", "stream", "embed")
+            return x
+        return constrain(self.prompt(tokens, x, dtype), "batch", "stream", "embed")
 
     @property
     def _has_window(self) -> Bool[Array, "layers"] | None:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.kernels.categories import category
 from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
-from jaxmem.quant import QTensor
+from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import (
     Axes,
     Layout,
@@ -38,7 +38,7 @@ from jaxmem.sharding import (
     vocab_over,
 )
 from jaxmem.sharding.host import fetch_from_host, is_on_host
-from jaxmem.sharding.weights import StoredWeight, Weight
+from jaxmem.sharding.weights import Weight, proxy_of, stored_of
 from jaxmem.stack.interception import intercepted
 from jaxmem.typing import Tree
 
@@ -56,6 +56,12 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Ids, dtype: DTypeLike) -> Features:
         x = lookup_param(self.weight, ids, dtype)
         return x if self.lora is None else self.lora.rows(x, ids, partial(fetch, self.weight, dtype))
+
+    def separate(self, ids: Ids, dtype: DTypeLike) -> VocabOpResult | None:
+        """The lookup, with functions for its gradients; None with an adapter, which may use the matrix too."""
+        if self.lora is not None:
+            return None
+        return separate_lookup(self.weight.get_value(), ids, self.weight.get_metadata()["axes"], dtype)
 
     def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits, for tied embeddings."""
@@ -87,19 +93,12 @@ def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
 
 
 def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
-    stored, at = (matrix.stored, matrix.proxy) if isinstance(matrix, StoredWeight) else (matrix, None)
-
-    def forward() -> VocabOpResult:
-        return VocabOpResult(_lookup(stored, ids, axes, dtype), lambda _: None, weight_gradient)
-
-    def weight_gradient(g: jax.Array, weight: Matrix, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
-        if slices is None or j is None:
-            return _matrix_gradient(weight.shape, ids, axes, g)
-        return _matrix_gradient((slices.size, weight.shape[1]), slices.positions(ids, j), axes, g)
-
+    forward = partial(separate_lookup, matrix, ids, axes, dtype)
     if (y := intercepted(VocabOp(matrix, None, forward))) is not None:
         return y
-    if at is None:
+    stored = stored_of(matrix)
+    at = proxy_of(matrix)
+    if at is None or at is stored:
         return _lookup(stored, ids, axes, dtype)
 
     @jax.custom_vjp
@@ -111,6 +110,21 @@ def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike
 
     looked_up.defvjp(lambda at, matrix, ids: (looked_up(at, matrix, ids), ids), back)
     return looked_up(at, stored, ids)
+
+
+@category("embedding")
+def separate_lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> VocabOpResult:
+    """The lookup, with a function for the gradient of the matrix."""
+    stored = stored_of(matrix)
+
+    def weight_gradient(
+        g: jax.Array, weight: Matrix, slices: VocabSlices | None = None, j: jax.Array | None = None
+    ) -> jax.Array:
+        if slices is None or j is None:
+            return _matrix_gradient(weight.shape, ids, axes, g)
+        return _matrix_gradient((slices.size, weight.shape[1]), slices.positions(ids, j), axes, g)
+
+    return VocabOpResult(_lookup(stored, ids, axes, dtype), lambda _: None, weight_gradient)
 
 
 def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
@@ -125,7 +139,7 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
         return jnp.take(x, ids, axis=0, mode=mode)
 
     rows = jax.tree.map(take, matrix)
-    return rows.dequantize(dtype) if isinstance(rows, QTensor) else rows
+    return values_of(rows, dtype)
 
 
 @category("embedding")

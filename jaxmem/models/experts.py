@@ -34,7 +34,7 @@ from jaxmem.models.mixture import Mixture
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather_quantized, mean_over_groups
 from jaxmem.sharding.host import is_streamed
-from jaxmem.sharding.weights import StoredWeight
+from jaxmem.sharding.weights import frozen_of
 from jaxmem.typing import Tree
 
 Choices = Int[Array, "batch time top_k"]  # the experts of each token
@@ -65,11 +65,12 @@ class ExpertLinear(Linear):
 
     def frozen(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has no gradient; quantized weights are not dequantized, streamed weights not copied."""
-        value = self.weight.get_value()
-        if isinstance(value, StoredWeight) and value.proxy is None:
-            value = value.stored
-        elif not (isinstance(value, QTensor) or is_streamed(value)):
-            return {}
+        weight = self.weight.get_value()
+        value = frozen_of(weight)
+        if value is None:
+            if not (isinstance(weight, QTensor) or is_streamed(weight)):
+                return {}
+            value = weight
         if any(map(is_streamed, jax.tree.leaves(value, is_leaf=is_streamed))):
             return {"weight": value}
         if not isinstance(value, QTensor):

@@ -23,7 +23,7 @@ from jaxmem.models.attention import Attention, AttentionSpec
 from jaxmem.models.block import Block, DenseMlp
 from jaxmem.models.layers import LayerNorm, RowKeys, dropout, fetch, new_weight, split_keys
 from jaxmem.models.linear import Linear
-from jaxmem.models.network import Execution, Network, apply_blocks
+from jaxmem.models.network import Execution, Flow, Network, NetworkPart, Part, blocks_of
 from jaxmem.sharding import Axes, constrain
 from jaxmem.stack import stacked
 
@@ -70,9 +70,16 @@ class Mlp(ImageNetwork):
         self.norm = LayerNorm(cfg.embed)
         self.head = Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)
 
-    def features(
+    def parts(
         self, images: Num[Array, "batch height width channels"], keys: RowKeys | None = None
-    ) -> Float[Array, "batch embed"]:
+    ) -> list[NetworkPart]:
+        return [
+            Part(lambda network, flow: flow._replace(x=network.embed(images))),
+            blocks_of(("blocks",), keys, self.cfg.layers, self.execution.stack),
+            Part(lambda network, flow: flow._replace(x=network.norm(flow.x))),
+        ]
+
+    def embed(self, images: Num[Array, "batch height width channels"]) -> Float[Array, "batch embed"]:
         dtype = self.execution.dtype
         pixels = images.reshape(images.shape[0], -1)
         if self.cfg.inputs == "one_hot":
@@ -81,8 +88,7 @@ class Mlp(ImageNetwork):
             x = jnp.take(fetch(self.categories, dtype), pixels, axis=0)
         else:
             x = pixels.astype(dtype)
-        x = constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")
-        return self.norm(apply_blocks(self.blocks, x, keys, self.cfg.layers, self.execution.stack))
+        return constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")
 
 
 Images = Float[Array, "_ _ _ _"]  # batch, height, width, channels
@@ -146,19 +152,15 @@ class ConvBlock(nnx.Module):
 class Stage(nnx.Module):
     """Blocks of the same width. Stages after the first begin with a 2 x 2 max pooling."""
 
-    def __init__(
-        self, rngs: nnx.Rngs, inputs: int, channels: int, cfg: networks.Convnet, execution: Execution, pool: bool
-    ):
+    def __init__(self, rngs: nnx.Rngs, inputs: int, channels: int, cfg: networks.Convnet, pool: bool):
         self.widen = Convolution(rngs, inputs, channels, ("channels", "embed"))
         self.blocks = stacked(lambda rngs: ConvBlock(rngs, channels, cfg.dropout), cfg.blocks, rngs)
-        self.count = cfg.blocks
-        self.stack = execution.stack
         self.pool = pool
 
-    def __call__(self, x: Images, keys: RowKeys | None) -> Images:
+    def input_of_blocks(self, x: Images) -> Images:
         if self.pool:
             x = nnx.max_pool(x, (2, 2), (2, 2))
-        return apply_blocks(self.blocks, self.widen(x), keys, self.count, self.stack)
+        return self.widen(x)
 
 
 class Convnet(ImageNetwork):
@@ -168,17 +170,23 @@ class Convnet(ImageNetwork):
         self.cfg, self.execution = cfg, execution
         widths = (cfg.channels, *cfg.stages)
         for i, (inputs, channels) in enumerate(pairwise(widths)):
-            setattr(self, f"stage_{i}", Stage(rngs, inputs, channels, cfg, execution, pool=i > 0))
+            setattr(self, f"stage_{i}", Stage(rngs, inputs, channels, cfg, pool=i > 0))
         self.norm = LayerNorm(cfg.stages[-1])
         self.head = Linear(rngs, cfg.stages[-1], cfg.outputs, ("embed", "classes"), bias=True)
 
-    def features(self, images: Images, keys: RowKeys | None = None) -> Float[Array, "batch embed"]:
-        x = images.astype(self.execution.dtype)
+    def parts(self, images: Images, keys: RowKeys | None = None) -> list[NetworkPart]:
         count = len(self.cfg.stages)
         stage_keys = [None] * count if keys is None else split_keys(keys, count)
+        parts: list[NetworkPart] = [Part(lambda network, flow: flow._replace(x=images.astype(network.execution.dtype)))]
         for i in range(count):
-            x = getattr(self, f"stage_{i}")(x, stage_keys[i])
-        return jnp.mean(self.norm(x), axis=(1, 2))
+            parts += self._parts_of_stage(f"stage_{i}", stage_keys[i])
+        return [*parts, Part(lambda network, flow: flow._replace(x=jnp.mean(network.norm(flow.x), axis=(1, 2))))]
+
+    def _parts_of_stage(self, name: str, keys: RowKeys | None) -> list[NetworkPart]:
+        def input_of_blocks(network: Convnet, flow: Flow) -> Flow:
+            return flow._replace(x=getattr(network, name).input_of_blocks(flow.x))
+
+        return [Part(input_of_blocks), blocks_of((name, "blocks"), keys, self.cfg.blocks, self.execution.stack)]
 
 
 class Vit(ImageNetwork):
@@ -201,14 +209,19 @@ class Vit(ImageNetwork):
         norms = LayerNorm(cfg.embed), LayerNorm(cfg.embed)
         return Block(attention, DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout)
 
-    def features(
+    def parts(
         self, images: Float[Array, "batch height width channels"], keys: RowKeys | None = None
-    ) -> Float[Array, "batch embed"]:
-        x = self.patches(self._patches(images).astype(self.execution.dtype))
-        x = constrain(x + fetch(self.position, x.dtype), "batch", "time", "embed")
+    ) -> list[NetworkPart]:
         apply = lambda block, x, keys: block(x, keys=keys)[0]  # noqa: E731
-        x = apply_blocks(self.blocks, x, keys, self.cfg.layers, self.execution.stack, apply)
-        return jnp.mean(self.norm(x), axis=1)
+        return [
+            Part(lambda network, flow: flow._replace(x=network.embed(images))),
+            blocks_of(("blocks",), keys, self.cfg.layers, self.execution.stack, apply),
+            Part(lambda network, flow: flow._replace(x=jnp.mean(network.norm(flow.x), axis=1))),
+        ]
+
+    def embed(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches embed"]:
+        x = self.patches(self._patches(images).astype(self.execution.dtype))
+        return constrain(x + fetch(self.position, x.dtype), "batch", "time", "embed")
 
     def _patches(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches pixels"]:
         side = self.cfg.image_size // self.cfg.patch

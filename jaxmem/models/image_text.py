@@ -15,7 +15,7 @@ from jaxmem.models.decoder import Decoder
 from jaxmem.models.image_networks import Vit
 from jaxmem.models.layers import RowKeys, fetch, new_constant, split_keys
 from jaxmem.models.linear import Linear
-from jaxmem.models.network import Execution
+from jaxmem.models.network import Execution, Flow, NetworkPart, Part, run_parts, within
 
 START_TEMPERATURE = 0.07  # as in CLIP (arXiv:2103.00020)
 
@@ -39,11 +39,30 @@ class ImageText(nnx.Module):
         keys: RowKeys | None = None,
     ) -> tuple[Float[Array, "batch features"], Float[Array, "batch features"]]:
         """The images and the texts in the common space. `keys` enables dropout."""
-        first, second = (None, None) if keys is None else split_keys(keys, 2)
+        flow = run_parts(self, self.parts(images, tokens, lengths, keys))
+        return flow.x, flow.kept
+
+    def parts(
+        self,
+        images: Float[Array, "batch height width channels"],
+        tokens: Int[Array, "batch time"],
+        lengths: Int[Array, "batch"],
+        keys: RowKeys | None = None,
+    ) -> list[NetworkPart]:
+        """The parts, of which the last one returns Flow(images, texts), in the common space."""
+        image_keys, text_keys = (None, None) if keys is None else split_keys(keys, 2)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        x = self.text.features(tokens, positions, jnp.ones_like(tokens), second)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return self.image(images, first), self.projection(last)
+
+        def project(network: ImageText, flow: Flow) -> Flow:
+            last = jnp.take_along_axis(flow.x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+            return Flow(None, network.projection(last))
+
+        return [
+            *within("text", self.text.parts(tokens, positions, jnp.ones_like(tokens), text_keys)),
+            Part(project),
+            *within("image", self.image.parts(images, image_keys)),
+            Part(lambda network, flow: flow._replace(x=network.image.logits(flow.x))),
+        ]
 
     @property
     def scale(self) -> jax.Array:

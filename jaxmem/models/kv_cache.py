@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmem import kernels
 from jaxmem.config.networks import Decoder
-from jaxmem.quant import QTensor, quantize
+from jaxmem.quant import QTensor, quantize, values_of
 from jaxmem.sharding import constrain
 from jaxmem.typing import Tree
 
@@ -61,7 +61,7 @@ class CacheSlot:
             values = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), buffer)
             if new > 1:
                 values = jax.tree.map(lambda x: jnp.take(x, places, axis=1), values)
-            return values.dequantize(q.dtype) if isinstance(values, QTensor) else values
+            return values_of(values, q.dtype)
 
         mixed = kernels.attention(
             q,

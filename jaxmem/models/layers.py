@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmem.models.vocab_slices import initialize_in_slices
 from jaxmem.sharding import Axes, gather_with_input
-from jaxmem.sharding.weights import GatheredWeight, store_new
+from jaxmem.sharding.weights import store_new
 from jaxmem.stack import recompute_from_inputs
 
 Ids = Int[Array, "batch time"]  # one integer per token: its id, position or document
@@ -52,8 +52,6 @@ def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[
     """(x, the weight as `fetch` returns it). `x` is the input of the matmul with this weight, whose gradient
     `sharding.gather_with_input` may delay."""
     value = param.get_value()
-    if isinstance(value, GatheredWeight):
-        return x, value.value.astype(dtype)
     return gather_with_input(x, value, axes_of(param, value.ndim), dtype)
 
 

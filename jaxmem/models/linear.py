@@ -12,7 +12,7 @@ from jaxmem.config.recompute import MATMUL
 from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather
-from jaxmem.sharding.weights import StoredWeight
+from jaxmem.sharding.weights import frozen_of
 
 
 class Linear(nnx.Module):
@@ -40,9 +40,8 @@ class Linear(nnx.Module):
     @property
     def _frozen_quantized(self) -> QTensor | None:
         """The weight if it is quantized and has no gradient; otherwise None."""
-        value = self.weight.get_value()
-        frozen = isinstance(value, StoredWeight) and value.proxy is None and isinstance(value.stored, QTensor)
-        return value.stored if frozen else None
+        frozen = frozen_of(self.weight.get_value())
+        return frozen if isinstance(frozen, QTensor) else None
 
 
 @jax.custom_vjp

@@ -29,7 +29,7 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.grouped_matmul import Groups, map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
-from jaxmem.quant import QTensor
+from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import Axes, Layout, map_devices
 from jaxmem.typing import Tree
 
@@ -185,8 +185,7 @@ def _gated_mlp(
 
 
 def _linear(arrays: Tree, x: jax.Array, parts: int = 1) -> jax.Array:
-    w = arrays["weight"]
-    y = x @ (w.dequantize(x.dtype) if isinstance(w, QTensor) else w)
+    y = x @ values_of(arrays["weight"], x.dtype)
     if "a" in arrays:
         y = y + x @ arrays["a"] @ arrays["b"]
     return y + arrays["bias"] / parts if "bias" in arrays else y

@@ -22,7 +22,7 @@ from jaxmem.config.user import Axes as AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.user_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights
-from jaxmem.sharding.weights import MIN_BLOCK, Storage, StoredWeight, apply_hooks, is_matrix
+from jaxmem.sharding.weights import MIN_BLOCK, Storage, apply_hooks, is_matrix, stored_of
 from jaxmem.stack import StackOptions
 from jaxmem.typing import Tree
 
@@ -78,7 +78,7 @@ class PlainModel:
     def network(self, params: Tree, dtype: DTypeLike, options: StackOptions) -> PlainNetwork:
         """The module with weights in the compute dtype: gathered, but in stacks as they are stored."""
         flat = flatten_dict(params)
-        arrays = {path: _stored(x) if path in self.state else x for path, x in flat.items()}
+        arrays = {path: stored_of(x) if path in self.state else x for path, x in flat.items()}
         arrays |= {
             path: gather(apply_hooks(x), self.axes[path], dtype)
             for path, x in arrays.items()
@@ -149,10 +149,6 @@ def variables_of(network: Any) -> dict[Path, Any]:
     """The values of the variables of a module, except for the states of random number generators."""
     flat = flat_state(nnx.state(network, nnx.Not(nnx.RngState)))
     return {path: variable.get_value() for path, variable in flat.items()}
-
-
-def _stored(x: Tree) -> Tree:
-    return x.stored if isinstance(x, StoredWeight) else x
 
 
 def axes_by_rule(

@@ -1,7 +1,7 @@
 """Lists of equal blocks in the modules of a script, computed as stacks of layers.
 
 `stack_lists` replaces a list by one block whose variables are stacked along a first axis. In a pass over a batch the
-list is a `Blocks`: the call of the first block computes all blocks by `stack.apply_layers`, so that recompute,
+list is a `Blocks`: the call of the first block computes all blocks by `stack.apply_call`, so that recompute,
 offloading, `update: during` and dequantization work layer by layer. The calls of the other blocks return this result.
 This equals the loop of the script if each block receives the output of the block before and the same other arguments,
 and if nothing else uses the outputs in between, which is checked.
@@ -29,7 +29,7 @@ from jaxmem.models.layers import split_keys
 from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import apply_hooks
-from jaxmem.stack import StackOptions, apply_layers
+from jaxmem.stack import StackCall, StackOptions, apply_call
 from jaxmem.typing import Tree
 
 Path = tuple[str, ...]
@@ -129,7 +129,7 @@ class Stack:
         state = {path: variable.get_value() for path, variable in self.state.items()}
         inputs = (None if keys is None else split_keys(keys, self.count), state)
         weights = unflatten_dict(dict(self.weights))
-        y, after = apply_layers(run, weights, x, inputs, arrays, options=self.options)
+        y, after = apply_call(StackCall(run, weights, x, inputs, arrays, self.options))
         for path, value in (after or {}).items():
             self.state[path].set_value(value)
         return y

@@ -11,7 +11,7 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     loop="AXIS PipelineNetwork Results run",
-    stage_layers="Layers",
+    stage_layers="LayersOfStage",
     stages="Pipeline",
     timetable="Timetable",
 )

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.kernels.run_counts import run_count
-from jaxmem.pipeline.stage_layers import Gradients, Layers, StageLayers, run_if
+from jaxmem.pipeline.stage_layers import Gradients, LayersOfStage, StageLayers, run_if
 from jaxmem.pipeline.timetable import BACKWARD, FORWARD, Timetable
 from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
-from jaxmem.stack.interception import StackCall
+from jaxmem.stack.call import StackCall
 
 AXIS = "stage"
 Tree = Any
@@ -63,14 +63,14 @@ class _State(NamedTuple):
     backward: Tree  # sent to the previous stage
 
 
-def run(table: Timetable, network: PipelineNetwork, layers: Layers) -> Results:
+def run(table: Timetable, network: PipelineNetwork, layers: LayersOfStage) -> Results:
     """Executes the table, inside of a `jax.shard_map` over the stages. Without backward passes, the gradients are
     zeros."""
     return _Run(table, network, layers)()
 
 
 class _Run:
-    def __init__(self, table: Timetable, network: PipelineNetwork, layers: Layers) -> None:
+    def __init__(self, table: Timetable, network: PipelineNetwork, layers: LayersOfStage) -> None:
         self._table, self._network = table, network
         self._p = layers.pipeline
         self._stage = jax.lax.axis_index(AXIS)

@@ -17,23 +17,22 @@ from jaxmem.kernels.run_counts import run_count
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.pipeline.timetable import Timetable
 from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
-from jaxmem.stack.apply import StackOptions, checkpointed
-from jaxmem.stack.interception import StackCall
-from jaxmem.stack.reverse import LayerDerivative, Visitor
+from jaxmem.stack.apply import checkpointed
+from jaxmem.stack.call import StackCall
+from jaxmem.stack.reverse import SavedDerivative, Visitor, layer_derivative
 from jaxmem.stack.scheduled import fetch_layer, recompute
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayersOfStage:
     """The layers of one stage, [group x rounds, ...]. `proxies` returns the arrays to differentiate with respect to,
     from the weights of a layer. With a visitor, the gradients of a layer are passed to it instead of returned."""
 
     pipeline: Pipeline
     weights: Tree
     proxies: Callable[[Tree], Tree]
-    options: StackOptions
     visitor: Visitor | None = None
 
 
@@ -48,11 +47,13 @@ class StageLayers:
     """The operations of a stage. `call`: the stack, with the input of any one micro-batch. `row`, an argument of the
     operations: a tick of the timetable."""
 
-    def __init__(self, table: Timetable, layers: Layers, stage: jax.Array, call: StackCall) -> None:
+    def __init__(self, table: Timetable, layers: LayersOfStage, stage: jax.Array, call: StackCall) -> None:
         self._table, self._layers, self._stage, self._x = table, layers, stage, jax.tree.map(jnp.zeros_like, call.x)
         self._p, self._visitor = layers.pipeline, layers.visitor
         self._call = self.prepare(call)
-        self._derivative = LayerDerivative(self._call.run, layers.proxies)
+        # Without a plan every layer saves its derivative.
+        saves = self._call.plan is None and table.has_backward
+        self._derivative = SavedDerivative.of(self._call.run, layers.proxies, self._example) if saves else None
 
     def prepare(self, call: StackCall) -> StackCall:
         """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
@@ -65,9 +66,7 @@ class StageLayers:
                 y = jax.tree.map(lambda y, x: jnp.where(number < pipeline.layers, y, x), y, x)
             return y, None
 
-        return checkpointed(
-            replace(call, run=layer, weights=self._layers.weights), self._layers.options, pipeline.group
-        )
+        return checkpointed(replace(call, run=layer, weights=self._layers.weights), pipeline.group)
 
     def forward(self, call: StackCall, x: Any, row: Any, ring: Tree, gradients: Gradients) -> tuple[Any, Tree]:
         """The output of the layers, and the ring with what they save."""
@@ -83,6 +82,7 @@ class StageLayers:
             if not has_backward:
                 return call.run(weights, x, layer_input, call.shared)[0], ring, following
             if plan is None:
+                assert self._derivative is not None
                 x, saved = self._derivative.forward(weights, x, layer_input, call.shared)
                 return x, put_layer(ring, slot * group + place, call.save(saved)), following
             ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
@@ -105,13 +105,14 @@ class StageLayers:
             known = self._known(current, place, round_index, fetched)
             following = self._fetch(current, place - 1, round_index)
             if plan is None:
+                assert self._derivative is not None
                 saved = call.load(take_layer(ring, slot * group + place))
-                derivative = self._derivative.from_saved(*known, saved)
+                derivative = self._derivative.load(*known, saved)
             else:
                 read = partial(self._weights_and_input, current, round_index)
                 ring = recompute(current, ring, place, slot * plan.slots, read)
                 x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
-                derivative = self._derivative.recomputed(*known, x)
+                derivative = layer_derivative(current.run, *known, x)
             dw, g = derivative(g)
             gradients, g = self._add(gradients, place, row, dw, g)
             return g, ring, gradients, following
@@ -160,7 +161,9 @@ class StageLayers:
             at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
             stored = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
         else:
-            saved = jax.eval_shape(lambda: self._derivative.forward(*self._example())[1])
+            derivative = self._derivative
+            assert derivative is not None
+            saved = jax.eval_shape(lambda: derivative.forward(*self._example())[1])
             stored = [empty((of_items * group, *array.shape), array.dtype) for array in saved]
         return stored
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem.sharding import map_layers
 from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
-from jaxmem.stack.interception import StackCall
+from jaxmem.stack.call import StackCall
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
-    pipeline = plan.program.model.pipeline
+    pipeline = plan.program.model.execution.pipeline
     if pipeline is None or pipeline.stored == pipeline.layers:
         return
     extra = pipeline.stored - pipeline.layers
@@ -219,7 +219,7 @@ def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
-    pipeline = plan.program.model.pipeline
+    pipeline = plan.program.model.execution.pipeline
     if pipeline is not None and pipeline.bubble > LARGE_SHARE:
         text = f"each pipeline stage is idle for {pipeline.bubble:.0%} of the time of a step"
         larger_batch = (

@@ -73,7 +73,7 @@ class Plan(Printed):
     @property
     def kernels(self) -> dict[str, dict[str, str]]:
         """The implementation of each operation that has a fused form, and why, by setting."""
-        choices = self.program.model.kernels
+        choices = self.program.model.execution.kernels
         return {key: {"implementation": choice.implementation, "why": choice.why} for key, choice in choices.items()}
 
     @property
@@ -204,7 +204,7 @@ class Plan(Printed):
         built = self.program
         target = self.target
         timeline = self.timeline
-        pipeline = self.program.model.pipeline
+        pipeline = self.program.model.execution.pipeline
         return {
             "model": {
                 "name": built.cfg.name,

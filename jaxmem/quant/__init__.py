@@ -6,6 +6,6 @@ q.nbytes, q.shape, q.dequantize(jnp.bfloat16)
 
 from jaxmem.kernels.codes import dynamic_code
 from jaxmem.quant.formats import FORMATS, Format
-from jaxmem.quant.qtensor import QTensor, even_block_size, quantize
+from jaxmem.quant.qtensor import QTensor, even_block_size, quantize, values_of
 
-__all__ = ["FORMATS", "Format", "QTensor", "dynamic_code", "even_block_size", "quantize"]
+__all__ = ["FORMATS", "Format", "QTensor", "dynamic_code", "even_block_size", "quantize", "values_of"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, Shaped, UInt32
 
@@ -93,6 +94,14 @@ class QTensor:
         double_quant = self.scale.block_size if isinstance(self.scale, QTensor) else False
         new = quantize(x, self.format, self.block_size, self.axis, double_quant=double_quant, seeds=seeds)
         return dataclasses.replace(new, dtype=self.dtype)
+
+
+def values_of(x: Any, dtype: DTypeLike) -> jax.Array:
+    """The values of an array that may be quantized."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return jnp.asarray(x).astype(dtype)
+    values: jax.Array = x.dequantize(dtype)
+    return values
 
 
 def with_sliced_size(part: QTensor, complete: QTensor) -> QTensor:

@@ -1,6 +1,5 @@
 """All-gathers weights from their stored sharding for computation, and reduce-scatters their gradients."""
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxmem.sharding import host
 from jaxmem.sharding.arrays import constrain, row_major_if_gathered, vmap_groups
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
-from jaxmem.sharding.weights import StoredWeight, Weight, is_quantized
+from jaxmem.sharding.weights import GatheredWeight, Weight, is_quantized, proxy_of, stored_of
 
 GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
 # Gradients are delayed (`gather_with_input`) only if a device has at least this many times as many tokens as the
@@ -35,7 +34,7 @@ def stored_axes(axes: Any, weights: Any) -> Any:
     return jax.tree.map(array_axes, axes, weights, is_leaf=is_axes)
 
 
-def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute") -> jax.Array:
+def gather(weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: Role = "compute") -> jax.Array:
     """The weight for computation: in the compute dtype, replicated over `fsdp`, and padded if it is not divisible by
     `tensor`. It is cast before it is gathered, so that fewer bytes are sent; the codes of a quantized weight are
     gathered and then dequantized. Weights in host memory are first copied to the device. The gradient is constrained to
@@ -44,7 +43,7 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute")
 
 
 def gather_with_input(
-    x: jax.Array | None, weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute"
+    x: jax.Array | None, weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: Role = "compute"
 ) -> tuple[jax.Array | None, jax.Array]:
     """`gather`, which also returns `x`, the input of the matmul, and delays the gradient of `x` until the weight
     gradient has been reduce-scattered.
@@ -52,11 +51,14 @@ def gather_with_input(
     By default XLA computes the weight gradients of a layer after the rest of its backward pass, so that nothing
     overlaps with the last reduce-scatter. With the delay, each reduce-scatter overlaps with the matmul for the gradient
     of x."""
+    if isinstance(weight, GatheredWeight):
+        return x, weight.value.astype(dtype)
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
-    if isinstance(weight, StoredWeight) and weight.proxy is not None and vmap_groups():
-        weight = dataclasses.replace(weight, stored=_mapped_like(weight.proxy, weight.stored))
-    at, stored = (weight.proxy, weight.stored) if isinstance(weight, StoredWeight) else (weight, None)
+    at = proxy_of(weight)
+    stored = None if at is weight else stored_of(weight)
+    if at is not None and stored is not None and vmap_groups():
+        stored = _mapped_like(at, stored)
     delays = x is not None and at is not None and _delays(x, weight, axes, role)
 
     @jax.custom_vjp

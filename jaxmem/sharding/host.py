@@ -8,6 +8,7 @@ computation of a layer (Ren et al., arXiv:2101.06840). CPUs have only one memory
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,14 +59,18 @@ def to_device(tree: Any) -> Any:
 
 
 def is_on_host(x: Any) -> bool:
-    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
+    """Whether an array has to be copied to the device. A streamed array is copied where it is used."""
+    return not is_streamed(x) and bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of each array; a streamed array is one array."""
+    return jax.tree.map(function, tree, is_leaf=is_streamed)
 
 
 def fetch_from_host(tree: Any) -> Any:
     """A tree with all leaves on the device, except streamed arrays."""
-    return jax.tree.map(
-        lambda x: to_device(x) if not is_streamed(x) and is_on_host(x) else x, tree, is_leaf=is_streamed
-    )
+    return _map(lambda x: to_device(x) if is_on_host(x) else x, tree)
 
 
 def send_like(tree: Any, like: Any) -> Any:
@@ -84,24 +89,24 @@ def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 def host_leaves(tree: Any) -> Any:
     """The leaves in host memory that are not streamed; None for others."""
-    return jax.tree.map(lambda x: x if not is_streamed(x) and is_on_host(x) else None, tree, is_leaf=is_streamed)
+    return _map(lambda x: x if is_on_host(x) else None, tree)
 
 
 def device_leaves(tree: Any) -> Any:
     """The leaves on the device; None for others."""
-    return jax.tree.map(lambda x: None if is_streamed(x) or is_on_host(x) else x, tree, is_leaf=is_streamed)
+    return _map(lambda x: None if is_streamed(x) or is_on_host(x) else x, tree)
 
 
 def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
     """One layer of stacked arrays; `dim` is the dimension of layers."""
     read = lambda x: replace(x, layer=layer) if is_streamed(x) else _read(dim)(x, layer)  # noqa: E731
-    return jax.tree.map(read, stacked, is_leaf=is_streamed)
+    return _map(read, stacked)
 
 
 def streamed_leaves(stacked: Any, layer: jax.Array) -> Any:
     """A layer of the streamed arrays; None for other leaves."""
     streamed = lambda x: replace(x, layer=layer) if is_streamed(x) else None  # noqa: E731
-    return jax.tree.map(streamed, stacked, is_leaf=is_streamed)
+    return _map(streamed, stacked)
 
 
 def put_layer(stacked: Any, layer: jax.Array, new: Any) -> Any:

@@ -7,11 +7,13 @@ weight, and return its gradient as the gradient of the zeros. XLA removes the ze
     at = differentiable(params, jnp.bfloat16)
     grads = jax.grad(lambda at: loss(with_gradients(params, at)))(at)
 
-A `PartialStack` is a stack of layers of which only some are trainable. `stack.apply_stack` divides it into ranges of
-layers in which every weight is either trainable or frozen, so networks only receive `StoredWeight`.
+Of a stack of layers only some may be trainable (`layers`). `stack.apply_stack` divides it into ranges of layers in
+which every weight is either trainable or frozen.
 
 A `HookedWeight` applies a function to its gradient. For stacked weights this happens in the backward pass of each
 layer, where `apply_hooks` is called.
+
+Code that computes with a weight asks `stored_of`, `proxy_of` and `frozen_of`, also for plain arrays.
 
 `Storage` and `storing_as` determine how new weights are stored: their dtype or quantization format, and whether they
 are in host memory.
@@ -61,21 +63,12 @@ class _LikeStored:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StoredWeight(_LikeStored):
-    """A stored weight (possibly quantized) and an array of zeros to differentiate with respect to. `proxy=None`:
-    frozen."""
+    """A stored weight (possibly quantized) and an array of zeros to differentiate with respect to."""
 
     stored: jax.Array | QTensor
-    proxy: jax.Array | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PartialStack(_LikeStored):
-    """Stacked weights of which only these layers are trainable; `proxy` receives their gradients, stacked."""
-
-    stored: jax.Array | QTensor
-    proxy: jax.Array | HookedWeight
-    layers: tuple[int, ...] = field(metadata={"static": True})
+    proxy: jax.Array | HookedWeight | None  # None: frozen
+    # The trainable layers of a stack, of which `proxy` receives the gradients, stacked; None: all, or one layer.
+    layers: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +87,10 @@ class HookedWeight(_LikeStored):
     def apply(self) -> jax.Array:
         return _hooked(self.hook, self.stored, self.proxy, self.argument)
 
+    def gradient(self, of_proxy: jax.Array) -> HookedWeight:
+        """The gradient of this weight, as a tree of the same structure: only `proxy` has one."""
+        return dataclasses.replace(self, stored=None, proxy=of_proxy, argument=None)  # type: ignore[arg-type]
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _hooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _argument: jax.Array) -> jax.Array:
@@ -111,6 +108,11 @@ def is_in_place(w: Any) -> bool:
 
 def hooks_in_place(tree: Any) -> list[HookedWeight]:
     return list(filter(is_in_place, jax.tree.leaves(tree, is_leaf=is_in_place)))
+
+
+def without_hooks_in_place(tree: Any) -> Any:
+    """The tree of weights, with the values of the weights of `hooks_in_place` in their place."""
+    return jax.tree.map(lambda w: w.stored if is_in_place(w) else w, tree, is_leaf=is_in_place)
 
 
 def apply_hooks(tree: Any) -> Any:
@@ -142,8 +144,32 @@ class GatheredWeight:
 
     value: jax.Array
 
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
 
 Weight: TypeAlias = jax.Array | QTensor | StoredWeight
+
+
+def stored_of(weight: Weight) -> jax.Array | QTensor:
+    """The array that a weight is stored as."""
+    return weight.stored if isinstance(weight, StoredWeight) else weight
+
+
+def proxy_of(weight: Weight) -> Any:
+    """The array whose gradient is the gradient of a weight: of a plain array the array itself; None: frozen."""
+    return weight.proxy if isinstance(weight, StoredWeight) else weight
+
+
+def with_proxy(weight: Weight, proxy: Any) -> Weight:
+    """The weight with another array in place of `proxy_of`."""
+    return StoredWeight(weight.stored, proxy) if isinstance(weight, StoredWeight) else proxy
+
+
+def frozen_of(weight: Weight) -> jax.Array | QTensor | None:
+    """The stored array of a weight that a step does not train; None for all others."""
+    return weight.stored if isinstance(weight, StoredWeight) and weight.proxy is None else None
 
 
 def is_quantized(x: Any) -> bool:
@@ -170,9 +196,9 @@ def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] 
     """Weights whose gradients are the gradients of `at`; weights with None in `at` are frozen. `partial` maps the path
     of a stack to its trainable layers, which `at` contains."""
 
-    def one(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight | PartialStack:
+    def one(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
         if at is not None and path in partial:
-            return PartialStack(w, at, partial[path])
+            return StoredWeight(w, at, partial[path])
         return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)
 
     return jax.tree_util.tree_map_with_path(one, params, at, is_leaf=_is_weight)

@@ -2,18 +2,20 @@
 
 The weights of all layers are stacked, so that a layer is compiled once for any number of layers.
 
+    call.py          a stack that is about to be applied, and its settings
     apply.py         one layer after the other
     remat.py         activation checkpointing; schedule.py and scheduled.py also recompute the inputs of layers
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
-    interception.py  replacing the computation of a stack within a network
+    interception.py  replacing the computation of a stack within a network that cannot name its parts
 """
 
 from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    apply="LayerOrder StackOptions apply_layers apply_stack creating_in stacked",
-    interception="StackCall applies_stacks_once intercept_with",
+    apply="apply_call apply_stack checkpointed stack_call stacked",
+    call="LayerOrder StackCall StackOptions creating_in",
+    interception="applies_stacks_once intercept_with",
     remat="recompute_from_inputs",
     reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",

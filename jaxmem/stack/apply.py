@@ -7,13 +7,11 @@ no activations of it. With the last N of L layers trainable, the backward pass, 
 large as for N layers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,56 +22,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
-from jaxmem.sharding.weights import HookedWeight, PartialStack, StoredWeight, apply_hooks, hooks_in_place, is_in_place
-from jaxmem.stack.interception import StackCall, intercepted, is_intercepted
-from jaxmem.stack.remat import Forms, Remat, policy
+from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
+from jaxmem.stack.call import DEFAULTS, StackCall, StackOptions, create_layers
+from jaxmem.stack.interception import intercepted
+from jaxmem.stack.remat import Forms, policy
 from jaxmem.stack.schedule import schedule
 
-Path = tuple[Any, ...]
-# (module or weights, x, input of this layer, shared inputs) -> (x, output of this layer)
+# (module, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-
-
-@runtime_checkable
-class LayerOrder(Protocol):
-    """An order in which the layers of a stack are stored. A network is created and applied without knowledge of it;
-    `jaxmem.pipeline` stores layers by pipeline stage."""
-
-    def create(self, layer: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
-        """The layers `layer(key)`, stacked in this order."""
-
-    def apply(self, call: StackCall) -> tuple[Any, Any]:
-        """Applies the stored layers in the order of the network. Returns (x, stacked outputs)."""
-
-
-_creating: ContextVar[LayerOrder | None] = ContextVar("layer_order", default=None)
-
-
-@contextmanager
-def creating_in(order: LayerOrder | None) -> Iterator[None]:
-    """A context in which new stacks of layers are stored in this order; None: in the order of the network."""
-    token = _creating.set(order)
-    try:
-        yield
-    finally:
-        _creating.reset(token)
-
-
-def create_layers(layer: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
-    """The layers `layer(key)`, stacked, created one after the other."""
-    order = _creating.get()
-    return jax.lax.map(layer, keys) if order is None else order.create(layer, keys)
-
-
-@dataclass(frozen=True)
-class StackOptions:
-    """Settings for applying a stack, independent of its layers."""
-
-    remat: Remat = "none"  # the name of a policy, or the names of saved activations
-    order: LayerOrder | None = None  # how the layers are stored; None: in the order of the network
-    # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
-    host: tuple[str, ...] = ()
-    expert_groups: int = 1  # number of groups in which a layer copies frozen experts from host memory
 
 
 def apply_stack(
@@ -83,7 +39,7 @@ def apply_stack(
     inputs: Any = None,
     shared: Any = None,
     *,
-    options: StackOptions = StackOptions(),
+    options: StackOptions = DEFAULTS,
 ) -> tuple[Any, Any]:
     """Applies `layer(block, x, input, shared)` for each of `blocks`, modules of one kind stacked by `stacked`, and
     returns (x, outputs).
@@ -94,6 +50,19 @@ def apply_stack(
     `options.order` is how the layers are stored if it is not the order of the network, e.g. by pipeline stage. Arrays
     of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
     """
+    return apply_call(stack_call(blocks, layer, x, inputs, shared, options=options))
+
+
+def stack_call(
+    blocks: nnx.Module,
+    layer: Layer,
+    x: Any,
+    inputs: Any = None,
+    shared: Any = None,
+    *,
+    options: StackOptions = DEFAULTS,
+) -> StackCall:
+    """The arguments of `apply_stack`, as a stack that is about to be applied."""
     graphdef, state = nnx.split(blocks)
 
     def run(weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, Any]:
@@ -101,53 +70,37 @@ def apply_stack(
 
     experts = (path for path, variable in nnx.to_flat_state(state) if "expert" in variable.get_metadata()["axes"])
     streamed = frozenset(experts if options.expert_groups > 1 else ())
-    return apply_layers(run, nnx.to_pure_dict(state), x, inputs, shared, options=options, streamed=streamed)
+    return StackCall(run, nnx.to_pure_dict(state), x, inputs, shared, options, streamed)
 
 
-def apply_layers(
-    run: Layer,
-    weights: Any,
-    x: Any,
-    inputs: Any = None,
-    shared: Any = None,
-    *,
-    options: StackOptions = StackOptions(),
-    streamed: frozenset[Path] = frozenset(),
-) -> tuple[Any, Any]:
-    """`apply_stack` for layers that are functions `run(weights, x, input, shared)` of their stored weights. `streamed`:
-    the weights that layers copy from host memory in groups (`StreamedArray`), if they are there."""
-    call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
-    if options.order is not None:
-        if (result := intercepted(call)) is not None:
-            return result
-        return options.order.apply(call)
-    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
-    ranges = layer_ranges(weights)
+def apply_call(call: StackCall) -> tuple[Any, Any]:
+    """Applies a stack. Returns (x, stacked outputs)."""
+    if (result := intercepted(call)) is not None:
+        return result
+    if call.options.order is not None:
+        return call.options.order.apply(call)
+    # The shapes of the weights of a layer.
+    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(call.weights) for group in ((), vmap_groups())}
+    ranges = layer_ranges(call.weights)
     if len(ranges) == 1:
-        return _apply(call, options, forms, streamed)
+        return _apply(call, forms)
     forms |= {(*group, size, *form) for form in forms for size in (1, call.layers) for group in ((), vmap_groups())}
+    call = replace(call, streamed=frozenset())
     outputs = []
+    x = call.x
     for layers in ranges:
-        x, output = _apply(layers.restrict(replace(call, x=x)), options, forms)
+        x, output = _apply(layers.restrict(replace(call, x=x)), forms)
         outputs.append(output)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def _apply(
-    call: StackCall, options: StackOptions, forms: Forms, streamed: frozenset[Path] = frozenset()
-) -> tuple[Any, Any]:
-    """Applies a stack, or a range of it. `forms` are the shapes of the weights of a layer."""
-    call = checkpointed(call, options, call.layers, forms)
-    if streamed and (call.plan is not None or is_intercepted()):
-        stream = partial(jax.tree.map, lambda x: StreamedArray(x, options.expert_groups) if is_on_host(x) else x)
-        weights = {path: stream(w) if path in streamed else w for path, w in flatten_dict(call.weights).items()}
-        call = replace(call, weights=unflatten_dict(weights))
-    if (result := intercepted(call)) is not None:
-        return result
+def _apply(call: StackCall, forms: Forms) -> tuple[Any, Any]:
+    """Applies a stack, or a range of it."""
+    call = checkpointed(call, call.layers, forms)
     if call.plan is not None:
         from jaxmem.stack.scheduled import by_schedule
 
-        return by_schedule(call)
+        return by_schedule(with_streams(call))
     if hooks_in_place(call.weights):
         return _scan_with_hooks(call)
     return jax.lax.scan(
@@ -155,6 +108,15 @@ def _apply(
         call.x,
         (call.weights, call.inputs),
     )
+
+
+def with_streams(call: StackCall) -> StackCall:
+    """The call, in which layers copy the weights `call.streamed` from host memory in groups."""
+    if not call.streamed:
+        return call
+    stream = partial(jax.tree.map, lambda x: StreamedArray(x, call.options.expert_groups) if is_on_host(x) else x)
+    weights = {path: stream(w) if path in call.streamed else w for path, w in flatten_dict(call.weights).items()}
+    return replace(call, weights=unflatten_dict(weights))
 
 
 def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
@@ -199,9 +161,14 @@ def _with_first_gradient(x: Any, _at: Any, _gradient: Any) -> Any:
 _with_first_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradient, g: (g, gradient, None))
 
 
-def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: Forms | None = None) -> StackCall:
+def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fetches_ahead: bool = False) -> StackCall:
     """The call with the recompute policy of a stack of `layers` layers. A policy that saves only some boundaries sets
-    `plan`; any other wraps `run` in a `jax.checkpoint`. `forms` are the shapes of the weights of a layer."""
+    `plan`; any other wraps `run` in a `jax.checkpoint`.
+
+    `forms`: the shapes of the weights of a layer. `fetches_ahead`: whether the caller itself offloads boundaries and
+    copies the arrays of the next layer ahead (`reverse.py`).
+    """
+    options = call.options
     if forms is None:
         forms = {leaf.shape[1:] for leaf in jax.tree.leaves(call.weights)}
     fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
@@ -209,12 +176,12 @@ def checkpointed(call: StackCall, options: StackOptions, layers: int, forms: For
     # arrays of the next layer ahead.
     ahead = (
         options.remat == "full"
-        and not is_intercepted()
+        and not fetches_ahead
         and (options.host == (BOUNDARY,) or (fetches and not options.host))
     )
     call = replace(call, plan=schedule("every_1" if ahead else options.remat, layers))
     if call.plan is None:
-        is_offloaded_later = is_intercepted() and call.on_host  # the handler of `intercept_with` offloads
+        is_offloaded_later = fetches_ahead and call.on_host
         run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
         saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
@@ -257,7 +224,7 @@ class LayerRange:
         leaves, form = jax.tree.flatten(call.weights, is_leaf=_is_weight)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
-        frozen = [StoredWeight(leaf.stored, None) if _has_stored(leaf) else None for leaf in leaves]
+        frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
 
         def run(trainable_leaves: list[Any], x: Any, numbered: Any, shared: Any) -> tuple[Any, Any]:
             number, layer_input = numbered
@@ -274,30 +241,30 @@ class LayerRange:
 
     def _trainable(self, leaf: Any) -> Any:
         """The trainable part of a weight in this range, or None."""
-        start, stop, at = self.start, self.stop, leaf
-        if isinstance(leaf, StoredWeight):
-            at = leaf.proxy
-        elif isinstance(leaf, PartialStack):
-            if self.start not in leaf.layers:
+        layers = trainable_layers(leaf)
+        start = self.start
+        if layers is not None:
+            if start not in layers:
                 return None
-            start = leaf.layers.index(self.start)
-            stop, at = start + self.stop - self.start, leaf.proxy
-        return jax.tree.map(lambda x: x[start:stop], at)
+            start = layers.index(start)
+        stop = start + self.stop - self.start
+        return jax.tree.map(lambda x: x[start:stop], proxy_of(leaf))
 
 
 def layer_ranges(weights: Any) -> list[LayerRange]:
-    """The ranges of a stack; a single range if no weight is a `PartialStack`."""
+    """The ranges of a stack; a single range if no weight is trainable in some layers only."""
     leaves = jax.tree.leaves(weights, is_leaf=_is_weight)
     count = leaves[0].shape[0]
-    learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]
+    learning = [{*layers} for layers in map(trainable_layers, leaves) if layers is not None]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
     return [LayerRange(start, stop) for start, stop in pairwise((0, *edges, count))]
 
 
-def _has_stored(x: Any) -> bool:
-    return isinstance(x, StoredWeight | PartialStack)
+def trainable_layers(weight: Any) -> tuple[int, ...] | None:
+    """The trainable layers of a stacked weight, if only some are trainable."""
+    return weight.layers if isinstance(weight, StoredWeight) else None
 
 
 def _is_weight(x: Any) -> bool:
     """Whether a part of a tree is one weight. A hooked weight stays one, so that its hook is applied in place."""
-    return _has_stored(x) or isinstance(x, HookedWeight)
+    return isinstance(x, StoredWeight | HookedWeight)

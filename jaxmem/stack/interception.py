@@ -1,4 +1,5 @@
-"""Intercepting the stacks of layers and the embedding and output matrices of a network, without changing the network.
+"""Intercepting the stacks of layers and the embedding and output matrices of a network that cannot name its parts: the
+model of a script (`step/intercepted_parts.py`).
 
 Within `with intercept_with(handler):`, each stack that is about to be applied (`StackCall`) and each operation with a
 vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result of
@@ -8,44 +9,16 @@ vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jaxmem.sharding.host import to_device, to_host
-from jaxmem.stack.schedule import Schedule
+from jaxmem.stack.call import StackCall
 
-# (weights of a layer, x, the input of this layer, inputs shared by all layers) -> (x, output of this layer)
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Handler = Callable[[Any], Any]
 
 _handler: ContextVar[Handler | None] = ContextVar("stack_handler", default=None)
-
-
-@dataclass(frozen=True)
-class StackCall:
-    """A stack that is about to be applied."""
-
-    run: Run
-    weights: Any  # the weights of all layers, stacked
-    x: Any
-    inputs: Any  # the inputs of all layers, stacked
-    shared: Any
-    on_host: bool = False  # whether saved activations are offloaded to host memory
-    plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves
-
-    @property
-    def layers(self) -> int:
-        count: int = jax.tree.leaves((self.weights, self.inputs))[0].shape[0]
-        return count
-
-    def save(self, activations: Any) -> Any:
-        return to_host(activations) if self.on_host else activations
-
-    def load(self, activations: Any) -> Any:
-        return to_device(activations) if self.on_host else activations
 
 
 @contextmanager
@@ -56,10 +29,6 @@ def intercept_with(handler: Handler) -> Iterator[None]:
         yield
     finally:
         _handler.reset(token)
-
-
-def is_intercepted() -> bool:
-    return _handler.get() is not None
 
 
 def intercepted(part: Any) -> Any:

@@ -11,65 +11,68 @@ sum. Activations are saved for all micro-batches; the intermediates of a layer e
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 from jax.typing import DTypeLike
 
 from jaxmem.sharding import shard_count
 from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack.interception import Run, StackCall
+from jaxmem.stack.apply import checkpointed, with_streams
+from jaxmem.stack.call import Run, StackCall
 from jaxmem.stack.schedule import Schedule
 from jaxmem.stack.scheduled import available_after, fetch_layer, first_pass, layer_with, recompute, scan_layers
+from jaxmem.typing import Tree
 
 # (carry, layer, gradient of its weights, result of `fetch`) -> carry
-Visit = Callable[[Any, jax.Array, Any, Any], Any]
+Visit = Callable[[Tree, jax.Array, Tree, Tree], Tree]
 # gradient of the output of a layer -> gradients of its weights and of its input
-Derivative = Callable[[Any], tuple[Any, Any]]
+Derivative = Callable[[Tree], tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True)
 class Visitor:
     """Receives the gradient of each layer in a backward pass."""
 
-    begin: Any  # the first carry
-    weights: Callable[[Any], Any]  # carry -> the stacked weights
+    begin: Tree  # the first carry
+    weights: Callable[[Tree], Tree]  # carry -> the stacked weights
     visit: Visit
     # (carry, layer) -> what `visit` receives. It is called before the gradient of the layer is computed, so that the
     # copies it starts overlap with that computation.
-    fetch: Callable[[Any, jax.Array], Any] = lambda *_: None
+    fetch: Callable[[Tree, jax.Array], Tree] = lambda *_: None
 
 
 @dataclass(frozen=True)
 class ForwardPass:
     """A stack after its forward pass."""
 
-    applied: StackCall
-    y: Any
+    call: StackCall
+    y: Tree
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
-    differentiable: Callable[[Any], Any]  # weights of a layer -> the arrays to differentiate with respect to
+    differentiable: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
     # (layer, stacked weights, carry) -> (residuals of the derivative of this layer, carry)
-    residuals: Callable[[jax.Array, Any, Any], tuple[Any, Any]]
-    begin: Callable[[], Any]  # returns the first carry of `residuals`
+    residuals: Callable[[jax.Array, Tree, Tree], tuple[Tree, Tree]]
+    begin: Callable[[], Tree]  # returns the first carry of `residuals`
     # (differentiable arrays, weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
-    derivative: Callable[[Any, Any, Any, Any, Any], Derivative]
+    derivative: Callable[[Tree, Tree, Tree, Tree, Tree], Derivative]
 
     @property
     def layers(self) -> int:
-        return self.applied.layers
+        return self.call.layers
 
-    def backward(self, g: Any, visitor: Visitor) -> tuple[Any, Any]:
+    def backward(self, g: Tree, visitor: Visitor) -> tuple[Tree, Tree]:
         """Returns the last carry of the visitor and the gradient of the stack's input x."""
-        shared = split_micro_batches(self.applied.shared, self.micro)
+        shared = split_micro_batches(self.call.shared, self.micro)
 
-        def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        def step(turn: jax.Array, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
             carried, g, ahead, fetched = state
             layer = self.layers - 1 - turn
             stacked = visitor.weights(carried)
             weights = layer_with(stacked, layer, fetched)
-            layer_input = take_layer(self.applied.inputs, layer)
+            layer_input = take_layer(self.call.inputs, layer)
             fetched = fetch_layer(stacked, layer - 1)
             saved, ahead = self.residuals(layer, stacked, ahead)
             result = visitor.fetch(carried, layer)
@@ -83,12 +86,12 @@ class ForwardPass:
         carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 
-    def _gradients(self, weights: Any, layer_input: Any, shared: Any, saved: Any, g: Any) -> tuple[Any, Any]:
+    def _gradients(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree, g: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
             return self.derivative(self.differentiable(weights), weights, layer_input, shared, saved)(g)
 
-        def add(total: Any, xs: Any) -> tuple[Any, Any]:
+        def add(total: Tree, xs: Tree) -> tuple[Tree, Tree]:
             *residuals, g = xs
             dw, dx = self.derivative(self.differentiable(weights), weights, *residuals)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
@@ -97,106 +100,130 @@ class ForwardPass:
         return jax.lax.scan(add, zeros, (layer_input, shared, saved, g))
 
 
-def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
-    """The forward pass. Weights, inputs and `shared` are not saved again. `trainable` marks the weights with a
-    gradient. `dtype` is the dtype of gradients; None is the dtype of each weight. `micro` is the number of
-    micro-batches, which are processed one after the other; they need a policy that saves the input of every layer."""
+def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
+    """The forward pass. Weights, inputs and `shared` are not saved again.
 
+    Args:
+        trainable: marks the weights with a gradient.
+        dtype: the dtype of gradients; None: the dtype of each weight.
+        micro: the number of micro-batches, which are processed one after the other; they need a policy that saves the
+            input of every layer.
+    """
+    call = with_streams(checkpointed(call, call.layers, fetches_ahead=True))
     at = differentiable_weights(trainable, dtype)
-    return _saving(applied, at, micro) if applied.plan is None else _recomputing(applied, applied.plan, at, micro)
+    return _saving(call, at, micro) if call.plan is None else _recomputing(call, call.plan, at, micro)
 
 
-class LayerDerivative:
-    """The derivative of a layer, as the arrays that it needs besides weights and inputs. `forward` is traced first."""
+def layer_derivative(run: Run, at: Tree, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
+    """The derivative of a layer with respect to `at` and its input `x`."""
+    return jax.vjp(lambda at, x: run(with_gradients(weights, at), x, layer_input, shared)[0], at, x)[1]
 
-    def __init__(self, run: Run, at: Callable[[Any], Any]) -> None:
-        self._run, self._at = run, at
-        self._tree: Any = None
-        # For each leaf of the derivative, the index of the same array among the leaves of (differentiable arrays,
-        # weights, inputs of the layer, shared inputs). None: it must be saved.
-        self._sources: list[int | None] = []
 
-    def forward(self, weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, list[jax.Array]]:
+@dataclass(frozen=True)
+class SavedDerivative:
+    """The derivative of a layer, saved as the arrays that it needs besides weights and inputs."""
+
+    run: Run
+    at: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
+    structure: jax.tree_util.PyTreeDef
+    # For each leaf of the derivative, the index of the same array among the leaves of (differentiable arrays, weights,
+    # inputs of the layer, shared inputs). None: it must be saved.
+    sources: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls, run: Run, at: Callable[[Tree], Tree], example: Callable[[], tuple[Tree, Tree, Tree, Tree]]
+    ) -> "SavedDerivative":
+        """`example` returns arguments of a layer: its weights, x, its input, and the shared inputs."""
+
+        def trace() -> tuple[Tree, Derivative]:
+            weights, x, layer_input, shared = example()
+            known = at(weights), weights, layer_input, shared
+            return known, layer_derivative(run, *known, x)
+
+        traced, (known, derivative) = jax.make_jaxpr(trace, return_shape=True)()
+        count, results = len(jax.tree.leaves(known)), traced.jaxpr.outvars
+        places = {result: place for place, result in enumerate(results[:count]) if isinstance(result, Var)}
+        sources = tuple(places.get(result) if isinstance(result, Var) else None for result in results[count:])
+        return cls(run, at, jax.tree.structure(derivative), sources)
+
+    def forward(self, weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, list[jax.Array]]:
         """Returns the output of the layer and the arrays to save."""
-        at = self._at(weights)
-        y, derivative = jax.vjp(lambda at, x: self._run(with_gradients(weights, at), x, layer_input, shared)[0], at, x)
-        leaves, self._tree = jax.tree.flatten(derivative)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, layer_input, shared)))}
-        self._sources = [places.get(id(leaf)) for leaf in leaves]
-        return y, [jnp.asarray(leaf) for leaf, place in zip(leaves, self._sources, strict=True) if place is None]
+        y, derivative = jax.vjp(
+            lambda at, x: self.run(with_gradients(weights, at), x, layer_input, shared)[0], self.at(weights), x
+        )
+        leaves = jax.tree.leaves(derivative)
+        return y, [jnp.asarray(leaf) for leaf, source in zip(leaves, self.sources, strict=True) if source is None]
 
-    def from_saved(self, at: Any, weights: Any, layer_input: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
+    def load(self, at: Tree, weights: Tree, layer_input: Tree, shared: Tree, saved: list[jax.Array]) -> Derivative:
         """The derivative, from what was saved. `at`: the arrays to differentiate with respect to."""
         known = jax.tree.leaves((at, weights, layer_input, shared))
         remaining = iter(saved)
-        leaves = [next(remaining) if place is None else known[place] for place in self._sources]
-        derivative: Derivative = jax.tree.unflatten(self._tree, leaves)
+        leaves = [next(remaining) if source is None else known[source] for source in self.sources]
+        derivative: Derivative = jax.tree.unflatten(self.structure, leaves)
         return derivative
 
-    def recomputed(self, at: Any, weights: Any, layer_input: Any, shared: Any, x: Any) -> Derivative:
-        """The derivative, from the input of the layer."""
 
-        def run(at: Any, x: Any) -> Any:
-            return self._run(with_gradients(weights, at), x, layer_input, shared)[0]
-
-        return jax.vjp(run, at, x)[1]
-
-
-def differentiable_weights(trainable: Any, dtype: DTypeLike | None) -> Callable[[Any], Any]:
+def differentiable_weights(trainable: Tree, dtype: DTypeLike | None) -> Callable[[Tree], Tree]:
     """A function: weights of a layer -> the arrays to differentiate with respect to; None for frozen weights."""
     return lambda weights: differentiable(
         jax.tree.map(lambda is_trainable, w: w if is_trainable else None, trainable, weights), dtype
     )
 
 
-def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> ForwardPass:
+def _saving(call: StackCall, at: Callable[[Tree], Tree], micro: int) -> ForwardPass:
     """Every layer saves the residuals of its derivative."""
-    of_layer = LayerDerivative(applied.run, at)
+    batch = (
+        split_micro_batches(call.x, micro),
+        split_micro_batches(call.inputs, micro, 1),
+        split_micro_batches(call.shared, micro),
+    )
 
-    def step(shared: Any, layer_input: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
+    def example() -> tuple[Tree, Tree, Tree, Tree]:
+        first = jnp.int32(0)
+        x, inputs, shared = batch if micro == 1 else take_layer(batch, first)
+        return layer_with(call.weights, first, fetch_layer(call.weights, first)), x, take_layer(inputs, first), shared
+
+    of_layer = SavedDerivative.of(call.run, at, example)
+
+    def step(shared: Tree, layer_input: Tree, weights: Tree, x: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
         y, saved = of_layer.forward(weights, x, layer_input, shared)
-        return y, shared, applied.save(saved)
+        return y, shared, call.save(saved)
 
-    def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
+    def layers(batch: tuple[Tree, Tree, Tree]) -> tuple[Tree, list[jax.Array]]:
         x, inputs, shared = batch
-        y, _, saved = scan_layers(step, shared, applied.weights, x, inputs)
+        y, _, saved = scan_layers(step, shared, call.weights, x, inputs)
         return y, saved
 
-    batch = (
-        split_micro_batches(applied.x, micro),
-        split_micro_batches(applied.inputs, micro, 1),
-        split_micro_batches(applied.shared, micro),
-    )
     y, every = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
 
     def load(layer: jax.Array) -> list[jax.Array]:
-        return applied.load(take_layer(every, layer, int(micro > 1)))
+        return call.load(take_layer(every, layer, int(micro > 1)))
 
-    def residuals(layer: jax.Array, _: Any, ahead: Any) -> tuple[Any, Any]:
-        if applied.on_host:  # the previous layer is copied while this one computes
+    def residuals(layer: jax.Array, _: Tree, ahead: Tree) -> tuple[Tree, Tree]:
+        if call.on_host:  # the previous layer is copied while this one computes
             return ahead, load(jnp.maximum(layer - 1, 0))
         return load(layer), None
 
-    def begin() -> Any:
-        return load(jnp.int32(applied.layers - 1)) if applied.on_host else None
+    def begin() -> Tree:
+        return load(jnp.int32(call.layers - 1)) if call.on_host else None
 
-    return ForwardPass(applied, merge_micro_batches(y, micro), micro, at, residuals, begin, of_layer.from_saved)
+    return ForwardPass(call, merge_micro_batches(y, micro), micro, at, residuals, begin, of_layer.load)
 
 
-def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], micro: int) -> ForwardPass:
+def _recomputing(call: StackCall, plan: Schedule, at: Callable[[Tree], Tree], micro: int) -> ForwardPass:
     """Some layers save their input; that of the others is recomputed by running earlier layers, which have not been
     updated yet."""
-    y, _, slots = first_pass(applied, plan)
+    y, _, slots = first_pass(call, plan)
 
-    def residuals(layer: jax.Array, weights: Any, slots: Any) -> tuple[Any, Any]:
-        slots = recompute(replace(applied, weights=weights), slots, layer)
-        return applied.load(take_layer(slots, jnp.asarray(plan.at, jnp.int32)[layer])), slots
+    def residuals(layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
+        slots = recompute(replace(call, weights=weights), slots, layer)
+        return call.load(take_layer(slots, jnp.asarray(plan.at, jnp.int32)[layer])), slots
 
-    of_layer = LayerDerivative(applied.run, at)
-    return ForwardPass(applied, y, micro, at, residuals, lambda: slots, of_layer.recomputed)
+    return ForwardPass(call, y, micro, at, residuals, lambda: slots, partial(layer_derivative, call.run))
 
 
-def merge_micro_batches(tree: Any, micro: int) -> Any:
+def merge_micro_batches(tree: Tree, micro: int) -> Tree:
     """Micro-batches [micro, rows, ...] as one batch, in an order in which no row changes its device."""
     over = shard_count("activations", "batch")
     if micro == 1:
@@ -209,7 +236,7 @@ def merge_micro_batches(tree: Any, micro: int) -> Any:
     return jax.tree.map(merge, tree)
 
 
-def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
+def split_micro_batches(tree: Tree, micro: int, dim: int = 0) -> Tree:
     """The inverse: [..., micro x rows, ...] to [micro, ..., rows, ...]; `dim` is the dimension of rows. Arrays
     without rows are repeated."""
     over = shard_count("activations", "batch")

@@ -16,8 +16,15 @@ from jax.custom_batching import custom_vmap
 from jaxmem.kernels.run_counts import run_count
 from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
-from jaxmem.sharding.weights import StoredWeight, hooks_in_place, is_in_place
-from jaxmem.stack.interception import Run, StackCall
+from jaxmem.sharding.weights import (
+    StoredWeight,
+    hooks_in_place,
+    is_in_place,
+    proxy_of,
+    with_proxy,
+    without_hooks_in_place,
+)
+from jaxmem.stack.call import Run, StackCall
 from jaxmem.stack.schedule import Schedule
 
 
@@ -101,8 +108,8 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
 
     def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
         stored, slots, inputs, shared, last = saved
-        hooks = inexact_leaves(stored) if hooks_in_place(stored) else None
-        weights = jax.tree.map(lambda w: w.stored if is_in_place(w) else w, stored, is_leaf=is_in_place)
+        hooked = hooks_in_place(stored)  # all trainable weights of the stack, or none
+        weights = without_hooks_in_place(stored)
         saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
 
         def step(carry: tuple[Any, ...], of_step: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
@@ -115,22 +122,25 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
             following = fetch_layer(weights, layer - 1)
             derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), shared)
             of_weights, g, of_input, of_layer_shared = derivative(g, of_output)
-            if hooks is not None:
-                put = lambda w, x, g: put_layer(x, layer, w.hook(g, take_layer(x, layer)))  # noqa: E731
-                of_weights, results = None, jax.tree.map(put, hooks, results, of_weights, is_leaf=is_in_place)
+            if hooked:
+                layer_gradients = zip(hooked, results, jax.tree.leaves(of_weights), strict=True)
+                results = [put_layer(x, layer, w.hook(g, take_layer(x, layer))) for w, x, g in layer_gradients]
+                of_weights = None
             of_shared = jax.tree.map(jnp.add, of_shared, of_layer_shared)
             return (slots, ahead, following, g, of_shared, results), (of_weights, of_input)
 
         zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
         numbers, slots_at = (jnp.asarray(values, jnp.int32) for values in (range(call.layers), plan.at))
         ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
-        results = jax.tree.map(lambda w: w.argument, hooks, is_leaf=is_in_place)
+        results = [w.argument for w in hooked]
         carry = (slots, ahead, fetch_layer(weights, last), gradients[0], zeros, results)
         carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (numbers, slots_at, gradients[1]), reverse=True)
         *_, g, of_shared, results = carry
-        if hooks is not None:
-            like = lambda w, x: replace(w, stored=None, proxy=x, argument=None)  # noqa: E731
-            of_weights = jax.tree.map(like, hooks, results, is_leaf=is_in_place)
+        if hooked:
+            gradients_of_hooked = [w.gradient(x) for w, x in zip(hooked, results, strict=True)]
+            of_weights = jax.tree.unflatten(
+                jax.tree.structure(inexact_leaves(stored), is_leaf=is_in_place), gradients_of_hooked
+            )
         return _gradients_like(stored, of_weights), g, of_inputs, of_shared
 
     apply.defvjp(forward, backward)
@@ -169,22 +179,19 @@ def inexact_leaves(tree: Any, values: Any = None) -> Any:
     `values`, a tree of the same structure, the leaves of that tree at the same places."""
 
     def of(leaf: Any, value: Any) -> Any:
-        at, value = (leaf.proxy, value.proxy) if isinstance(leaf, StoredWeight) else (leaf, value)
-        return value if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
+        at = proxy_of(leaf)
+        return proxy_of(value) if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
 
-    is_leaf = lambda w: _is_stored_weight(w) or is_in_place(w)  # noqa: E731
-    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=is_leaf)
+    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_weight)
 
 
 def with_inexact(tree: Any, leaves: Any) -> Any:
     """The tree with its `inexact_leaves` replaced."""
 
-    def of(leaf: Any, other: Any) -> Any:
-        if other is None:
-            return leaf
-        return StoredWeight(leaf.stored, other) if isinstance(leaf, StoredWeight) else other
+    def of(leaf: Any, new: Any) -> Any:
+        return leaf if new is None else with_proxy(leaf, new)
 
-    return jax.tree.map(of, tree, leaves, is_leaf=_is_stored_weight)
+    return jax.tree.map(of, tree, leaves, is_leaf=_is_weight)
 
 
 def _gradients_like(tree: Any, gradients: Any) -> Any:
@@ -193,11 +200,11 @@ def _gradients_like(tree: Any, gradients: Any) -> Any:
     def of(leaf: Any, g: Any) -> Any:
         return StoredWeight(None, g) if isinstance(leaf, StoredWeight) else g  # type: ignore[arg-type]
 
-    return jax.tree.map(of, tree, gradients, is_leaf=_is_stored_weight)
+    return jax.tree.map(of, tree, gradients, is_leaf=_is_weight)
 
 
-def _is_stored_weight(x: Any) -> bool:
-    return isinstance(x, StoredWeight)
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, StoredWeight) or is_in_place(x)
 
 
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:

@@ -1,9 +1,20 @@
 """The compiled training step.
 
-step.py       one update: batch -> loss -> gradients -> update -> metrics
-model.py      ModelSpec: the network, its weights' axes, which are trainable
-state.py      TrainState and StateSpec: shapes and shardings of the state and of a batch
-programs.py   Program: the functions that `plan` and `train` compile
+step.py             one update: batch -> loss -> gradients -> update -> metrics
+objective.py        the loss, as parts that follow those of the network
+model.py            ModelSpec: the structure of the network, its weights' axes, which are trainable
+execution.py        ExecutionSpec: compute dtype, kernels, recompute, pipeline stages
+initial_weights.py  InitialWeights: how weights are created and stored
+state.py            TrainState and StateSpec: shapes and shardings of the state and of a batch
+programs.py         Program: the functions that `plan` and `train` compile
+
+With `memory.update: during`:
+
+update_during.py    one update: forward, then backward through the parts of the network, updating each of them
+by_parts.py         the forward and backward pass, part by part
+intercepted_parts.py  the parts of the model of a script
+update_in_stages.py   the same on pipeline stages
+update_in_parts.py    the updates of one layer, and of a slice of the vocabulary
 """
 
 from jaxmem.lazy import lazy_names

@@ -1,62 +1,35 @@
-"""The network of a config, before any array exists: its structure, the shapes and logical axes of its weights, which of
-them are trainable, and how initial weights are created."""
+"""The structure of the network of a config, before any array exists: the shapes and logical axes of its weights, and
+which of them are trainable."""
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
-from jaxmem.config import Config, Convnet, Memory, Precision, Save
-from jaxmem.config.names import is_offloaded, offloaded_activations, split_stack
-from jaxmem.config.networks import Quantization, UserModel, pipelined_layers
-from jaxmem.config.recompute import policy_of
+from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.models import user, user_layers
-from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
-from jaxmem.pipeline import Pipeline
-from jaxmem.quant.precision import Params, compute_dtype
+from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.weights import Storage, storing_as
-from jaxmem.stack import StackOptions, creating_in
+from jaxmem.stack import StackOptions
+from jaxmem.step.execution import ExecutionSpec
 
 if TYPE_CHECKING:
-    from jaxmem.kernels.choice import Choice
-    from jaxmem.step.kernel_choice.choice import AttentionChoice
-
-# Folded into the key of the seed for new adapters, so that they do not depend on the weights of the model.
-_ADAPTER_KEY = 2**31 - 1
+    from jaxmem.models.user import PlainModel
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     cfg: Config
-    platform: str  # the platform of the devices; determines the compute dtype for `precision.compute: auto`
-    capability: int | None = None  # the compute capability of GPUs: 90 for 9.0
-
-    @cached_property
-    def pipeline(self) -> Pipeline | None:
-        return pipeline_of(self.cfg)
-
-    @property
-    def layer_order(self) -> list[int] | None:
-        """The layer that is stored at each position of a stack, or None if layers are in order."""
-        return None if self.pipeline is None else self.pipeline.order.tolist()
-
-    @property
-    def layer_indices(self) -> list[int] | None:
-        """The position of each layer in a stack, or None if layers are in order."""
-        pipeline = self.pipeline
-        return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
+    execution: ExecutionSpec
 
     @cached_property
     def _split(self) -> tuple[Any, Any, Any]:
@@ -64,21 +37,22 @@ class ModelSpec:
             shapes = {path: variable.get_value() for path, variable in model.variables.items()}
             return model.graphdef, unflatten_dict(dict(model.axes)), unflatten_dict(shapes)
         # These shapes do not include the identity layers that pad pipeline stages.
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self._build(jax.random.key(0)))))
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self.build(jax.random.key(0)))))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
 
     @cached_property
-    def flax_model(self) -> user.PlainModel | None:
+    def flax_model(self) -> PlainModel | None:
         """The model that a script passed, or None if it is built from jaxmem's layers or comes from the config."""
         if self.cfg.user.model is None:
             return None
+        from jaxmem.models.user import PlainModel
 
         def build() -> tuple[Any, Mapping[tuple[str, ...], int]]:
             network, stacks = self._build_plain(jax.random.key(0))
             return self._with_new_adapters(network), stacks
 
-        return user.PlainModel.of(build, self.cfg.user.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
+        return PlainModel.of(build, self.cfg.user.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:
@@ -101,8 +75,8 @@ class ModelSpec:
         """The network with these weights."""
         if self.flax_model is None:
             return nnx.merge(self.graphdef, params)
-        options = self._execution.stack if self.flax_model.stacks else StackOptions()
-        return self.flax_model.network(params, compute_dtype(self.cfg.precision, self.platform), options)
+        options = self.execution.of_stacks if self.flax_model.stacks else StackOptions()
+        return self.flax_model.network(params, self.execution.dtype, options)
 
     @property
     def axes(self) -> Any:
@@ -157,141 +131,25 @@ class ModelSpec:
         """The trainable part of a tree of parameters or of their axes, with None for frozen ones."""
         return self.selection.select(params)
 
-    def storage(self, path: Sequence[str]) -> Storage:
-        """How the weight at a path is stored."""
-        cfg = self.cfg
-        if path in self.forward_state:
-            return Storage(Precision())
-        if tuple(jax.tree_util.DictKey(name) for name in path) in self.selection.layers:
-            return Storage(cfg.precision)
-        on_host = is_offloaded(cfg.memory.offload, "frozen")
-        stored_form: Quantization | None = cfg.base_quantization
-        if (
-            stored_form is not None
-            and path[-1] == "weight"
-            and split_stack(".".join(path[:-1]))[0] in stored_form.layers
-        ):
-            return Storage(cfg.base_precision, stored_form.scale_group or False, on_host, has_exact_blocks=True)
-        is_expert = "expert" in reduce(operator.getitem, path, self.axes)
-        precision = cfg.expert_precision if is_expert else cfg.base_precision
-        if stored_form is not None:
-            stored = stored_form.others if cfg.adapter.base is None else cfg.adapter.base
-            precision = cfg.precision.model_copy(update={"parameters": stored})
-        return Storage(precision, cfg.adapter.double_quant and precision != cfg.precision, on_host)
-
-    def new_weights(self, key: jax.Array) -> Params:
-        """Initial weights, including adapters, in their stored form."""
-        base = self.new_base(key)
-        return base if self.cfg.adapter.kind == "none" else self.with_adapters(base, key)
-
-    def new_base(self, key: jax.Array) -> Params:
-        """Initial weights of the model without adapters. If trainable and frozen weights are stored differently, the
-        network is traced twice, and XLA removes what is not used."""
-
-        def create(storage: Storage) -> Params:
-            if self.flax_model is not None:
-                axes, state = self.flax_model.axes, self.forward_state
-                values = user.variables_of(self._build(key)).items()
-                return unflatten_dict({p: x if p in state else user.store(x, axes[p], storage) for p, x in values})
-            with storing_as(storage), creating_in(self.pipeline):
-                return nnx.to_pure_dict(nnx.state(self._build(key)))
-
-        storages = {self.storage(path) for path in flatten_dict(self.axes)}
-        created = {storage: flatten_dict(create(storage)) for storage in storages}
-        paths = flatten_dict(adapters.base_of(self.axes))
-        return unflatten_dict({path: created[self.storage(path)][path] for path in paths})
-
-    def with_adapters(self, base: Params, key: jax.Array) -> Params:
-        """The weights of the model with new adapters."""
-        network, adapter_key = nnx.eval_shape(partial(self._build, key)), jax.random.fold_in(key, _ADAPTER_KEY)
-        if self.flax_model is not None:
-            adapters.attach(network, self.cfg.adapter, adapter_key)
-            added = {path: x for path, x in user.variables_of(network).items() if "lora" in path}
-            new = {p: user.store(x, self.flax_model.axes[p], Storage(self.cfg.precision)) for p, x in added.items()}
-            return unflatten_dict(flatten_dict(base) | new)
-        network = nnx.merge(nnx.split(network)[0], base)
-        with storing_as(Storage(self.cfg.precision)):
-            adapters.attach(network, self.cfg.adapter, adapter_key, self.layer_order)
-        return nnx.to_pure_dict(nnx.state(network))
-
     def _with_new_adapters(self, network: Any) -> Any:
         adapters.attach(network, self.cfg.adapter, jax.random.key(0))
         return network
 
-    def _build(self, key: jax.Array) -> models.Network:
+    def build(self, key: jax.Array) -> models.Network:
         network = self.cfg.user.network
         if network is not None:
-            return network(nnx.Rngs(key), self._execution)
+            return network(nnx.Rngs(key), self.execution.of_network)
         if self.cfg.user.model is not None:
             return self._build_plain(key)[0]
-        return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
+        return models.build(self.cfg.model, nnx.Rngs(params=key), self.execution.of_network)
 
     def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
         """The model of a script, not built from jaxmem's layers, and the number of layers of each of its stacks."""
+        from jaxmem.models.user_layers import stack_lists
+
         assert self.cfg.user.model is not None
         network = self.cfg.user.model(nnx.Rngs(key))
-        return network, user_layers.stack_lists(network, self.cfg.user.layers)
-
-    @cached_property
-    def attention(self) -> AttentionChoice | None:
-        """The choice of the implementation of attention, or None if there is no attention."""
-        return cast("AttentionChoice | None", self.kernels.get("memory.attention"))
-
-    @property
-    def context_method(self) -> str:
-        """The method of communication over `mesh.context`."""
-        return "ring" if self.attention is None else self.attention.context_method
-
-    @cached_property
-    def kernels(self) -> dict[str, Choice]:
-        """The choice of the implementation of each operation that has a fused kernel, by setting."""
-        from jaxmem.step.kernel_choice import kernel_choices
-
-        return kernel_choices(self.cfg, self.platform, self.capability)
-
-    @property
-    def _execution(self) -> models.Execution:
-        memory = self.cfg.memory
-        if memory.remat == "auto":
-            raise UserError(
-                "memory.remat=auto is supported by plan and train only; use memory.remat=none, full or {save: [names]}"
-            )
-        named = None if memory.attention == "auto" else memory.attention
-        implementation = named if self.attention is None else self.attention.implementation
-        return models.Execution(
-            dtype=compute_dtype(self.cfg.precision, self.platform),
-            attention=implementation,
-            experts=experts.implementation if (experts := self.kernels.get("memory.experts")) else "blockwise",
-            deterministic=self.cfg.train.deterministic,
-            packed=self.cfg.data.packing,
-            max_segments=self.cfg.data.max_segments,
-            context_method=self.context_method,
-            chunking=chunking(memory),
-            stack=self.stack_options,
-        )
-
-    @property
-    def stack_options(self) -> StackOptions:
-        memory = self.cfg.memory
-        remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
-        return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload), memory.expert_groups)
-
-
-def pipeline_of(cfg: Config) -> Pipeline | None:
-    """The pipeline of a config whose mesh is resolved, or None if there is one stage."""
-    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | UserModel):
-        return None
-    layers, recomputes = pipelined_layers(cfg.model), repeats_forward(cfg.memory.remat)
-    micro_batches, pipeline = cfg.batch.accumulate, cfg.pipeline
-    return Pipeline(layers, cfg.mesh.stage, micro_batches, pipeline.rounds, pipeline.name, recomputes)
-
-
-def chunking(memory: Memory) -> Chunking:
-    """The chunks of a layer. Chunks are recomputed, so `auto` uses chunks only if no activation in a layer is saved."""
-    if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
-        return Chunking(memory.mlp_chunk, memory.head_groups)
-    chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk
-    return Chunking(chunk, 1 if memory.head_groups == "auto" else memory.head_groups)
+        return network, stack_lists(network, self.cfg.user.layers)
 
 
 def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
@@ -304,9 +162,3 @@ def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
 
 def _count(shapes: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-
-
-def repeats_forward(remat: object) -> bool:
-    """Whether the backward pass of a layer repeats some of its forward pass."""
-    policy = policy_of(remat)
-    return policy is None or policy.saved is not None

@@ -17,10 +17,10 @@ from jaxmem import config
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
 from jaxmem.models import losses
-from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
+from jaxmem.models.cross_entropy import max_update_entries, separate_cross_entropy, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
-from jaxmem.models.network import STATISTICS, Network
-from jaxmem.models.user import PlainNetwork
+from jaxmem.models.network import STATISTICS, Flow, MatrixPart, Network, NetworkPart, Part, names_parts, run_parts
+from jaxmem.models.vocab_slices import VocabOpResult
 
 Batch = dict[str, jax.Array]
 STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
@@ -30,37 +30,50 @@ Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "m
 
 @dataclass(frozen=True)
 class Objective:
-    """(network, batch, dropout key of each row or None) -> sums. It has two parts, since all stages of a pipeline
-    compute the loss together."""
+    """(network, batch, dropout key of each row or None) -> sums, as the parts of the network and of the loss."""
 
-    features: Callable[[Any, Batch, jax.Array | None], Any]  # the output of the last layer
-    sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
+    network_parts: Callable[[Any, Batch, jax.Array | None], list[NetworkPart]]
+    loss_parts: Callable[[Any, Batch], list[NetworkPart]]  # from the result of the network to the sums
+    is_of_script: bool = False  # a script's loss is one part, also if the network names its parts
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
 
+    def features(self, network: Any, batch: Batch, keys: jax.Array | None) -> Flow:
+        """The result of the network before its output projection."""
+        flow: Flow = run_parts(network, self.network_parts(network, batch, keys))
+        return flow
+
+    def sums(self, network: Any, features: Flow, batch: Batch) -> Sums:
+        """The output projection and the loss."""
+        sums: Sums = run_parts(network, self.loss_parts(network, batch), features)
+        return sums
+
+    def named_parts(self, network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart] | None:
+        """The parts, if the network names its stacks of layers."""
+        if self.is_of_script or not names_parts(network):
+            return None
+        return [*self.network_parts(network, batch, keys), *self.loss_parts(network, batch)]
+
 
 def objective(complete: config.Config) -> Objective:
     """The objective of a config."""
-    from jaxmem.kernels.categories import category
-
     cfg, memory = complete.objective, complete.memory
     if cfg.name == "own":
-        # The first part is the complete loss, so that all stacks of layers are in this part.
-        return Objective(partial(_user_loss, complete.user), lambda _network, sums, _batch: sums)
-    parts: dict[str, tuple[Callable[..., Any], Callable[..., Sums]]] = {
-        "next_token": (_tokens, partial(_next_token, cfg, memory)),
-        "dpo": (_tokens, partial(_preferred, cfg, memory)),
-        "classify": (_images, partial(_classify, cfg)),
-        "binary": (_images, _binary),
-        "regress_l1": (_images, partial(_regress, jnp.abs)),
-        "regress_l2": (_images, partial(_regress, jnp.square)),
-        "contrastive": (_pairs, partial(_contrastive, cfg)),
-    }
+        return Objective(partial(_user_loss, complete.user), _user_sums, is_of_script=True)
     if isinstance(complete.model, config.ImageText):
-        return Objective(_towers, category("logits")(_image_text_loss))
-    features, sums = parts[cfg.name]
-    return Objective(features, category("logits")(sums))
+        return Objective(_towers, partial(_last, _image_text_loss))
+    terms = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
+    parts: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "next_token": (_tokens, partial(_token_losses, memory, _next_token, terms)),
+        "dpo": (_tokens, partial(_token_losses, memory, partial(_preferred, cfg), {})),
+        "classify": (_images, partial(_last, partial(_classify, cfg))),
+        "binary": (_images, partial(_last, _binary)),
+        "regress_l1": (_images, partial(_last, partial(_regress, jnp.abs))),
+        "regress_l2": (_images, partial(_last, partial(_regress, jnp.square))),
+        "contrastive": (_pairs, partial(_last, partial(_contrastive, cfg))),
+    }
+    return Objective(*parts[cfg.name])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
@@ -69,8 +82,19 @@ def means(sums: Sums) -> dict[str, jax.Array]:
     return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}
 
 
-def _user_loss(user: UserObjects, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
-    """The loss that a script passed. It is the mean over the rows of a micro-batch."""
+def _user_loss(user: UserObjects, _network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+    """The complete loss that a script passed, as one part, so that all stacks of layers are in it."""
+    return [Part(lambda network, _: Flow(_sums_of_user(user, network, batch, keys)))]
+
+
+def _user_sums(_network: Any, _batch: Batch) -> list[NetworkPart]:
+    return [Part(lambda _, flow: flow.x)]
+
+
+def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+    """The sums of a script's loss, which is the mean over the rows of a micro-batch."""
+    from jaxmem.models.user import PlainNetwork
+
     loss_function = user.loss_with_keys or user.loss
     if loss_function is None:
         raise UserError("objective.name=own requires the argument loss: jaxmem.train(cfg, loss=...)")
@@ -100,44 +124,102 @@ def trained_sum(sums: Sums) -> jax.Array:
     return sums["loss"] + sums.get(STATISTICS[0], jnp.float32(0))
 
 
-def _tokens(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    return network.features_and_router_statistics(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
+def _tokens(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+    inputs = batch["inputs"], batch["positions"], batch["segment_ids"], keys
+    if names_parts(network):
+        return network.parts(*inputs)
+    return [Part(lambda network, _: Flow(*network.features_and_router_statistics(*inputs)))]
 
 
-def _images(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
-    return network.features(batch["inputs"], keys=keys)
+def _images(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+    return _parts_of_images(network, batch["inputs"], keys)
 
 
-def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _parts_of_images(network: Any, images: jax.Array, keys: jax.Array | None) -> list[NetworkPart]:
+    if names_parts(network):
+        return network.parts(images, keys)
+    return [Part(lambda network, _: Flow(network.features(images, keys=keys)))]
+
+
+def _pairs(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
     """Both images of each pair, in one batch: row by row, so that no row changes its device."""
     rows = batch["mask"].shape[0]
     images = jnp.stack([batch["inputs"], batch["pairs"]], axis=1).reshape(2 * rows, *batch["inputs"].shape[1:])
     both = None if keys is None else jnp.stack(list(split_keys(keys, 2)), axis=1).reshape(2 * rows)
-    x = network.features(images, keys=both)
-    x = x.reshape(rows, 2, *x.shape[1:])
-    return x[:, 0], x[:, 1]
+
+    def split(_: Any, flow: Flow) -> Flow:
+        x = flow.x.reshape(rows, 2, *flow.x.shape[1:])
+        return Flow((x[:, 0], x[:, 1]))
+
+    return [*_parts_of_images(network, images, both), Part(split)]
 
 
-def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Array:
-    """For each row, the log-probability of its tokens whose mask is 1."""
-    return _likelihoods(network, _tokens(network, batch, None)[0], batch, memory)
+def _towers(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+    parts: list[NetworkPart] = network.parts(batch["inputs"], batch["texts"], batch["lengths"], keys)
+    return [*parts, Part(lambda network, flow: Flow((flow.x, flow.kept, network.scale)))]
 
 
-def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, features: Any, batch: Batch) -> Sums:
-    x, router = features
-    options = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
-    sums = _sums(_cross_entropy(network, x, batch["targets"], memory, **options), batch["mask"])
-    return _with_router(sums, router, batch["mask"])
+def _last(loss: Callable[[Any, Any, Batch], Sums], _network: Any, batch: Batch) -> list[NetworkPart]:
+    """A loss (network, features, batch) -> sums as the last part."""
+    from jaxmem.kernels.categories import category
+
+    return [Part(category("logits")(lambda network, flow: loss(network, flow.x, batch)))]
 
 
-def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, features: Any, batch: Batch) -> Sums:
+# (loss of each token, batch) -> sums
+TokenSums = Callable[[jax.Array, Batch], Sums]
+
+
+def _token_losses(
+    memory: config.Memory, sums_of: TokenSums, terms: dict[str, float], network: Any, batch: Batch
+) -> list[NetworkPart]:
+    """The output projection with the cross entropy of each token, and the sums."""
+    from jaxmem.kernels.categories import category
+
+    labels, chunk = batch["targets"], memory.loss_chunk
+
+    def options(x: jax.Array) -> dict[str, Any]:
+        return {**terms, "max_entries": max_update_entries(memory.update, x.shape[-1])}
+
+    @category("logits")
+    def loss(network: Any, flow: Flow) -> Flow:
+        return flow._replace(x=vocab_cross_entropy(network, flow.x, labels, chunk, **options(flow.x)))
+
+    @category("logits")
+    def separate(network: Any, flow: Flow) -> VocabOpResult | None:
+        return separate_cross_entropy(network, flow.x, labels, chunk, **options(flow.x))
+
+    @category("logits")
+    def sums(_: Any, flow: Flow) -> Sums:
+        return _with_router(sums_of(flow.x, batch), flow.kept, batch["mask"])
+
+    loss_part = MatrixPart(loss, network.projection_path, separate) if names_parts(network) else Part(loss)
+    return [loss_part, Part(sums)]
+
+
+def _next_token(per_token: jax.Array, batch: Batch) -> Sums:
+    return _sums(per_token, batch["mask"])
+
+
+def _preferred(cfg: config.Objective, per_token: jax.Array, batch: Batch) -> Sums:
     """DPO: rows 2 i and 2 i + 1 are a pair of answers, the preferred one first; padding pairs have no weight."""
-    x, router = features
-    gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
+    gained = (_likelihoods(per_token, batch) - batch["reference"]).reshape(-1, 2)
     real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
     margins = cfg.beta * (gained[:, 0] - gained[:, 1])
     sums = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
-    return _with_router(sums | {"margin": jnp.sum(margins * real)}, router, batch["mask"])
+    return sums | {"margin": jnp.sum(margins * real)}
+
+
+def likelihoods(network: Any, batch: Batch, memory: config.Memory) -> jax.Array:
+    """For each row, the log-probability of its tokens whose mask is 1."""
+    flow = run_parts(network, _tokens(network, batch, None))
+    entries = max_update_entries(memory.update, flow.x.shape[-1])
+    per_token = vocab_cross_entropy(network, flow.x, batch["targets"], memory.loss_chunk, max_entries=entries)
+    return _likelihoods(per_token, batch)
+
+
+def _likelihoods(per_token: jax.Array, batch: Batch) -> jax.Array:
+    return -jnp.sum(per_token * batch["mask"], axis=-1)
 
 
 def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
@@ -148,17 +230,6 @@ def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
     weight = mask * (sums["count"] / jnp.maximum(jnp.sum(mask), 1.0))
     totals = jnp.einsum("btn,bt->n", router, weight)
     return sums | dict(zip(STATISTICS, totals, strict=True))
-
-
-def _likelihoods(network: Network, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:
-    return -jnp.sum(_cross_entropy(network, x, batch["targets"], memory) * batch["mask"], axis=-1)
-
-
-def _cross_entropy(
-    network: Network, x: jax.Array, labels: jax.Array, memory: config.Memory, **options: float
-) -> jax.Array:
-    most = max_update_entries(memory.update, x.shape[-1])
-    return vocab_cross_entropy(network, x, labels, memory.loss_chunk, max_entries=most, **options)
 
 
 def _classify(cfg: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
@@ -184,18 +255,14 @@ def _contrastive(cfg: config.Objective, network: Network, pair: tuple[jax.Array,
     return _sums(losses.contrastive(scores), batch["mask"], correct)
 
 
-def _towers(network: Any, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, ...]:
-    return (*network(batch["inputs"], batch["texts"], batch["lengths"], keys), network.scale)
-
-
 def _image_text_loss(_network: Any, features: tuple[jax.Array, ...], batch: Batch) -> Sums:
     """Images and texts of one micro-batch: the loss, and recall at 1, the share of texts whose image has the largest
     similarity, and of images whose text has."""
     images, texts, scale = features
     scores = losses.similarities(texts, images, batch["mask"], 1 / scale)
     rows = jnp.arange(len(images))
-    correct = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
-    recall = {name: jnp.sum(jnp.where(is_found, batch["mask"], 0.0)) for name, is_found in correct.items()}
+    hits = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
+    recall = {name: jnp.sum(jnp.where(is_hit, batch["mask"], 0.0)) for name, is_hit in hits.items()}
     return _sums(losses.contrastive(scores), batch["mask"]) | recall
 
 

@@ -8,7 +8,7 @@ Devices that process different rows and need the sum of their gradients (`Layout
 after the loop: the `jax.shard_map` is over these axes too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,15 +18,17 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.config.names import split_stack
+from jaxmem.models.network import Layers, NetworkPart, run_parts
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.pipeline.loop import AXIS, PipelineNetwork, run
-from jaxmem.pipeline.stage_layers import Layers
+from jaxmem.pipeline.stage_layers import LayersOfStage
 from jaxmem.pipeline.timetable import Timetable, evaluation
-from jaxmem.quant.precision import Params, compute_dtype
+from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, Visitor, intercept_with
+from jaxmem.stack import StackCall, Visitor
 from jaxmem.stack.reverse import differentiable_weights
+from jaxmem.step.by_parts import parts_of
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
@@ -81,10 +83,11 @@ def pipeline_gradients(
     """Float32 gradients of the sum of the losses, times `scale`, and the sums of the objective. Leaves of the batch and
     `keys` are [micro-batches, rows, ...]; gradients are communicated in the compute dtype."""
     model, layout = spec.model, current()
-    assert model.pipeline is not None
+    assert model.execution.pipeline is not None
     local = () if layout is None else layout.local_gradient_axes
-    result = execute(spec, model.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
-    axes, dtype = model.select(model.axes), compute_dtype(spec.cfg.precision, model.platform)
+    result = execute(spec, model.execution.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
+    axes = model.select(model.axes)
+    dtype = model.execution.dtype
     stack = stacks_of(model)[-1]
     grads = unflatten_dict(flatten_dict(result.outside) | {(stack,): result.layers})
     if not local:
@@ -98,7 +101,7 @@ def pipeline_gradients(
 
 def pipeline_sums(spec: StateSpec, terms: Objective, params: Params, batch: Batch) -> Sums:
     """The sums of the objective over all micro-batches, [micro-batches, rows, ...]."""
-    p = spec.model.pipeline
+    p = spec.model.execution.pipeline
     assert p is not None
     return execute(spec, evaluation(p.stages, p.micro_batches, p.rounds), terms, params, (batch, None)).sums
 
@@ -114,12 +117,11 @@ def execute(
 ) -> PipelineResult:
     """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass."""
     model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.has_backward else None
-    pipeline, (*before, name) = model.pipeline, stacks_of(model)
+    pipeline, name = model.execution.pipeline, stacks_of(model)[-1]
     assert layout is not None
     assert pipeline is not None
     local = layout.local_gradient_axes if visit is None else ()
     learns = jax.tree.map(lambda x: x is not None, model.select(model.axes), is_leaf=lambda x: x is None or is_axes(x))
-    options = model.stack_options
 
     def stage(arrays: Any, outside: Any, batch: Any, replicated: Any) -> tuple[Tree, Tree, tuple[Sums, Tree]]:
         """Returns what each stage has for its layers (gradients, or the new `stacked`), the gradients outside of them,
@@ -138,23 +140,30 @@ def execute(
         at = differentiable(trainable, gradient_dtype)
 
         def embed(at: Any, micro: Any) -> StackCall:
-            return _cut(partial(terms.features, _network(at), *micro), len(before))[0]
+            network, before, stack, _ = parts(at, micro)
+            return stack.call(network, run_parts(network, before))
 
         def loss(at: Any, y: Any, micro: Any) -> tuple[jax.Array, Sums]:
-            network = _network(at)
-            x = _cut(partial(terms.features, network, *micro), len(before), y)[1]
-            sums = terms.sums(network, x, micro[0])
+            network, before, _, after = parts(at, micro)
+            sums = run_parts(network, after, run_parts(network, before)._replace(x=y))
             return trained_sum(sums) * scale, sums
 
-        def _network(at: Any) -> Any:
-            return model.network({**with_gradients(outside, at), name: layers})
+        def parts(at: Any, micro: Any) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
+            """The network, and its parts before the last stack, this stack, and the parts after it."""
+            weights = {**with_gradients(outside, at), name: layers}
+            network = model.network(weights)
+            parts = parts_of(terms, network, weights, *micro, matrices=False)
+            last = max(number for number, part in enumerate(parts) if isinstance(part, Layers))
+            stack = parts[last]
+            assert isinstance(stack, Layers)
+            return network, parts[:last], stack, parts[last + 1 :]
 
         def count(micro: Any) -> jax.Array:
             """The count of a micro-batch. It is known before the loop, since it depends on the batch only."""
             return loss(at, jax.tree.map(jnp.zeros_like, embed(at, micro).x), micro)[1]["count"]
 
         network = PipelineNetwork(embed, loss, at, batch)
-        stage_layers = Layers(pipeline, layers, differentiable_weights(learns[name], gradient_dtype), options)
+        stage_layers = LayersOfStage(pipeline, layers, differentiable_weights(learns[name], gradient_dtype))
         if visit is None:
             results = run(table, network, stage_layers)
             return results.layers.sums, results.outside, results.sums, ()
@@ -186,19 +195,3 @@ def stacks_of(model: ModelSpec) -> list[str]:
     """The names of the stacks of layers, in order; pipeline stages share the layers of the last one."""
     names = {path[0] for path, axes in flatten_dict(model.axes).items() if axes[:1] == ("layer",)}
     return sorted(names, key=lambda name: (split_stack(name)[1] or range(1)).start)
-
-
-def _cut(features: Callable[[], Any], before: int, y: Any = None) -> tuple[StackCall, Any]:
-    """The stack that the network applies after `before` others, and the features of the network, where `y` (if given)
-    is used as the result of that stack."""
-    calls: list[StackCall] = []
-
-    def known(part: Any) -> Any:
-        if not isinstance(part, StackCall):
-            return None
-        calls.append(part)
-        return None if len(calls) <= before else ((part.x if y is None else y), None)
-
-    with intercept_with(known):
-        x = features()
-    return calls[before], x

@@ -25,6 +25,7 @@ from jaxmem.errors import UserError, one_of
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Layout, is_axes, layout_for
 from jaxmem.step import batches, host_placement
+from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, likelihoods, objective
 from jaxmem.step.state import StateSpec, TrainState
@@ -71,7 +72,7 @@ class Program:
         from jaxmem.kernels.choice import capability
 
         device = self.layout.mesh.devices.flat[0]
-        return ModelSpec(self.cfg, self.platform, capability(device))
+        return ModelSpec(self.cfg, ExecutionSpec(self.cfg, self.platform, capability(device)))
 
     @cached_property
     def spec(self) -> StateSpec:
@@ -83,7 +84,7 @@ class Program:
         """The config with `auto` resolved for these devices, in the settings of kernels and `mesh.context_method`."""
         from jaxmem.step.kernel_choice import resolve_kernels
 
-        return resolve_kernels(self.cfg, self.platform, self.model.capability)
+        return resolve_kernels(self.cfg, self.platform, self.model.execution.capability)
 
     def with_precision(self, precision: Precision) -> Program:
         """The same program with weights that are stored in another format."""
@@ -121,7 +122,7 @@ class Program:
             return self._lower_begin()
 
         def initialise(key: jax.Array) -> TrainState:
-            return self.spec.to_memory(self.spec.new_state(self.model.new_weights(key)))
+            return self.spec.to_memory(self.spec.new_state(self.spec.initial_weights.new(key)))
 
         key = self.spec.sharded("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         return self._lower(initialise, key, outputs=self.spec.shardings)
@@ -132,7 +133,7 @@ class Program:
 
         def evaluate(params: Params, batch: Batch) -> Sums:
             params = self.spec.to_memory(params)
-            if self.model.pipeline is not None:
+            if self.model.execution.pipeline is not None:
                 from jaxmem.step.pipeline import pipeline_sums
 
                 return pipeline_sums(self.spec, plain, params, batch)
@@ -184,7 +185,9 @@ class Program:
         if self.cfg.adapter.kind == "none":
             return base
         with self.lowering():
-            add = jax.jit(self.model.with_adapters, donate_argnums=0, out_shardings=self.spec.shardings.params)
+            add = jax.jit(
+                self.spec.initial_weights.with_adapters, donate_argnums=0, out_shardings=self.spec.shardings.params
+            )
             return add(base, jax.random.key(self.cfg.seed))
 
     def new_module(self, name: str) -> dict[tuple[str, ...], Any]:
@@ -193,7 +196,7 @@ class Program:
         paths = [path for path in flatten_dict(adapters.base_of(self.model.axes)) if path[0] == name]
 
         def create(key: jax.Array) -> dict[tuple[str, ...], Any]:
-            weights = flatten_dict(self.model.new_base(key))
+            weights = flatten_dict(self.spec.initial_weights.new_base(key))
             return {path: weights[path] for path in paths}
 
         with self.lowering():
@@ -221,7 +224,7 @@ class Program:
         if isinstance(self.cfg.model, Decoder):
             from jaxmem.models.attention import context_order
 
-            length, method = batch["inputs"].shape[2], built.model.context_method
+            length, method = batch["inputs"].shape[2], built.model.execution.context_method
             order = context_order(self.layout, length, method, self.cfg.model.window)
         return batches.place(order, self.rows, built.spec.batch, batch)
 

@@ -1,9 +1,11 @@
 """The training state: its arrays, and their shapes, dtypes and shardings before they are created."""
 
+from __future__ import annotations
+
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.model import ModelSpec
+
+if TYPE_CHECKING:
+    from jaxmem.step.initial_weights import InitialWeights
 
 INITIAL_SCALE, MIN_SCALE = 2.0**15, 1.0
 GROWTH_INTERVAL = 2000  # finite updates before the scale is doubled
@@ -59,6 +64,12 @@ class StateSpec:
     layout: Layout
     model: ModelSpec
 
+    @property
+    def initial_weights(self) -> InitialWeights:
+        from jaxmem.step.initial_weights import InitialWeights
+
+        return InitialWeights(self.model)
+
     @cached_property
     def learning_rate(self) -> optax.Schedule:
         return optim.schedule(self.cfg.optimizer, self.cfg.steps)
@@ -87,7 +98,7 @@ class StateSpec:
     @property
     def update_kernel(self) -> str:
         """`optimizer.kernel` on these devices: `auto` selects fused updates of all arrays that support them."""
-        chosen = self.model.kernels.get("optimizer.kernel")
+        chosen = self.model.execution.kernels.get("optimizer.kernel")
         return self.cfg.optimizer.kernel if chosen is not None and chosen.implementation == "triton" else "none"
 
     def group(self, params: Any) -> ParameterGroup:
@@ -97,7 +108,7 @@ class StateSpec:
     @property
     def gradient_dtype(self) -> np.dtype | None:
         """The dtype of gradients; None: the dtype of each weight."""
-        return gradient_dtype(self.cfg.precision, self.model.platform)
+        return gradient_dtype(self.cfg.precision, self.model.execution.platform)
 
     @cached_property
     def state(self) -> TrainState:
@@ -166,7 +177,7 @@ class StateSpec:
         dense = jax.eval_shape(differentiable, self._shapes.params)
         model = self.model
         return nonfinite.gradient_names(
-            model.select(model.axes), model.select(dense), model.layer_order, model.selection.partial_stacks
+            model.select(model.axes), model.select(dense), model.execution.layer_order, model.selection.partial_stacks
         )
 
     def new_state(self, params: Params) -> TrainState:
@@ -183,7 +194,7 @@ class StateSpec:
 
     @cached_property
     def _shapes(self) -> TrainState:
-        return jax.eval_shape(lambda key: self.new_state(self.model.new_weights(key)), jax.random.key(0))
+        return jax.eval_shape(lambda key: self.new_state(self.initial_weights.new(key)), jax.random.key(0))
 
     def sharded(self, role: Role, axes: Any, shapes: Any) -> Any:
         """Shapes with their shardings."""

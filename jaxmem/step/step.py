@@ -17,7 +17,7 @@ from jaxmem import optim
 from jaxmem.errors import UserError
 from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.optim.in_place import gather_in_place
-from jaxmem.quant.precision import Params, compute_dtype
+from jaxmem.quant.precision import Params
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.stack import applies_stacks_once
@@ -46,7 +46,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
                     f"memory.update=during does not support {name}, which the forward pass changes (BatchNorm); use"
                     " memory.update=after, or layers without such state, e.g. nnx.GroupNorm or nnx.LayerNorm"
                 )
-            if spec.model.pipeline is not None:
+            if spec.model.execution.pipeline is not None:
                 from jaxmem.step.update_in_stages import update_in_stages as update
             else:
                 from jaxmem.step.update_during import update_during_backward as update
@@ -77,12 +77,13 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
     cfg, model = spec.cfg, spec.model
     terms, partial_stacks = objective(cfg), model.selection.partial_stacks
-    axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
+    axes, compute = model.select(model.axes), model.execution.dtype
     scale = jnp.float32(1)
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
-    def loss(at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+    def loss(hooks_by_layer: bool, at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        """`hooks_by_layer`: whether stacks apply the hooks of weights layer by layer."""
         at = at if hooks_by_layer else apply_hooks(at)
         before = model.with_forward_state(state.params, batch.get(STATE))
         network = model.network(with_gradients(before, at, partial_stacks))
@@ -91,20 +92,21 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
             sums = sums | {STATE: network.state}
         return trained_sum(sums) * scale, sums
 
-    at, hooks_by_layer = differentiable(model.select(state.params), spec.gradient_dtype), True
-    if model.pipeline is not None:
+    at = differentiable(model.select(state.params), spec.gradient_dtype)
+    if model.execution.pipeline is not None:
         from jaxmem.step.pipeline import pipeline_gradients
 
         grads, sums = pipeline_gradients(spec, state.params, batch, row_keys, scale)
     elif len(row_keys) == 1:
         micro_batch = jax.tree.map(lambda x: x[0], batch)
-        grads, sums = differentiate(loss, at, micro_batch, row_keys[0], axes)
+        grads, sums = differentiate(partial(loss, True), at, micro_batch, row_keys[0], axes)
     else:
         begin = model.forward_state_of(state.params)
+        by_layer = True
         if not cfg.user.is_empty:  # the loss of a script may apply the model several times
             first = jax.tree.map(lambda x: x[0], (batch, row_keys))
-            hooks_by_layer = not partial_stacks and applies_stacks_once(loss, at, *first)
-        grads, sums = accumulate(loss, at, batch, row_keys, axes, compute, begin)
+            by_layer = not partial_stacks and applies_stacks_once(partial(loss, True), at, *first)
+        grads, sums = accumulate(partial(loss, by_layer), at, batch, row_keys, axes, compute, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from jaxmem import optim
+from jaxmem.models.network import Path
 from jaxmem.optim.apply import sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree, merge, select, single_weights, without
 from jaxmem.quant.precision import Params
@@ -26,8 +27,8 @@ from jaxmem.sharding import is_axes
 from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.stack import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
+from jaxmem.step.by_parts import ForwardByParts, PassedStack
 from jaxmem.step.objective import Batch, Sums
-from jaxmem.step.segments import Path, Segments
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, VocabUpdate, add_squares
 
@@ -44,31 +45,31 @@ def update_during_backward(
         batch, key = jax.tree.map(lambda x: x[0], (batch, keys))
     else:
         batch, key = merge_micro_batches((batch, keys), micro_batches)
-    network = Segments(spec, state.params, batch, key, micro_batches)
+    network = ForwardByParts(spec, state.params, batch, key, micro_batches)
     # The groups of each stack, one per weight.
-    groups = {n: [spec.group(w) for w in single_weights(network.trainable(n))] for n in network.stacks}
+    groups = {stack.path: [spec.group(w) for w in single_weights(stack.trainable)] for stack in network.stacks}
     params, states, squares = list[Tree](), list[Tree](), list[Tree]()
 
-    def add(new: Tree, new_states: list[Tree], own_squares: Tree) -> None:
+    def add(new: Tree, new_states: list[Tree], new_squares: Tree) -> None:
         params.append(new)
         states.extend(new_states)
-        squares.append(own_squares)
+        squares.append(new_squares)
 
-    def update_stack(number: int, g: Any) -> Any:
+    def update_stack(stack: PassedStack, g: Tree) -> Tree:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
-        stack, before = network.stacks[number], [group.state(opt_state) for group in groups[number]]
-        update = LayerUpdate(groups[number], before, write, norm, stack.layers)
+        layers, before = stack.result.layers, [group.state(opt_state) for group in groups[stack.path]]
+        update = LayerUpdate(groups[stack.path], before, write, norm, layers)
 
         def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
             """Copies state from host memory while the gradient is computed."""
             return update.fetch(carry, layer) if spec.offloads("optimizer") else None
 
         def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
-            return update(carry, layer, network.nest(number, dw), fetched)
+            return update(carry, layer, stack.nest(dw), fetched)
 
-        weights = lambda carry: network.weights(number, carry[0])  # noqa: E731
-        visitor = Visitor(update.initial_carry(network.trainable(number), stack.layers), weights, visit, fetch)
-        done, g = stack.backward(g, visitor)
+        weights = lambda carry: stack.weights(carry[0])  # noqa: E731
+        visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit, fetch)
+        done, g = stack.result.backward(g, visitor)
         add(*done)
         return g
 
@@ -104,19 +105,17 @@ def update_during_backward(
 
 
 def _gradient_norm(
-    network: Segments, groups: dict[int, list[ParameterGroup]], vocab_update: Callable[[Path], VocabUpdate]
+    network: ForwardByParts, groups: dict[Path, list[ParameterGroup]], vocab_update: Callable[[Path], VocabUpdate]
 ) -> jax.Array:
     """The norm of all gradients, computed in a backward pass that discards them."""
     sums = []
 
-    def stack_backward(number: int, g: Any) -> Any:
-        stack = network.stacks[number]
-
+    def stack_backward(stack: PassedStack, g: Tree) -> Tree:
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-            return add_squares(squares, groups[number], network.nest(number, dw))
+            return add_squares(squares, groups[stack.path], stack.nest(dw))
 
         zero = jnp.zeros((), jnp.float32)
-        squares, g = stack.backward(g, Visitor(zero, lambda _: stack.applied.weights, visit))
+        squares, g = stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))
         sums.append(squares)
         return g
 

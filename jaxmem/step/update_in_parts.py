@@ -41,7 +41,7 @@ from jaxmem.quant.qtensor import with_sliced_size
 from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, map_layers, shard_count, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.step.segments import SliceGradient
+from jaxmem.step.by_parts import SliceGradient
 from jaxmem.step.state import StateSpec
 
 Tree = Any

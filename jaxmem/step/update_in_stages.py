@@ -33,7 +33,7 @@ def update_in_stages(
     """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
     the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
     model, params = spec.model, state.params
-    pipeline, (*_, name) = model.pipeline, stacks_of(model)
+    pipeline, (*_, name) = model.execution.pipeline, stacks_of(model)
     assert pipeline is not None
     trainable, axes = model.select(params), model.select(model.axes)
     stack = {name: trainable[name]}

@@ -43,7 +43,8 @@ def model_line(built: Program) -> str:
     trainable = "all" if model.trainable_count == count else f"{model.trainable_count:,}"
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform.upper()} device{'s'[: mesh.devices.size > 1]}"
-    extra = model.pipeline.stored - model.pipeline.layers if model.pipeline else 0
+    pipeline = model.execution.pipeline
+    extra = pipeline.stored - pipeline.layers if pipeline else 0
     padding = f", {extra} identity layers pad the pipeline stages" if extra else ""
     active = "" if model.active_count == count else f" ({model.active_count:,} active)"
     name = built.cfg.name

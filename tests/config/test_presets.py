@@ -4,6 +4,7 @@ import pytest
 
 from jaxmem.config import PRESETS, Config, Decoder, Train, load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
 
 PUBLISHED = {
@@ -59,7 +60,8 @@ def preset(name: str) -> Decoder:
 
 
 def spec(model: Decoder) -> ModelSpec:
-    return ModelSpec(Config(name="x", model=model, train=Train(steps=1)), "cpu")
+    cfg = Config(name="x", model=model, train=Train(steps=1))
+    return ModelSpec(cfg, ExecutionSpec(cfg, "cpu"))
 
 
 def test_every_preset_but_tiny_has_a_published_count():

@@ -170,7 +170,7 @@ def test_from_zero_2_on_no_device_holds_whole_gradients():
 
 def test_stages_keep_each_boundary_once_and_no_slice_of_the_vocabulary():
     built, _ = compiled("stages")
-    pipeline, rows, time = built.model.pipeline, 16, 128
+    pipeline, rows, time = built.model.execution.pipeline, 16, 128
     kept = pipeline.timetable.slots.counts[0] * pipeline.group, rows, time, MODEL["embed"]
     assert live_at_most("stages", {sorted_dims(kept)}) == 2 * math.prod(kept)
     slices = -(-MODEL["vocab"] // SLICE)

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, Visitor, apply_stack, forward, intercept_with, stacked
+from jaxmem.stack import StackOptions, Visitor, apply_stack, forward, stack_call, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -20,14 +20,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
         return apply_stack(nnx.merge(graphdef, weights), layer, x, *given, options=way)[0]
 
     def visited(weights, x, way):
-        passed = []
-
-        def keep(one):
-            passed.append(forward(one))
-            return passed[0].y, None
-
-        with intercept_with(keep):
-            y = applied(weights, x, way)
+        passed = forward(stack_call(nnx.merge(graphdef, weights), layer, x, *given, options=way))
 
         def visit(carried, number, dw, brought):
             weights, grads = carried
@@ -37,7 +30,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
 
         begin = weights, jax.tree.map(jnp.zeros_like, weights)
         ready = lambda carried, number: carried[1]["b"][number, 0]  # noqa: E731
-        (_, grads), g = passed[0].backward(2 * y, Visitor(begin, lambda carried: carried[0], visit, ready))
+        (_, grads), g = passed.backward(2 * passed.y, Visitor(begin, lambda carried: carried[0], visit, ready))
         return grads, g
 
     expected = jax.jit(jax.grad(lambda *at: jnp.sum(applied(*at, StackOptions("none")) ** 2), (0, 1)))(weights, x)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.sharding.weights import PartialStack, StoredWeight
+from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack import StackOptions, apply_stack, stacked
 from tests.support.tiers import cases
 
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_all_layers_where_they_learn(remat):
         return jnp.sum(jnp.square(y)) + jnp.sum(sums)
 
     def of_some(own, x):
-        some = {"w": PartialStack(params["w"], own["w"], (1, 4, 5)), "b": PartialStack(params["b"], own["b"], (0, 1))}
+        some = {"w": StoredWeight(params["w"], own["w"], (1, 4, 5)), "b": StoredWeight(params["b"], own["b"], (0, 1))}
         return loss(some, x)
 
     picked = {"w": np.array([1, 4, 5]), "b": np.array([0, 1])}

@@ -146,7 +146,7 @@ def test_a_checkpoint_moves_over_stages(tmp_path):
             for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(after.spec.state), strict=True):
                 assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
                 assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-            jax.tree.map(np.testing.assert_array_equal, state, stored(after.model.pipeline, first))
+            jax.tree.map(np.testing.assert_array_equal, state, stored(after.model.execution.pipeline, first))
 
 
 def test_one_device_reads_the_layers_that_a_circular_pipeline_saved():
@@ -194,7 +194,7 @@ def test_the_loop_runs_the_schedule(name):
     run = trained(name)
     module = read_module(run.compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     loops = [trip_count(one) for one in module.walk() if one.opcode == "while"]
-    assert loops.count(run.built.model.pipeline.timetable.ticks) == 1
+    assert loops.count(run.built.model.execution.pipeline.timetable.ticks) == 1
 
 
 def test_stages_send_activations_to_their_neighbours_and_no_weights():

@@ -84,7 +84,7 @@ def volume(built: Program) -> Volume:
     head = 0 if model.tie_embeddings else embedding
     layers = built.model.parameter_count / t - p * (embedding + head)
     executed, sends = a * model.layers, 0
-    if (pipeline := built.model.pipeline) is not None:
+    if (pipeline := built.model.execution.pipeline) is not None:
         layers *= pipeline.stored / pipeline.layers / p
         executed, slots = a * pipeline.group * pipeline.rounds, pipeline.timetable.slots
         sends = sum(int(np.any(ring >= 0, axis=1).sum()) for ring in (slots.received, slots.received_gradients))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxmem.config.optimizers import AdafactorSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.quant import values_of
 from jaxmem.typing import AxesTree
 
 DECAY = 0.8  # at update t the moving average keeps the share 1 - t^-decay
@@ -34,8 +34,7 @@ class Factored(MatrixRule):
         squares = g * g + EPSILON
         beta = 1 - context.count.astype(jnp.float32) ** -DECAY
         averaged = lambda old, now: beta * old + (1 - beta) * now  # noqa: E731
-        w = context.weight
-        values = w.dequantize(jnp.float32) if is_quantized(w) else w.astype(jnp.float32)
+        values = values_of(context.weight, jnp.float32)
         weights = (values * values, None)
         if "row" in state:
             rows, columns = context.spec.shape

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
 from jaxmem.kernels.run_counts import run_count
@@ -31,7 +30,7 @@ from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
-from jaxmem.quant import QTensor, quantize
+from jaxmem.quant import QTensor, quantize, values_of
 from jaxmem.typing import AxesTree
 
 RuleFor = Callable[[ParameterSpec], MatrixRule]
@@ -84,7 +83,7 @@ class GaLoreRule(MatrixRule):
         with jax.named_scope(run_count(1, 1 if isinstance(every, jax.Array) else every)):
             basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, context, key), lambda k: k, basis_state)
         # Matmuls use the dtype of the gradient: bfloat16 costs half of float32, and accumulates in float32.
-        basis = _values(basis_state["basis"], g.dtype)
+        basis = values_of(basis_state["basis"], g.dtype)
         low = self.side.project(basis, g)
         direction, inner = self.inner_for(self.side.projected_spec).update(low, state["inner"], context)
         if not self.settings.residual:
@@ -103,7 +102,7 @@ class GaLoreRule(MatrixRule):
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
     def _refresh(self, g: jax.Array, basis_state: State, context: UpdateContext, key: jax.Array) -> State:
-        old = _values(basis_state["basis"], jnp.float32)
+        old = values_of(basis_state["basis"], jnp.float32)
         new = self.side.find_basis(g.astype(jnp.float32), old, key)
         if self.similarity is None:
             return {"basis": new.astype(basis_state["basis"].dtype)}
@@ -239,7 +238,3 @@ def _rule_for(
     if not is_projected(spec, settings.rank, settings.project_embeddings):
         return inner(spec)
     return GaLoreRule(settings, inner, spec, rank_of(spec, settings.rank), similarity)
-
-
-def _values(basis: Any, dtype: DTypeLike) -> jax.Array:
-    return basis.dequantize(dtype) if isinstance(basis, QTensor) else basis.astype(dtype)

@@ -1,0 +1,94 @@
+"""A stack of layers that is about to be applied, and the settings of how it is applied."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from jaxmem.config.names import BOUNDARY
+from jaxmem.sharding.host import to_device, to_host
+from jaxmem.stack.remat import Remat
+from jaxmem.stack.schedule import Schedule
+from jaxmem.typing import Tree
+
+Path = tuple[Any, ...]
+# (weights of a layer, x, the input of this layer, inputs shared by all layers) -> (x, output of this layer)
+Run = Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+@runtime_checkable
+class LayerOrder(Protocol):
+    """An order in which the layers of a stack are stored. A network is created and applied without knowledge of it;
+    `jaxmem.pipeline` stores layers by pipeline stage."""
+
+    def create(self, layer: Callable[[jax.Array], Tree], keys: jax.Array) -> Tree:
+        """The layers `layer(key)`, stacked in this order."""
+
+    def apply(self, call: "StackCall") -> tuple[Tree, Tree]:
+        """Applies the stored layers in the order of the network. Returns (x, stacked outputs)."""
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """Settings for applying a stack, independent of its layers."""
+
+    remat: Remat = "none"  # the name of a policy, or the names of saved activations
+    order: LayerOrder | None = None  # how the layers are stored; None: in the order of the network
+    # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
+    host: tuple[str, ...] = ()
+    expert_groups: int = 1  # number of groups in which a layer copies frozen experts from host memory
+
+
+DEFAULTS = StackOptions()
+
+
+@dataclass(frozen=True)
+class StackCall:
+    """A stack that is about to be applied."""
+
+    run: Run
+    weights: Tree  # the weights of all layers, stacked
+    x: Tree
+    inputs: Tree = None  # the inputs of all layers, stacked
+    shared: Tree = None
+    options: StackOptions = DEFAULTS
+    streamed: frozenset[Path] = frozenset()  # weights that layers copy from host memory in groups, if they are there
+    plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves
+
+    @property
+    def layers(self) -> int:
+        count: int = jax.tree.leaves((self.weights, self.inputs))[0].shape[0]
+        return count
+
+    @property
+    def on_host(self) -> bool:
+        """Whether saved activations are offloaded to host memory."""
+        return BOUNDARY in self.options.host
+
+    def save(self, activations: Tree) -> Tree:
+        return to_host(activations) if self.on_host else activations
+
+    def load(self, activations: Tree) -> Tree:
+        return to_device(activations) if self.on_host else activations
+
+
+_creating: ContextVar[LayerOrder | None] = ContextVar("layer_order", default=None)
+
+
+@contextmanager
+def creating_in(order: LayerOrder | None) -> Iterator[None]:
+    """A context in which new stacks of layers are stored in this order; None: in the order of the network."""
+    token = _creating.set(order)
+    try:
+        yield
+    finally:
+        _creating.reset(token)
+
+
+def create_layers(layer: Callable[[jax.Array], Tree], keys: jax.Array) -> Tree:
+    """The layers `layer(key)`, stacked, created one after the other."""
+    order = _creating.get()
+    return jax.lax.map(layer, keys) if order is None else order.create(layer, keys)

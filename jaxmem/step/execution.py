@@ -1,0 +1,120 @@
+"""How a network is executed: compute dtype, kernels, recompute, pipeline stages. Does not depend on its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from jaxmem import models
+from jaxmem.config import Config, Convnet, Memory, Save
+from jaxmem.config.names import offloaded_activations
+from jaxmem.config.networks import UserModel, pipelined_layers
+from jaxmem.config.recompute import policy_of
+from jaxmem.errors import UserError
+from jaxmem.models.chunking import Chunking
+from jaxmem.pipeline import Pipeline
+from jaxmem.quant.precision import compute_dtype
+from jaxmem.stack import StackOptions
+
+if TYPE_CHECKING:
+    from jaxmem.kernels.choice import Choice
+    from jaxmem.step.kernel_choice.choice import AttentionChoice
+
+
+@dataclass(frozen=True)
+class ExecutionSpec:
+    cfg: Config
+    platform: str  # the platform of the devices; determines the compute dtype for `precision.compute: auto`
+    capability: int | None = None  # the compute capability of GPUs: 90 for 9.0
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The compute dtype."""
+        return compute_dtype(self.cfg.precision, self.platform)
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        return pipeline_of(self.cfg)
+
+    @property
+    def layer_order(self) -> list[int] | None:
+        """The layer that is stored at each position of a stack, or None if layers are in order."""
+        return None if self.pipeline is None else self.pipeline.order.tolist()
+
+    @property
+    def layer_indices(self) -> list[int] | None:
+        """The position of each layer in a stack, or None if layers are in order."""
+        pipeline = self.pipeline
+        return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
+
+    @cached_property
+    def attention(self) -> AttentionChoice | None:
+        """The choice of the implementation of attention, or None if there is no attention."""
+        return cast("AttentionChoice | None", self.kernels.get("memory.attention"))
+
+    @property
+    def context_method(self) -> str:
+        """The method of communication over `mesh.context`."""
+        return "ring" if self.attention is None else self.attention.context_method
+
+    @cached_property
+    def kernels(self) -> dict[str, Choice]:
+        """The choice of the implementation of each operation that has a fused kernel, by setting."""
+        from jaxmem.step.kernel_choice import kernel_choices
+
+        return kernel_choices(self.cfg, self.platform, self.capability)
+
+    @property
+    def of_network(self) -> models.Execution:
+        """The settings that the network receives."""
+        memory = self.cfg.memory
+        if memory.remat == "auto":
+            raise UserError(
+                "memory.remat=auto is supported by plan and train only; use memory.remat=none, full or {save: [names]}"
+            )
+        named = None if memory.attention == "auto" else memory.attention
+        implementation = named if self.attention is None else self.attention.implementation
+        return models.Execution(
+            dtype=self.dtype,
+            attention=implementation,
+            experts=experts.implementation if (experts := self.kernels.get("memory.experts")) else "blockwise",
+            deterministic=self.cfg.train.deterministic,
+            packed=self.cfg.data.packing,
+            max_segments=self.cfg.data.max_segments,
+            context_method=self.context_method,
+            chunking=chunking(memory),
+            stack=self.of_stacks,
+        )
+
+    @property
+    def of_stacks(self) -> StackOptions:
+        """The settings that its stacks of layers receive."""
+        memory = self.cfg.memory
+        remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
+        return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload), memory.expert_groups)
+
+
+def pipeline_of(cfg: Config) -> Pipeline | None:
+    """The pipeline of a config whose mesh is resolved, or None if there is one stage."""
+    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | UserModel):
+        return None
+    layers, recomputes = pipelined_layers(cfg.model), repeats_forward(cfg.memory.remat)
+    micro_batches, pipeline = cfg.batch.accumulate, cfg.pipeline
+    return Pipeline(layers, cfg.mesh.stage, micro_batches, pipeline.rounds, pipeline.name, recomputes)
+
+
+def chunking(memory: Memory) -> Chunking:
+    """The chunks of a layer. Chunks are recomputed, so `auto` uses chunks only if no activation in a layer is saved."""
+    if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
+        return Chunking(memory.mlp_chunk, memory.head_groups)
+    chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk
+    return Chunking(chunk, 1 if memory.head_groups == "auto" else memory.head_groups)
+
+
+def repeats_forward(remat: object) -> bool:
+    """Whether the backward pass of a layer repeats some of its forward pass."""
+    policy = policy_of(remat)
+    return policy is None or policy.saved is not None
