@@ -101,7 +101,7 @@ def planned(row: Published, modules: Path | None) -> Plan:
     """The plan of a row. The memory of the GPU is not a limit, since other programs may need less than ours."""
     target = row.devices
     cfg = row.cfg
-    built = program(cfg, target_devices(target, 1000 * usable_memory(target, cfg)))
+    built = program(cfg, target_devices(target, 1000 * usable_memory(target, cfg.memory)))
     key = hashlib.sha256(json.dumps([row.config, row.target, row.gpu], sort_keys=True).encode()).hexdigest()[:16]
     files = None if modules is None else (modules / f"{key}.module", modules / f"{key}.assignment")
     if files and all(file.exists() for file in files):
