@@ -14,7 +14,7 @@ BASE, POLICIES = common.CONFIGS["peak"]["base"], common.rows_of("peak", "policie
 def measure(target: str) -> Findings:
     kind = common.require_gpus("peak", target, 1)
     plans = common.compile_plans(
-        parse_target(f"{kind}:1"), {name: load_config(BASE, own) for name, own in POLICIES.items()}
+        parse_target(f"{kind}:1"), {name: load_config(BASE, part) for name, part in POLICIES.items()}
     )
     memories = {name: plans[name]["memory"] for name in POLICIES}
     rows = {name: _row(name, memory) for name, memory in memories.items()}

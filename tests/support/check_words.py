@@ -23,6 +23,7 @@ FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "tests", "README.m
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TERMS: dict[str, str] = TABLES["terms"]
+PRONOUNS_REMAIN = tuple(TABLES["pronouns_remain"])
 
 
 def _pattern() -> re.Pattern[str]:
@@ -66,9 +67,23 @@ def definitions(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
 
 
+def variables(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that a Python file gives a name: definitions, arguments, and what is assigned."""
+    yield from definitions(path)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.suffix == ".py" else ():
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.ExceptHandler) and node.name:
+            yield node.lineno, node.name
+
+
 def places(path: Path) -> Iterator[str]:
     """`file:line: 'text': its replacement`."""
     name = path.relative_to(ROOT)
+    is_code = name.parts[0] in ("jaxmem", "kernels", "scripts")
+    for line, variable in variables(path) if is_code and not str(name).startswith(PRONOUNS_REMAIN) else ():
+        if variable.strip("_") in TABLES["pronouns"]:
+            yield f"{name}:{line}: {variable!r}: a noun of the thing"
     for line, defined in definitions(path):
         if defined.lstrip("_") in TABLES["names"] and not path.is_relative_to(ROOT / "tests"):
             yield f"{name}:{line}: {defined!r}: a noun for a value, a verb for a function"
