@@ -206,8 +206,6 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[SlowCompilers] = []
-
     class SlowCompilers(FakeCompilers):
         def __init__(self, target: Target, _: float | None) -> None:
             super().__init__(target)
@@ -221,6 +219,7 @@ def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.Monk
             assert self.killed.wait(30)
             raise RefusedError("killed")
 
+    pools = list[SlowCompilers]()
     monkeypatch.setattr(nearest, "CompilerPool", SlowCompilers)
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("remat",))
     monkeypatch.setattr(nearest, "METHODS", {})
