@@ -200,15 +200,14 @@ def _advise(planned: Plan, command: list[str], method: str | None) -> None:
     as it is compiled, and exits with code 3. `command`: the command of the plan; `method`: its --method."""
     from jaxmem.search import nearest
 
-    limit = nearest.Limit()
-    for line in nearest.slower_settings(planned, limit):
+    for line in nearest.slower_settings(planned, nearest.Limit(nearest.SLOW_SETTINGS_SECONDS)):
         _progress(f"slow: {line}")
     if planned.fits:
         return
     _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     has_any = False
-    for near in nearest.nearest_fitting(planned, limit):
+    for near in nearest.nearest_fitting(planned, nearest.Limit()):
         _progress(f"{near}\n{near.command(command, method, width)}")
         has_any = True
     if not has_any:

@@ -26,6 +26,7 @@ from jaxmem.search.worker import StepCost
 MAX_SUGGESTIONS = 3  # configs to suggest
 MAX_COMPILES = 6  # configs to compile at most
 MAX_SECONDS = 60.0  # duration of a search at most
+SLOW_SETTINGS_SECONDS = 10.0  # of the search for settings that make a step slow, which every plan does
 
 
 @dataclass(frozen=True)
