@@ -113,10 +113,10 @@ def gather_quantized(q: QTensor, axes: Axes) -> QTensor:
     """Gathers codes and scales for the computation."""
     even = tuple(map(if_even, axes))  # a dimension that needs padding stays replicated until it is dequantized
 
-    def one(x: jax.Array) -> jax.Array:
+    def gather_part(x: jax.Array) -> jax.Array:
         return constrain(row_major_if_gathered(x, even, "weights", "compute"), *even, role="compute")
 
-    return jax.tree.map(one, host.fetch_from_host(q))
+    return jax.tree.map(gather_part, host.fetch_from_host(q))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -185,23 +185,23 @@ def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
     """The arrays to differentiate with respect to: each weight that has this dtype, and zeros of this dtype for any
     other weight. With `dtype` None, the dtype of each weight."""
 
-    def one(w: jax.Array | QTensor) -> jax.Array:
+    def proxy(w: jax.Array | QTensor) -> jax.Array:
         target = jnp.dtype(w.dtype if dtype is None else dtype)
         return w if isinstance(w, jax.Array) and w.dtype == target else jnp.zeros(w.shape, target)
 
-    return jax.tree.map(one, params, is_leaf=_is_weight)
+    return jax.tree.map(proxy, params, is_leaf=_is_weight)
 
 
 def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
     """Weights whose gradients are the gradients of `at`; weights with None in `at` are frozen. `partial` maps the path
     of a stack to its trainable layers, which `at` contains."""
 
-    def one(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
+    def with_gradient(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
         if at is not None and path in partial:
             return StoredWeight(w, at, partial[path])
         return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)
 
-    return jax.tree_util.tree_map_with_path(one, params, at, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(with_gradient, params, at, is_leaf=_is_weight)
 
 
 MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original

@@ -62,8 +62,8 @@ def accumulate(
     local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
     added = _with_hooks(loss, axes, Add, in_place=True)
 
-    def add(carry: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        (total, all_sums, state), (batch, keys) = carry, one
+    def add(carry: Any, micro_batch: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        (total, all_sums, state), (batch, keys) = carry, micro_batch
         batch = {**batch, STATE: state} if state else batch
         at = jax.tree.map(jnp.zeros_like, total)
         if local is None:
@@ -94,12 +94,12 @@ def accumulate(
 def _with_hooks(loss: Loss, axes: Any, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
     """A loss of (at, weights, sums, batch, keys). Gradient by the zeros `at`: `hook(axes)(weight gradient, sum)`."""
 
-    def one(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
-        hooked = HookedWeight(own, at, total, hook(names), in_place)
+    def hooked_weight(names: Axes, at: jax.Array, stored: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
+        hooked = HookedWeight(stored, at, total, hook(names), in_place)
         return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies the hook layer by layer
 
-    def hooked(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        return loss(jax.tree.map(one, axes, at, own, total, is_leaf=is_axes), batch, keys)
+    def hooked(at: Params, stored: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        return loss(jax.tree.map(hooked_weight, axes, at, stored, total, is_leaf=is_axes), batch, keys)
 
     return hooked
 

@@ -17,21 +17,21 @@ Tree = Any
 def offloaded_state(axes: Tree) -> Tree:
     """For each array of the optimizer state, whether `memory.offload: optimizer` moves it."""
 
-    def one(axes: Axes) -> bool:
+    def is_offloaded(axes: Axes) -> bool:
         return axes[:1] == ("layer",) or "vocab" in (axis and axis_name(axis) for axis in axes)
 
-    return jax.tree.map(one, axes, is_leaf=is_axes)
+    return jax.tree.map(is_offloaded, axes, is_leaf=is_axes)
 
 
 def offloaded_weights(axes: Tree, trainable: Tree, stored: Tree) -> Tree:
     """For each array of the stored parameters, whether `memory.offload: frozen` moves it: true for frozen matrices.
     `stored` has the axes of these arrays; `trainable` has None for frozen parameters."""
 
-    def one(axes: Axes, trainable: Axes | None, stored: Tree) -> Tree:
+    def is_on_host(axes: Axes, trainable: Axes | None, stored: Tree) -> Tree:
         is_frozen_matrix = trainable is None and is_matrix(axes)
         return jax.tree.map(lambda _: is_frozen_matrix, stored, is_leaf=is_axes)
 
-    return jax.tree.map(one, axes, trainable, stored, is_leaf=is_axes)
+    return jax.tree.map(is_on_host, axes, trainable, stored, is_leaf=is_axes)
 
 
 def send(tree: Tree, is_on_host: Tree) -> Tree:
@@ -55,12 +55,12 @@ def place(shapes: Tree, is_on_host: Tree, devices: np.ndarray) -> Tree:
             f" {', '.join(sorted(known))}; use memory.offload=none"
         )
 
-    def one(on_host: bool, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def on_place(on_host: bool, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not on_host:
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST_MEMORY))
 
-    return jax.tree.map(one, is_on_host, shapes)
+    return jax.tree.map(on_place, is_on_host, shapes)
 
 
 def annotate(lowered: jax.stages.Lowered) -> jax.stages.Lowered:

@@ -49,10 +49,10 @@ def squared_norms(grads: Any, axes: Any, partial: PartialStacks = NO_PARTIAL_STA
 def sums_of_squares(grads: Any, axes: Any) -> Any:
     """The sum of squares of the gradient of each weight (of each layer for stacks), in float32."""
 
-    def one(names: Axes, g: jax.Array) -> jax.Array:
+    def sum_of_squares(names: Axes, g: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(int(names[:1] == ("layer",)), g.ndim))
 
-    return jax.tree.map(one, axes, grads, is_leaf=is_axes)
+    return jax.tree.map(sum_of_squares, axes, grads, is_leaf=is_axes)
 
 
 def in_backward_order(sums: Any, axes: Any, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:

@@ -199,11 +199,11 @@ class StateSpec:
     def sharded(self, role: Role, axes: Any, shapes: Any) -> Any:
         """Shapes with their shardings."""
 
-        def one(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def with_sharding(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = self.layout.sharding(role, axes, x.shape, path_name(path))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=is_axes)
+        return jax.tree_util.tree_map_with_path(with_sharding, axes, shapes, is_leaf=is_axes)
 
 
 def initial_loss_scale(setting: Literal["none", "dynamic"] | float) -> LossScale | None:

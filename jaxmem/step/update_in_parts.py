@@ -201,10 +201,10 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
     """A slice of weight or state. Leaves without a vocabulary dimension, e.g. the number of updates, are taken from
     `unsliced`, the tree before the update."""
 
-    def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
+    def read_leaf(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         return other if (dim := _dim(names)) is None else slices.read(x, dim, j)
 
-    sliced = jax.tree.map(one, axes, tree, unsliced, is_leaf=is_axes)
+    sliced = jax.tree.map(read_leaf, axes, tree, unsliced, is_leaf=is_axes)
     is_qtensor = lambda x: isinstance(x, QTensor)  # noqa: E731
     resize = lambda part, complete: with_sliced_size(part, complete) if is_qtensor(part) else part  # noqa: E731
     return jax.tree.map(resize, sliced, tree, is_leaf=is_qtensor)
@@ -213,7 +213,7 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
 def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
     """Arrays with a slice replaced; arrays without a vocabulary dimension are replaced completely."""
 
-    def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
+    def write_leaf(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
         if (dim := _dim(names)) is None:
             return new
         # The slice is sharded before it is written, so that only this slice is communicated.
@@ -221,7 +221,9 @@ def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role
         written = slices.write(x, dim, j, new)
         return written if is_on_host(written) else constrain(written, *names, role=role)
 
-    done = [one(x, names, new) for (x, names), new in zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)]
+    done = [
+        write_leaf(x, names, new) for (x, names), new in zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(tree), done)
 
 

@@ -23,7 +23,6 @@ FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "tests", "README.m
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TERMS: dict[str, str] = TABLES["terms"]
-PRONOUNS_REMAIN = tuple(TABLES["pronouns_remain"])
 
 
 def _pattern() -> re.Pattern[str]:
@@ -81,7 +80,7 @@ def places(path: Path) -> Iterator[str]:
     """`file:line: 'text': its replacement`."""
     name = path.relative_to(ROOT)
     is_code = name.parts[0] in ("jaxmem", "kernels", "scripts")
-    for line, variable in variables(path) if is_code and not str(name).startswith(PRONOUNS_REMAIN) else ():
+    for line, variable in variables(path) if is_code else ():
         if variable.strip("_") in TABLES["pronouns"]:
             yield f"{name}:{line}: {variable!r}: a noun of the thing"
     for line, defined in definitions(path):
