@@ -282,7 +282,7 @@ def read_base(program: Program) -> Params:
         check_adapter(adapter.hf, model.hf)
     base = base_of(program.spec.state.params)
     axes = base_of(spec.axes)
-    return read_weights(model.hf, model, base, axes, program.layout, spec.layer_indices, adapter.hf)
+    return read_weights(model.hf, model, base, axes, program.layout, spec.execution.layer_indices, adapter.hf)
 
 
 def add_adapters(program: Program, base: Params) -> Params:
