@@ -125,7 +125,7 @@ def test_the_best_checkpoint_is_kept(config):
     keep = {"every": None, "keep": 1, "keep_best": True}
     run(config(train={"steps": 4, **assess}, checkpoint=keep))
     # From here on it can only get worse.
-    result = run(config(optimizer={"learning_rate": 100.0}, train={"steps": 8, **assess}, checkpoint=keep))
+    result = run(config(optimizer={"learning_rate": 3.0}, train={"steps": 8, **assess}, checkpoint=keep))
     losses = {row["step"]: row["held_out_loss"] for row in metrics(result.directory) if "held_out_loss" in row}
     best = min(losses, key=losses.get)
     assert best != 8
