@@ -22,7 +22,7 @@ class UserError(Exception):
 
 
 def escaped(text: str) -> str:
-    """The text with escapes for control characters other than tabs and line breaks, which could change a terminal, and
+    r"""The text with escapes for control characters other than tabs and line breaks, which could change a terminal, and
     for what cannot be encoded or seen.
 
     >>> escaped("\x1b[2J a.txt")

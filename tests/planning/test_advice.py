@@ -305,7 +305,8 @@ def with_stages(**sizes: int) -> SimpleNamespace:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     blocks = jax.ShapeDtypeStruct((pipeline.stored, 64), jnp.float32, sharding=place)
     state = {"blocks": blocks, "head": blocks}
-    return SimpleNamespace(cfg=config(), model=SimpleNamespace(pipeline=pipeline), spec=SimpleNamespace(state=state))
+    model = SimpleNamespace(execution=SimpleNamespace(pipeline=pipeline))
+    return SimpleNamespace(cfg=config(), model=model, spec=SimpleNamespace(state=state))
 
 
 def test_padding_layers() -> None:
@@ -316,7 +317,8 @@ def test_padding_layers() -> None:
     )
     assert warned.cure == "mesh.stage x pipeline.rounds = 3"
     assert found(advice._padding_layers, program=with_stages(layers=8, stages=4, micro_batches=4)) == []
-    assert found(advice._padding_layers, program=SimpleNamespace(model=SimpleNamespace(pipeline=None))) == []
+    without_stages = SimpleNamespace(model=SimpleNamespace(execution=SimpleNamespace(pipeline=None)))
+    assert found(advice._padding_layers, program=without_stages) == []
 
 
 def test_pipeline_bubble() -> None:

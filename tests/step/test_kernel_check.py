@@ -92,7 +92,8 @@ def config(attention="auto"):
 
 def checked(cfg, **options):
     """`checked_kernels` on a Hopper GPU."""
-    built = SimpleNamespace(platform="gpu", cfg=cfg, model=SimpleNamespace(capability=90))
+    model = SimpleNamespace(execution=SimpleNamespace(capability=90))
+    built = SimpleNamespace(platform="gpu", cfg=cfg, model=model)
     return checked_kernels(built, **options)
 
 
