@@ -75,8 +75,3 @@ def test_a_pair_counts_only_when_a_row_with_it_has_trained():
 @pytest.mark.parametrize("row", ROWS, ids=("quantized", "context", "groups"))
 def test_the_loss_is_that_of_the_plain_config(row):
     assert outcome(row) == Outcome()
-
-
-@pytest.mark.exhaustive
-def test_a_row_of_many_settings_trains_to_the_loss_of_the_plain_config():
-    assert outcome(Cover(0).next_row()).failure is None
