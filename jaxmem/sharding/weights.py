@@ -7,7 +7,7 @@ weight, and return its gradient as the gradient of the zeros. XLA removes the ze
     at = differentiable(params, jnp.bfloat16)
     grads = jax.grad(lambda at: loss(with_gradients(params, at)))(at)
 
-Of a stack of layers only some may be trainable (`layers`). `stack.apply_stack` divides it into ranges of layers in
+Of a stack of layers only some may be trainable (`layers`). `stack.apply_call` divides it into ranges of layers in
 which every weight is either trainable or frozen.
 
 A `HookedWeight` applies a function to its gradient. For stacked weights this happens in the backward pass of each

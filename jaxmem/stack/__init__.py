@@ -13,7 +13,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    apply="apply_call apply_stack checkpointed stack_call stacked",
+    apply="apply_call checkpointed stack_call stacked",
     call="LayerOrder StackCall StackOptions creating_in",
     interception="applies_stacks_once intercept_with",
     remat="recompute_from_inputs",

@@ -32,27 +32,6 @@ from jaxmem.stack.schedule import schedule
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
-def apply_stack(
-    blocks: nnx.Module,
-    layer: Layer,
-    x: Any,
-    inputs: Any = None,
-    shared: Any = None,
-    *,
-    options: StackOptions = DEFAULTS,
-) -> tuple[Any, Any]:
-    """Applies `layer(block, x, input, shared)` for each of `blocks`, modules of one kind stacked by `stacked`, and
-    returns (x, outputs).
-
-    `inputs` has an entry for each layer (keys, caches), stacked; `shared` is the same for all layers (positions,
-    document ids). The outputs of the layers are stacked.
-
-    `options.order` is how the layers are stored if it is not the order of the network, e.g. by pipeline stage. Arrays
-    of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
-    """
-    return apply_call(stack_call(blocks, layer, x, inputs, shared, options=options))
-
-
 def stack_call(
     blocks: nnx.Module,
     layer: Layer,
@@ -62,7 +41,15 @@ def stack_call(
     *,
     options: StackOptions = DEFAULTS,
 ) -> StackCall:
-    """The arguments of `apply_stack`, as a stack that is about to be applied."""
+    """A call that applies `layer(block, x, input, shared)` for each of `blocks`, modules of one kind stacked by
+    `stacked`; `apply_call` returns (x, outputs).
+
+    `inputs` has an entry for each layer (keys, caches), stacked; `shared` is the same for all layers (positions,
+    document ids). The outputs of the layers are stacked.
+
+    `options.order` is how the layers are stored if it is not the order of the network, e.g. by pipeline stage. Arrays
+    of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
+    """
     graphdef, state = nnx.split(blocks)
 
     def run(weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, Any]:

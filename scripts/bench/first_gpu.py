@@ -1,4 +1,4 @@
-"""Everything that jaxmem claims of a GPU, measured on this machine's first one in 25 minutes.
+"""Measures what the project plans and claims for GPUs on the first GPU of this machine, in 25 minutes.
 
     python scripts/bench/first_gpu.py                 # all parts; the same command again goes on where it stopped
     python scripts/bench/first_gpu.py steps claims    # these parts
@@ -94,7 +94,7 @@ def step_rows(
 
 
 def kernel_rows(selection: BenchSelection, *, check: bool = False) -> Callable[[float], list[Row]]:
-    """Each implementation has a limit of its own in `bench_kernels`; rows after the seconds are not waited for."""
+    """`bench_kernels` limits the time of an implementation; this function stops after all its seconds."""
 
     def run(seconds: float) -> list[Row]:
         end = time.monotonic() + seconds

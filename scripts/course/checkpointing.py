@@ -21,7 +21,7 @@ from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.targets import local_target, parse_target, target_devices
 from jaxmem.planning.timeline import timeline
-from jaxmem.stack import StackOptions, apply_stack
+from jaxmem.stack import StackOptions, apply_call, stack_call
 from jaxmem.stack.schedule import schedule
 from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
@@ -128,7 +128,7 @@ def backward(
         network: Any = nnx.merge(graphdef, weights)
         turned = angles(jnp.zeros((1, tokens), jnp.int32), cfg.rope, cfg.head_dim)
         layer = lambda block, x, _, angles: (block(x, Tokens(angles))[0], None)  # noqa: E731
-        y, _ = apply_stack(network.blocks, layer, x, None, turned, options=execution.stack)
+        y, _ = apply_call(stack_call(network.blocks, layer, x, None, turned, options=execution.stack))
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     placed = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=place)

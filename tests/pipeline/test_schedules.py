@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxmem.pipeline import Pipeline
 from jaxmem.pipeline.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
-from jaxmem.stack import StackOptions, apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
 from tests.support.stages import arranged
 
 SHAPES = [  # layers, stages, micro-batches, rounds
@@ -96,9 +96,9 @@ def test_without_micro_batches_layer_follows_layer():
     x, own = jnp.ones((3,)), jnp.arange(3.0 * layers).reshape(layers, 3)
     count = lambda block, x, own, beside: (layer(block, x, own, beside)[0], jnp.sum(x))  # noqa: E731
     beside = jnp.float32(0.5), jnp.ones((3,))
-    plain = apply_stack(nnx.merge(graphdef, weights), count, x, own, beside)
+    plain = apply_call(stack_call(nnx.merge(graphdef, weights), count, x, own, beside))
     stored = nnx.merge(graphdef, jax.tree.map(functools.partial(arranged, pipeline), weights))
-    staged = apply_stack(stored, count, x, own, beside, options=StackOptions(order=pipeline))
+    staged = apply_call(stack_call(stored, count, x, own, beside, options=StackOptions(order=pipeline)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, staged)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
 from scripts.course.checkpointing import backward
 from tests.stack.test_schedule import Affine, layer
 
@@ -21,7 +21,7 @@ def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
 
     def loss(weights, x, extra, shared, way):
         blocks = nnx.merge(graphdef, weights)
-        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), options=way)
+        y, outputs = apply_call(stack_call(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), options=way))
         return jnp.sum(y * y) + jnp.sum(jnp.sin(outputs))
 
     gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)), static_argnums=4)

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, Visitor, apply_stack, forward, stack_call, stacked
+from jaxmem.stack import StackOptions, Visitor, apply_call, forward, stack_call, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -17,7 +17,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
     given = (jax.random.split(jax.random.key(1), layers), jnp.arange(1.0 * layers)), (jnp.float32(0.5), jnp.arange(3))
 
     def applied(weights, x, way):
-        return apply_stack(nnx.merge(graphdef, weights), layer, x, *given, options=way)[0]
+        return apply_call(stack_call(nnx.merge(graphdef, weights), layer, x, *given, options=way))[0]
 
     def visited(weights, x, way):
         passed = forward(stack_call(nnx.merge(graphdef, weights), layer, x, *given, options=way))

@@ -13,7 +13,7 @@ from jaxmem.config.recompute import fewest
 from jaxmem.quant import quantize
 from jaxmem.sharding import gather
 from jaxmem.sharding.weights import StoredWeight
-from jaxmem.stack import StackCall, StackOptions, apply_stack, stacked
+from jaxmem.stack import StackCall, StackOptions, apply_call, stack_call, stacked
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.scheduled import by_schedule
 from scripts.course.checkpointing import FORMULAS, backward
@@ -73,7 +73,8 @@ def test_gradients_are_bitwise_those_of_keeping_all():
 
     def loss(weights, x, extra, shared, remat):
         blocks = nnx.merge(graphdef, weights)
-        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), options=StackOptions(remat))
+        call = stack_call(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), options=StackOptions(remat))
+        y, outputs = apply_call(call)
         return jnp.sum(y * y) + jnp.sum(jnp.sin(outputs))
 
     gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)), static_argnums=4)

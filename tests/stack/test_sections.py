@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.sharding.weights import StoredWeight
-from jaxmem.stack import StackOptions, apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
 from tests.support.tiers import cases
 
 LAYERS = 6
@@ -38,7 +38,8 @@ def test_gradients_are_those_of_all_layers_where_they_learn(remat):
     x, inputs, beside = jnp.ones((3, 4)), jnp.arange(LAYERS, dtype=jnp.float32), jnp.float32(0.1)
 
     def loss(params, x):
-        y, sums = apply_stack(nnx.merge(graphdef, params), layer, x, inputs, beside, options=StackOptions(remat=remat))
+        blocks = nnx.merge(graphdef, params)
+        y, sums = apply_call(stack_call(blocks, layer, x, inputs, beside, options=StackOptions(remat=remat)))
         return jnp.sum(jnp.square(y)) + jnp.sum(sums)
 
     def of_some(own, x):

@@ -311,7 +311,7 @@ def partition(scene: Scene) -> Outcomes:
 
 
 def clock(scene: Scene) -> Outcomes:
-    """The time of day jumps by a day to and fro, each time that it is read; and the run is killed in the middle."""
+    """Whenever the time of day is read, it jumps by a day; the run is killed in the middle."""
     folder = scene.place / "clock"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(

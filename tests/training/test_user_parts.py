@@ -276,5 +276,5 @@ def test_data_that_ends_early_ends_the_run(tmp_path, capsys):
     run = jaxmem.train(settings(tmp_path), **PARTS | {"data": iter(DATA[:2])})
     assert run.step == 2
     assert "after step 2 of 3" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"model\.family=own needs"):  # what the script brought is not in the file
+    with pytest.raises(UserError, match=r"model\.family=own needs"):  # the file has no `cfg.user`
         jaxmem.train(tmp_path / "own" / "config.yaml")
