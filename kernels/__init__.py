@@ -9,11 +9,9 @@ from typing import Any
 
 _MODULES = {
     "AdamHyperparameters": "quantized_update",
-    "QuantizedScales": "quantized_matmul",
     "Moments8": "quantized_update",
     "adam8_update": "quantized_update",
     "attention": "fused_attention",
-    "dequant_matmul": "quantized_matmul",
     "int8_add": "quantized_update",
 }
 __all__ = sorted(_MODULES)  # noqa: PLE0605

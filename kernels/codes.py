@@ -1,5 +1,6 @@
-"""The value of each code of the formats that are lists of values. The values of a block are scaled to [-1, 1] (E2M1: to
-[-6, 6])."""
+"""The values of the codes of quantized weights. The values of a block are scaled to [-1, 1] (E2M1: to [-6, 6])."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +14,27 @@ _FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # three lower b
 FP4 = (*_FP4, *(-value for value in _FP4))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1, *(-value for value in _E2M1))  # 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0)
+
+
+@dataclass(frozen=True)
+class Form:
+    """An encoding of the values of a block."""
+
+    bits: int
+    listed: tuple[float, ...] | None = None  # the value of each code; None: evenly spaced
+
+    @property
+    def together(self) -> int:
+        """Codes per byte: neighbours along `inputs`, the first in the high bits."""
+        return 8 // self.bits
+
+    @property
+    def steps(self) -> int:
+        """Steps from 0 to 1 of evenly spaced values."""
+        return 2 ** (self.bits - 1) - 1
+
+
+FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "mxfp4": Form(4, E2M1), "int4": Form(4), "int8": Form(8)}
 
 
 def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:

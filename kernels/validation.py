@@ -18,7 +18,7 @@ from jaxmem.kernels.typing import Tree
 
 FLOATS = ("float32", "bfloat16", "float16")
 # Implementations in plain JAX, which XLA's partitioner can shard. It cannot shard kernels.
-PLAIN = ("blockwise", "reference", "sliced")
+PLAIN = ("blockwise", "reference")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
 
+from jaxmem.kernels.codes import Form
 from jaxmem.kernels.launch import block_size
-from jaxmem.kernels.quantized_matmul import MatmulCall, QuantizedScales
 
 
 class TileSizes(NamedTuple):
@@ -32,50 +33,65 @@ FORWARD = TileSizes(64, 32, 128, 8, 3)
 BACKWARD = TileSizes(64, 32, 64, 8, 3)
 
 
+class QuantizedScales(NamedTuple):
+    """Quantized block scales (double quantization): block scale = value(code) * scale + mean, with the value of a
+    signed 8-bit dynamic code."""
+
+    codes: UInt8[Array, "experts blocks outputs"]
+    scale: Float[Array, "experts groups outputs"]  # one per group of blocks
+    mean: Float[Array, "experts 1 1"]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedMatrices:
-    """Frozen quantized matrices of all groups: the arrays of `dequant_matmul`, with a leading dimension of groups."""
+    """Frozen quantized matrices w = value(codes) * scale of all groups, e.g. experts."""
 
-    codes: Any  # an array
-    scale: Any  # an array, float32 or uint8 (E8M0), or QuantizedScales
-    call: MatmulCall = field(metadata={"static": True})
+    codes: Any  # an array [experts, inputs / codes per byte, outputs]
+    scale: Any  # an array, float32 or uint8 (E8M0), [experts, blocks, outputs], or QuantizedScales
+    form: Form = field(metadata={"static": True})
+    block: int = field(metadata={"static": True})  # inputs that share a scale
+    inputs: int = field(metadata={"static": True})
+    outputs: int = field(metadata={"static": True})
+
+    @property
+    def unit(self) -> int:
+        """Rows of codes that share a scale."""
+        return self.block // self.form.together
 
     def arrays(self) -> tuple[list[jax.Array], dict[str, Any]]:
         """The arrays that a program reads, and the properties of `GroupedTiling` that they determine."""
-        call = self.call
         double = isinstance(self.scale, QuantizedScales)
         unused = jnp.zeros((1, 1), jnp.float32)  # passed for pointers that the program does not read
         scales, groups, mean = self.scale if double else (self.scale, unused, unused)
         properties = {
-            "outputs": call.outputs,
+            "outputs": self.outputs,
             "code_rows": self.codes.shape[-2],
             "blocks": scales.shape[-2],
             "blocks_of_group": -(-scales.shape[-2] // groups.shape[-2]),
-            "unit": call.unit,
-            "together": call.form.together,
-            "steps": call.form.steps,
-            "listed": call.form.listed is not None,
+            "unit": self.unit,
+            "together": self.form.together,
+            "steps": self.form.steps,
+            "listed": self.form.listed is not None,
             "double": double,
         }
-        listed = unused if call.form.listed is None else jnp.asarray(call.form.listed, jnp.float32)
+        listed = unused if self.form.listed is None else jnp.asarray(self.form.listed, jnp.float32)
         return [self.codes, scales, groups, mean, listed], properties
 
     def tile_sizes(self, most: TileSizes) -> TileSizes:
         """Sizes up to `most`. A tile of codes is inside one block, or has a power of two of blocks, unless this leaves
         too few rows for the tensor cores."""
-        call = self.call
-        together = self.call.form.together
-        rows = block_size(most.rows, -(-call.inputs // together))
-        if call.unit >= rows or call.unit & (call.unit - 1):
-            even = math.gcd(rows, call.unit)
+        together = self.form.together
+        rows = block_size(most.rows, -(-self.inputs // together))
+        if self.unit >= rows or self.unit & (self.unit - 1):
+            even = math.gcd(rows, self.unit)
             rows = even if even >= MIN_TILE else rows
-        if call.block % together:
+        if self.block % together:
             raise ValueError(
-                f"grouped_matmul: block_size is {call.block}; the triton implementation needs an even number"
+                f"grouped_matmul: block_size is {self.block}; the triton implementation needs an even number"
             )
-        if call.inputs % together:
+        if self.inputs % together:
             raise ValueError(
-                f"grouped_matmul: x has {call.inputs} inputs; the triton implementation needs an even number"
+                f"grouped_matmul: x has {self.inputs} inputs; the triton implementation needs an even number"
             )
-        return most._replace(rows=rows, outputs=block_size(most.outputs, call.outputs))
+        return most._replace(rows=rows, outputs=block_size(most.outputs, self.outputs))

@@ -158,7 +158,7 @@ grouped_matmul.defvjp(
 def _sizes(weight: Weight) -> tuple[int, int, int]:
     """Codes per byte, inputs and outputs."""
     if isinstance(weight, QuantizedMatrices):
-        return weight.call.form.together, weight.call.inputs, weight.call.outputs
+        return weight.form.together, weight.inputs, weight.outputs
     return 1, weight.shape[1], weight.shape[2]
 
 

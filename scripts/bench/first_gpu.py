@@ -38,7 +38,7 @@ from scripts.course.table import Table, gib  # noqa: E402
 
 SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PARTS = ("kernels", "steps", "claims", "torch", "chat")
-KERNELS = ("attention", "dequant_matmul", "adam8_update", "int8_add")  # operations that `auto` chooses kernels for
+KERNELS = ("attention", "adam8_update", "int8_add")  # operations that `auto` chooses kernels for
 CLAIM_STEPS = 10
 # Overrides of every step: its data is not read, and the first updates are not small.
 UNREAD = ("data.source=tokens", "data.path=unused", "optimizer.warmup=0", "train.steps=100", "train.tokens=null")

@@ -24,9 +24,7 @@ Shapes = Annotated[
 ]
 Operation = Annotated[
     str | None,
-    typer.Option(
-        metavar="OPERATION", help="attention (default), dequant_matmul, adam8_update, int8_add or sliding_max."
-    ),
+    typer.Option(metavar="OPERATION", help="attention (default), adam8_update, int8_add or sliding_max."),
 ]
 Only = Annotated[
     list[str] | None,

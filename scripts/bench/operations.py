@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
+from jaxmem.kernels import Moments8, adam8_update, attention, int8_add
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTIONS
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.kernels.fused_attention.arguments import ATTENTION_SHAPES, AttentionShape, check_arguments
-from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
-from jaxmem.kernels.quantized_matmul import MATMUL_SHAPES, MatmulShape
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import UPDATE_SHAPES, UpdateShape
-from jaxmem.quant import QTensor, quantize
+from jaxmem.quant import quantize
 from jaxmem.typing import JsonDict, Tree
 from scripts.bench.work import BenchOperation, BenchPass, BenchWork, Run
 from scripts.course import sliding_max as windows
@@ -100,7 +98,6 @@ def _run_attention(
 
 
 BF16 = jnp.bfloat16
-DEQUANTIZED = "decoded before"  # a matmul with a weight that was dequantized before the measurement
 
 
 def random_key() -> jax.Array:
@@ -111,26 +108,6 @@ def random_key() -> jax.Array:
 def _draws(*shapes: tuple[int, ...], dtype: DTypeLike = BF16) -> Iterator[jax.Array]:
     for key, shape in zip(jax.random.split(random_key(), len(shapes)), shapes, strict=True):
         yield jax.random.normal(key, shape, dtype)
-
-
-def _dequant_matmul(shape: MatmulShape) -> BenchWork:
-    x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
-    q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
-    double = isinstance(q.scale, QTensor)
-    scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
-    options: JsonDict = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
-
-    def run(transposed: bool, implementation: str | None, x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Tree:
-        left = g if transposed else x
-        if implementation == DEQUANTIZED:
-            return left @ (w.T if transposed else w)
-        return dequant_matmul(left, codes, scale, transposed=transposed, implementation=implementation, **options)
-
-    passes = {
-        name: BenchPass(partial(run, transposed), partial(run, transposed, DEQUANTIZED), shape.flops / 1e12)
-        for name, transposed in (("forward", False), ("backward", True))
-    }
-    return BenchWork((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s")
 
 
 def _calls(operation: Callable[..., Any], **options: Any) -> Run:
@@ -213,14 +190,6 @@ OPERATIONS = {
         usual=("long", "llama3-8b", "llama3.2-1b", "mistral-7b"),
         plain="blockwise",
         checks=attention_checks,
-    ),
-    "dequant_matmul": BenchOperation(
-        MATMULS,
-        MATMUL_SHAPES,
-        lambda shape: shape._replace(tokens=16, inputs=2 * shape.block, outputs=32),
-        _dequant_matmul,
-        others=(DEQUANTIZED,),
-        plain="sliced",
     ),
     "adam8_update": _update(_adam8),
     "int8_add": _update(_int8_add),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.kernels import Moments8, adam8_update, dequant_matmul, int8_add
+from jaxmem.kernels import Moments8, adam8_update, int8_add
 from jaxmem.kernels.codes import dynamic_code
 from scripts.course.sliding_max import sliding_max
 
@@ -29,29 +29,6 @@ def compared(run, others, arrays, tolerance=2e-5):
 
 def normal(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-@settings(max_examples=EXAMPLES)
-@given(st.data())
-def test_dequant_matmul(data):
-    form = data.draw(st.sampled_from(["nf4", "fp4", "mxfp4", "int4", "int8"]))
-    block = 2 ** data.draw(st.integers(5, 7))  # what the kernel takes of every format
-    tokens, inputs, outputs = data.draw(SIZES), 2 * data.draw(st.integers(1, 90)), data.draw(SIZES)
-    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
-    rows = inputs if form == "int8" else inputs // 2
-    codes = rng.integers(-127, 128, (rows, outputs)) if form == "int8" else rng.integers(0, 256, (rows, outputs))
-    codes = jnp.asarray(codes.astype("int8" if form == "int8" else "uint8"))
-    scale = jnp.asarray(rng.random((-(-inputs // block), outputs)), jnp.float32)
-
-    def run(way):
-        def both(x, g, codes, scale):
-            product = lambda x: dequant_matmul(x, codes, scale, format=form, block_size=block, implementation=way)  # noqa: E731
-            y, pull = jax.vjp(product, x)
-            return y, *pull(g)
-
-        return both
-
-    compared(run, ("sliced",), (normal(rng, tokens, inputs), normal(rng, tokens, outputs), codes, scale))
 
 
 def blocks(data):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.kernels import QuantizedScales
+from jaxmem.kernels.codes import FORMS
 from jaxmem.kernels.grouped_matmul import map_chunks, map_groups, sort_rows, sum_of_groups
-from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
-from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
+from jaxmem.kernels.grouped_matmul.quantized_tiles import QuantizedMatrices, QuantizedScales
+from jaxmem.kernels.grouped_matmul.triton import grouped_matmul
 from jaxmem.quant import quantize
 from tests.support.tiers import cases
 
@@ -151,7 +151,7 @@ def test_the_fused_matmul_equals_float64(case):
     if form is not None:
         q = quantize(w, form, 32, -2, double_quant=form == "nf4")
         scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if form == "nf4" else q.scale
-        quantized = QuantizedMatrices(q.codes, scale, MatmulCall(FORMS[form], 32, inputs, outputs))
+        quantized = QuantizedMatrices(q.codes, scale, FORMS[form], 32, inputs, outputs)
         exact = q.dequantize(dtype)
 
     def run(x, w, bias, shares):

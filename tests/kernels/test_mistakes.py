@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.kernels import (
-    AdamHyperparameters,
-    Moments8,
-    QuantizedScales,
-    adam8_update,
-    attention,
-    dequant_matmul,
-    int8_add,
-)
+from jaxmem.kernels import AdamHyperparameters, Moments8, adam8_update, attention, int8_add
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTION
-from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.kernels.validation import PLAIN, describe
 from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
@@ -33,11 +24,6 @@ KEY = jax.random.key(7)
 def as_outside_of_tests(monkeypatch):
     """Where nobody holds arguments against annotations."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-def in_codes(x, codes, constants, scale, groups, mean, **options):
-    scale = scale if constants is None else QuantizedScales(constants, groups, mean)
-    return dequant_matmul(x, codes, scale, **options)
 
 
 def adam8(g, m, v, m_scale, v_scale, unbiased, **options):
@@ -54,15 +40,6 @@ CALLS = {
         attention,
         {"q": Q, "k": Q, "v": Q, "segment_ids": None, "kv_segment_ids": None},
         {},
-    ),
-    "dequant_matmul": (
-        DEQUANT_MATMUL,
-        in_codes,
-        {
-            "x": ((4, 64), "float32"), "codes": ((32, 8), "uint8"), "constants": None, "scale": ((2, 8), "float32"),
-            "groups": ((1, 8), "float32"), "mean": ((1, 1), "float32"),
-        },
-        {"format": "nf4", "block_size": 32},
     ),
     "adam8_update": (
         ADAM8_UPDATE,
@@ -110,29 +87,6 @@ REFUSED = {
         ),
         ({"kv_segment_ids": ((2, 8), "int32")}, "segment_ids is missing"),
     ],
-    "dequant_matmul": [
-        ({"format": 4}, "format is 4; it should be one of nf4, fp4, mxfp4, int4, int8"),
-        ({"format": "nf3"}, "format is 'nf3'; it should be one of nf4, fp4, mxfp4, int4, int8"),
-        ({"x": ()}, "x has shape (); it should be [..., inputs], with no empty dimension"),
-        ({"x": (0, 64)}, "x has shape (0, 64); it should be [..., inputs], with no empty dimension"),
-        ({"x": "int32"}, "x is int32; it should be one of"),
-        ({"codes": (32, 8, 1)}, "codes has shape (32, 8, 1)"),
-        ({"codes": (32, 0), "scale": (2, 0)}, "codes has shape (32, 0); it should be [inputs, outputs]"),
-        ({"codes": "int8"}, "codes is int8; codes of nf4 are uint8"),
-        ({"codes": (64, 8)}, "codes has 64 rows; 64 inputs in nf4 need 32"),
-        ({"scale": (3, 8)}, "scale has shape (3, 8); 64 inputs in blocks of 32 need (2, 8)"),
-        ({"scale": "bfloat16"}, "scale is bfloat16; it should be float32"),
-        ({"constants": ((2, 8), "int8")}, "scale.codes is int8; it should be uint8"),
-        ({"constants": ((2, 8), "uint8"), "mean": (1,)}, "scale has groups of shape (1, 8) and a mean of (1,)"),
-        ({"constants": ((2, 8), "uint8"), "groups": (0, 8)}, "scale has groups of shape (0, 8) and a mean of (1, 1)"),
-        (
-            {"constants": ((2, 8), "uint8"), "groups": "bfloat16"},
-            "scale.scale is bfloat16; it should be float32",
-        ),
-        ({"block_size": 0}, "block_size is 0; it should be at least 1"),
-        ({"inputs": 60}, "x has shape (4, 64); its last dimension should be the 60 inputs"),
-        ({"transposed": True}, "x has shape (4, 64); its last dimension should be the 8 outputs"),
-    ],
     "adam8_update": [
         ({"g": (8,)}, "g has shape (8,); it should be [..., rows, columns]"),
         ({"g": (0, 64)}, "g has shape (0, 64); it should be [..., rows, columns]"),
@@ -167,13 +121,13 @@ REFUSED = {
 CASES = [(operation, *case) for operation, cases in REFUSED.items() for case in cases]
 # Options that are whole numbers, numbers, or True and False.
 WHOLE = {
-    "attention": ("window",), "dequant_matmul": ("block_size", "inputs"), "adam8_update": ("axis", "block_size"),
+    "attention": ("window",), "adam8_update": ("axis", "block_size"),
     "int8_add": ("axis", "block_size"), "sliding_max": ("window",),
 }  # fmt: skip
 NUMBERS = {
     "attention": ("scale", "soft_cap"), "adam8_update": ("beta1", "beta2", "epsilon"),
 }  # fmt: skip
-FLAGS = {"attention": ("causal", "deterministic", "return_lse"), "dequant_matmul": ("transposed",)}
+FLAGS = {"attention": ("causal", "deterministic", "return_lse")}
 NO_NUMBER = ["3", b"3", [3], np.array([3]), np.array([3.0, 4.0]), True, 1j, KEY]
 
 
@@ -222,7 +176,7 @@ def drawn(operation):
 @pytest.mark.parametrize("operation", CALLS)
 def test_what_is_no_array_is_named(operation):
     implementations, function, arrays, options = CALLS[operation]
-    needed = [name for name in arrays if arrays[name] is not None and name not in ("groups", "mean")]
+    needed = [name for name in arrays if arrays[name] is not None]
     for name in needed:
         for value in ([1.0], None, 3.0, "x", np.float32(1), {}, (1, 2)):
             given = drawn(operation) | {name: value}
@@ -242,7 +196,7 @@ def test_a_plain_tuple_is_no_state():
 @pytest.mark.parametrize(("operation", "name"), [(o, name) for o, names in WHOLE.items() for name in names])
 def test_what_is_no_whole_number_is_named(operation, name):
     values = [*NO_NUMBER, 2.5, 3.0, np.float32(3), jnp.float32(3)]
-    values += [] if name in ("window", "inputs") and operation != "sliding_max" else [None]
+    values += [] if name == "window" and operation != "sliding_max" else [None]
     said = lambda change: f"{name} is {describe(change[name])}; it should be a whole number"  # noqa: E731
     refused(operation, said, *({name: value} for value in values))
     traced = f"{operation}: {name} is traced, int32(); it should be a whole number"
@@ -295,17 +249,12 @@ def test_numpys_arrays_and_numbers_are_taken(operation):
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_window_or_block_beyond_32_bits_is_all_there_is():
+def test_a_window_beyond_32_bits_is_all_there_is():
     for implementation in ATTENTION:
         call("attention", implementation, {"window": 2**40})
-    for implementation in DEQUANT_MATMUL:
-        call("dequant_matmul", implementation, {"block_size": 2**40, "scale": (1, 8)})
     arrays, way = drawn("attention"), "reference"
     whole, wide = (attention(**arrays, **o, implementation=way) for o in ({"causal": True}, {"window": 2**40}))
     np.testing.assert_array_equal(whole, wide)
-    arrays = drawn("dequant_matmul") | {"scale": np.ones((1, 8), np.float32)}
-    one, other = (in_codes(**arrays, format="nf4", block_size=size, implementation=way) for size in (64, 2**40))
-    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("operation", CALLS)

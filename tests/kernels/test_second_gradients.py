@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.kernels import Moments8, adam8_update, attention, dequant_matmul
+from jaxmem.kernels import Moments8, adam8_update, attention
 from scripts.course.sliding_max import sliding_max
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((6, 16)), jnp.float32)
-CODES = jnp.asarray(RNG.integers(0, 256, (16, 20)), jnp.uint8)
 STATE = Moments8(*[jnp.ones((6, 16), jnp.uint8)] * 2, *[jnp.ones((6, 1))] * 2)
 
 
@@ -25,13 +24,6 @@ LOSSES = {
         lambda x, way: attention(*[as_taken(x.reshape(1, 6, 2, 8), way)] * 3, causal=True, implementation=way),
         ("mosaic", "triton"),
         ("blockwise",),
-    ),
-    "dequant_matmul": (
-        lambda x, way: dequant_matmul(
-            x, CODES.astype(jnp.int8), jnp.ones((1, 20)), format="int8", block_size=16, implementation=way
-        ),
-        (),
-        ("sliced",),
     ),
 }
 NONE = {

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, attention, dequant_matmul, int8_add
+from jaxmem.kernels import Moments8, adam8_update, attention, int8_add
+from jaxmem.kernels.codes import FORMS
 from jaxmem.kernels.fused_attention import flash
 from jaxmem.kernels.fused_attention.flash import BlockSizes
 from jaxmem.kernels.grouped_matmul import sort_rows
-from jaxmem.kernels.grouped_matmul.triton import QuantizedMatrices, grouped_matmul
-from jaxmem.kernels.quantized_matmul import FORMS, MatmulCall
-from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
+from jaxmem.kernels.grouped_matmul.quantized_tiles import QuantizedMatrices, QuantizedScales
+from jaxmem.kernels.grouped_matmul.triton import grouped_matmul
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.planning.compile import without_cache
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.quant import QTensor, quantize
+from jaxmem.quant import quantize
 from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
 from scripts.course.sliding_max import sliding_max
 from tests.support.tiers import cases
@@ -41,15 +41,6 @@ CALL = "triton_kernel_call"  # jax-triton's kernels in HLO
 PROGRAMS = {"rows": (-1, UPDATES | WINDOWS), "columns": (-2, UPDATES)}
 
 
-def product(way, x, g, q):
-    """And back."""
-    double = isinstance(q.scale, QTensor)
-    scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
-    options = {"format": q.format, "block_size": q.block_size, "implementation": way}
-    y, pull = jax.vjp(lambda x: dequant_matmul(x, q.codes, scale, **options), x)
-    return y, pull(g)
-
-
 def updates(way, weight, blocks):
     options = {"axis": blocks.axis, "block_size": blocks.block_size, "implementation": way}
     state = Moments8(blocks.codes.astype(jnp.uint8), blocks.codes.astype(jnp.uint8), blocks.scale, blocks.scale)
@@ -58,10 +49,9 @@ def updates(way, weight, blocks):
     return new, int8_add(blocks.codes, blocks.scale, u, seeds, **options)
 
 
-def program(ways, kernels, x, g, weight, coded, blocks, numbers):
+def program(ways, kernels, weight, blocks, numbers):
     """Operations by these implementations; attention and grouped matmuls have tests of their own."""
-    made = [product(way, x, g, coded) for way in ways & set(DEQUANT_MATMUL)]
-    made += [updates(way, weight, blocks) for way in ways & set(ADAM8_UPDATE)]
+    made = [updates(way, weight, blocks) for way in ways & set(ADAM8_UPDATE)]
     if kernels >= WINDOWS:
         made += [sliding_max(numbers, 64, implementation=way) for way in ways & set(SLIDING_MAX)]
     return made
@@ -74,9 +64,7 @@ def compiled(ways, along, target, options):
 
     def made():
         w = jnp.zeros((INPUTS, OUTPUTS), jnp.float32)
-        tokens = (jnp.zeros((TOKENS, size), jnp.bfloat16) for size in (INPUTS, OUTPUTS))
-        coded, blocks = quantize(w, "nf4", 64, -2, double_quant=True), quantize(w, "int8", 128, axis)
-        return (*tokens, w.astype(jnp.bfloat16), coded, blocks, w[0])
+        return w.astype(jnp.bfloat16), quantize(w, "int8", 128, axis), w[0]
 
     run = functools.partial(program, set(ways), kernels)
     cut = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
@@ -103,8 +91,8 @@ def test_every_kernel_fits_each_gpu(along, target, tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_plain_jax_has_no_kernel_call():
-    ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
-    assert ways == {"reference", "sliced"}
+    ways = {*ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
+    assert ways == {"reference"}
     assert CALL not in compiled(ways, "rows", TARGETS[0], {}).as_text()
 
 
@@ -168,7 +156,7 @@ def test_grouped_matmuls_fit_each_gpu(form, dtype, target, tmp_path, monkeypatch
             return grouped(x, chosen, g, w)
         q = quantize(w, form, 64, -2, double_quant=True)
         scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset)
-        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, MatmulCall(FORMS[form], 64, INPUTS, OUTPUTS)))
+        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, FORMS[form], 64, INPUTS, OUTPUTS))
 
     # 128 rows of each group and more: the largest tiles
     shapes = ((2 * TOKENS, INPUTS), dtype), ((2 * TOKENS, 4), jnp.int32), ((8 * TOKENS, OUTPUTS), dtype)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from jaxmem.config import Config, Decoder, Optimizer, Precision
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import NONE_FAILED, Choice, choose, triton_refusal
+from jaxmem.kernels.codes import FORMS
 from jaxmem.kernels.fused_attention import support
 from jaxmem.kernels.fused_attention.support import Request
-from jaxmem.kernels.quantized_matmul import FORMS
 from jaxmem.quant import FORMATS
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.quant.qtensor import even_block_size

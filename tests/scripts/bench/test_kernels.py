@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
         next(bench([], write=tmp_path))
 
 
-@pytest.mark.parametrize("operation", ["dequant_matmul", "adam8_update", "int8_add", "sliding_max"])
+@pytest.mark.parametrize("operation", ["adam8_update", "int8_add", "sliding_max"])
 def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     """All passes against float64, on one shape; of the reference alone, which is quick to compile."""
     monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
