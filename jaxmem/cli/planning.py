@@ -91,12 +91,12 @@ def plan(
             "note: other jax scripts in this environment print a traceback (cuDNN not found) and continue on the CPU;"
             " to avoid it, set JAX_PLATFORMS=cpu"
         )
-    if check:
+    if check and not planned.fits:
         from jaxmem.search.comparison import command_line
 
         given = {"overrides": overrides or [], "sequence_length": sequence_length, "batch": batch}
         where = ["--target", target] if target else ["--simulate", str(simulate)] if simulate else []
-        _advise(planned, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
+        _suggest(planned, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
 
 
 def fit(
@@ -195,15 +195,11 @@ def _config(
     return cfg
 
 
-def _advise(planned: Plan, command: list[str], method: str | None) -> None:
-    """Prints slow settings to standard error; for a plan that does not fit, commands for configs that fit, each as soon
-    as it is compiled, and exits with code 3. `command`: the command of the plan; `method`: its --method."""
+def _suggest(planned: Plan, command: list[str], method: str | None) -> None:
+    """Prints commands for configs that fit to standard error, each as soon as it is compiled, and exits with code 3.
+    `command`: the command of the plan; `method`: its --method."""
     from jaxmem.search import nearest
 
-    for line in nearest.slower_settings(planned, nearest.Limit(nearest.SLOW_SETTINGS_SECONDS)):
-        _progress(f"slow: {line}")
-    if planned.fits:
-        return
     _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     has_any = False

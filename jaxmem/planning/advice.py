@@ -21,25 +21,32 @@ from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import recomputed_values, total_flops
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.result import Plan, PlanWarning
-from jaxmem.planning.targets import Target
+from jaxmem.planning.targets import Target, usable_memory
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import is_axes
 from jaxmem.step import Program
 
 LARGE_SHARE, NOTABLE_SHARE = 0.2, 0.01  # shares of the total bytes
-SPILLED, TOO_LONG, SLOW = "spilled", "sequence length", "slow setting"  # training prints these warnings too
 # Settings that take time to save memory, and the nearest value that takes less.
 FASTER = {
     "optimizer.clip_by": "previous", "memory.remat": "full", "memory.offload": "none", "precision.compute": "bfloat16",
-    "zero": 2,
+    "zero": 2, "batch.accumulate": 1,
 }  # fmt: skip
 MIN_SLOWDOWN = 1.3  # a step that takes this many times as long as with the faster value
 MAX_COPIED_SHARE = 0.5  # if a larger share of the offloaded bytes is on the device at the peak, offloading saves little
 
 
+Check = Callable[[Plan], Iterator[PlanWarning]]
+
+
 def warnings_of(plan: Plan) -> list[PlanWarning]:
-    return [warning for check in _CHECKS for warning in check(plan)]
+    return [warning for check in (*_CHECKS_OF_BYTES, *_CHECKS_AT_START) for warning in check(plan)]
+
+
+def warnings_at_start(plan: Plan) -> list[PlanWarning]:
+    """The warnings that a run prints, which need no breakdown of the bytes."""
+    return [warning for check in _CHECKS_AT_START for warning in check(plan)]
 
 
 def _remedies(built: Program, *options: str | None) -> str:
@@ -138,7 +145,7 @@ def _spilled(plan: Plan) -> Iterator[PlanWarning]:
             seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
             text += f": at least {format_seconds(seconds)} per step, and many times as long if pages move repeatedly"
         remedies = ("jaxmem fit", "memory.remat=full", "memory.offload=activations")
-        yield PlanWarning(SPILLED, text, _remedies(plan.program, *remedies))
+        yield PlanWarning("spilled", text, _remedies(plan.program, *remedies))
 
 
 def _replicated(plan: Plan) -> Iterator[PlanWarning]:
@@ -251,7 +258,7 @@ def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
     longest = read_json(file).get("max_position_embeddings") if file.is_file() else None
     if isinstance(longest, int) and cfg.data.sequence_length > longest:
         text = f"data.sequence_length={cfg.data.sequence_length} exceeds max_position_embeddings={longest} of {file}"
-        yield PlanWarning(TOO_LONG, text, f"data.sequence_length={longest}, or model.rope.scaling")
+        yield PlanWarning("sequence length", text, f"data.sequence_length={longest}, or model.rope.scaling")
 
 
 def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
@@ -259,7 +266,8 @@ def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> Iterator[PlanWarning]:
-    """Settings that make a step much longer than their neighbour, by the estimate of both. `keys`: of FASTER."""
+    """Settings that make a step much longer than their neighbour, which fits too, by the estimate of both. `keys`: of
+    FASTER."""
     if target.gpu is None:
         return
     used = estimated(cfg, target)
@@ -271,6 +279,8 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
         if next(check_combinations(faster), None):
             continue
         other = estimated(faster, target)
+        if other.total > usable_memory(target, faster.memory):
+            continue
         if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
             text = (
                 f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"
@@ -279,10 +289,11 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
             saved = other.total - used.total
             if saved > NOTABLE_SHARE * used.total:
                 text += f"; it saves {format_bytes(saved)} per device"
-            yield PlanWarning(SLOW, text, f"{key}={value}")
+            yield PlanWarning("slow setting", text, f"{key}={value}")
 
 
-_CHECKS: Sequence[Callable[[Plan], Iterator[PlanWarning]]] = (
-    _recomputed_by_xla, _offload, _spilled, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
-    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters, _sequence_length, _slow_settings,
+_CHECKS_OF_BYTES: Sequence[Check] = (
+    _recomputed_by_xla, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts, _not_sharded,
+    _padding_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
+_CHECKS_AT_START: Sequence[Check] = (_spilled, _sequence_length, _slow_settings)

@@ -1,4 +1,4 @@
-"""For a run that does not fit, the nearest configs that fit; for a run that fits, settings that make it much slower.
+"""For a run that does not fit, the nearest configs that fit.
 
 Candidates are estimated as in a search, but only a few configs are compiled: for each set of settings that could
 change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of training.
@@ -16,7 +16,6 @@ from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, Target, format_bytes
-from jaxmem.planning.advice import MIN_SLOWDOWN
 from jaxmem.planning.units import format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate, candidates, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
@@ -26,7 +25,6 @@ from jaxmem.search.worker import StepCost
 MAX_SUGGESTIONS = 3  # configs to suggest
 MAX_COMPILES = 6  # configs to compile at most
 MAX_SECONDS = 60.0  # duration of a search at most
-SLOW_SETTINGS_SECONDS = 10.0  # of the search for settings that make a step slow, which every plan does
 
 
 @dataclass(frozen=True)
@@ -117,26 +115,6 @@ def _other_process(target: Target) -> Target:
     if target.here is None or (target.gpu is None and not target.is_cpu):
         return target
     return dataclasses.replace(target, here=None)
-
-
-def slower_settings(plan: Plan, limit: Limit) -> Iterator[str]:
-    """A line for each setting for which another value fits and makes a step more than MIN_SLOWDOWN times as fast, among
-    the values that are estimated before the limit."""
-    if not plan.fits or plan.target.gpu is None:
-        return
-    for knob in allowed(DEFAULT_ALLOW):
-        if limit.is_over():
-            return
-        given, *others = candidates(plan.program.cfg, plan.target, [knob], limit.is_over)
-        ratio = plan.compiled_step.total / given.estimate.total
-        fitting = [
-            candidate for candidate in others if _fits(plan, ratio * candidate.estimate.total, candidate.estimate.host)
-        ]
-        fastest = min(fitting, key=_seconds, default=given)
-        slower = _seconds(given) / _seconds(fastest)
-        if slower > MIN_SLOWDOWN:
-            setting = " ".join(overrides(difference(fastest.cfg, given.cfg)))
-            yield f"{setting} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)"
 
 
 def _fitting_by_estimate(plan: Plan, limit: Limit) -> Iterator[tuple[Candidate, str | None]]:

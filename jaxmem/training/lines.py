@@ -63,13 +63,12 @@ def elastic_line(cfg: Config, used: Config) -> str | None:
 def plan_line(plan: Plan, step: int) -> str:
     """Memory and work of a run that starts, or resumes after a step, with warnings on lines of their own."""
     from jaxmem.planning import format_bytes
-    from jaxmem.planning.advice import SLOW, SPILLED, TOO_LONG
+    from jaxmem.planning.advice import warnings_at_start
 
     cfg = plan.program.cfg
     start = f"resuming after step {step}: " if step else ""
     work = f"{work_of(plan.program).tokens:,} {unit_of(plan.program)} per update, {cfg.steps:,} updates"
-    repeated = [warning for warning in plan.warnings if warning.kind in (SLOW, SPILLED, TOO_LONG)]
-    warnings = "".join(f"\nwarning: {warning.text}; try {warning.cure}" for warning in repeated)
+    warnings = "".join(f"\nwarning: {warning.text}; try {warning.cure}" for warning in warnings_at_start(plan))
     planned = format_bytes(plan.bytes_per_device["total"])
     choices = "".join(f"\n{line}" for line in plan.choices)
     return f"{start}planned {planned} per device, {work}{choices}{warnings}"

@@ -200,7 +200,6 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["remat"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
-    monkeypatch.setattr(nearest, "slower_settings", lambda *_: [])
     monkeypatch.setattr(planning, "plan", PLAN)
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 

@@ -60,6 +60,9 @@ def test_a_setting_that_makes_a_step_much_longer_and_its_neighbour() -> None:
 
     assert not warned("memory.update=during", "memory.remat=full", "optimizer.clip_by=previous")
     assert not warned("memory.update=after", "memory.remat=full")
+    [accumulated] = warned("batch.global_size=64", "batch.accumulate=64", "data.sequence_length=256")
+    assert accumulated.text.startswith("batch.accumulate=64 makes a step")
+    assert not warned("batch.global_size=4096", "batch.accumulate=4096", "data.sequence_length=256"), "1 does not fit"
     [warning] = warned("memory.update=during", "memory.remat=full")
     assert re.search(r"optimizer.clip_by=global makes a step 1\.\d times as long", warning.text)
     assert warning.cure == "optimizer.clip_by=previous"

@@ -257,9 +257,6 @@ def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("jaxmem.search.candidates.estimated", counted)
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    list(nearest.slower_settings(planned(config(), 1 << 40), Ending()))
-    assert 10 <= len(estimates) < 20
-    estimates.clear()
     list(nearest.nearest_fitting(planned(config(), 1000), Ending()))
     assert 10 <= len(estimates) < 20
 
@@ -279,17 +276,3 @@ def test_fit_names_a_slow_setting_that_it_does_not_change() -> None:
         [row] = comparison.as_json()["methods"]
         is_during = comparison.results[0].candidate.cfg.memory.update == "during"
         assert len(row["slow_settings"]) == is_during
-
-
-@pytest.mark.exhaustive
-def test_a_slow_setting_is_named() -> None:
-    wide = 1 << 40
-    slow = config(batch={"global_size": 64, "accumulate": 8}, memory={"remat": "sqrt"})
-
-    def slower_settings(cfg: Config, memory: int) -> list[str]:
-        return list(nearest.slower_settings(planned(cfg, memory), nearest.Limit()))
-
-    lines = slower_settings(slow, wide)
-    assert any(line.startswith("batch.accumulate=8 makes a step") and "batch.accumulate=1" in line for line in lines)
-    assert not any("memory.remat=none makes" in line for line in slower_settings(config(), wide))
-    assert slower_settings(slow, 1000) == []
