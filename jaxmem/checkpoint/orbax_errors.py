@@ -63,11 +63,12 @@ def _is_of_another_library(record: logging.LogRecord) -> bool:
 
 
 def _is_no_follow_up(record: logging.LogRecord) -> bool:
-    """Whether a log record does not belong to a task of Orbax that failed after the failure that is raised."""
-    frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
-    return "never retrieved" not in record.getMessage() or not any(
-        ORBAX_PATH in frame.f_code.co_filename for frame, _ in frames
-    )
+    """Whether a log record belongs neither to a task of Orbax nor to a write of TensorStore that failed after the
+    failure that is raised. Exceptions that TensorStore sets in its own threads have no frames of Python."""
+    frames = list(traceback.walk_tb(record.exc_info[2] if record.exc_info else None))
+    is_of_tensorstore = record.exc_info is not None and not frames
+    is_of_orbax = any(ORBAX_PATH in frame.f_code.co_filename for frame, _ in frames)
+    return "never retrieved" not in record.getMessage() or not (is_of_tensorstore or is_of_orbax)
 
 
 def root_cause(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """The stop of 16 bits: what underflows stands still, and is rescued by loss scaling or stochastic rounding."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ def test_nearly_all_gradients_are_below_the_smallest_float16_unless_scaled() -> 
 
 
 @pytest.mark.exhaustive
+@jax.numpy_dtype_promotion("standard")
 def test_loss_scaling_and_stochastic_rounding_rescue_training() -> None:
     unscaled, scaled = (train(Case(jnp.float16, scale), 100) for scale in (1.0, SCALE))
     assert unscaled[1] == 0

@@ -1,5 +1,6 @@
 """The stop of overfitting: a wide network learns wrong labels by heart, a narrow one cannot."""
 
+import jax
 import pytest
 
 from scripts.course.width import images, measure
@@ -12,6 +13,7 @@ def test_only_training_images_have_wrong_labels() -> None:
 
 
 @pytest.mark.exhaustive
+@jax.numpy_dtype_promotion("standard")
 def test_the_training_loss_falls_with_the_width_and_the_held_out_loss_rises_at_last() -> None:
     narrow, middle, wide = measure(400, (2, 16, 256)).tables[0].rows
     assert narrow["training loss"] > middle["training loss"] > wide["training loss"]
