@@ -107,6 +107,8 @@ class LinePlot:
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         for axis in self.log:
             axes.set(**{f"{axis}scale": "log"})
+        if "y" in self.log:
+            axes.yaxis.set_major_formatter("{x:g}")
         places = sorted({x for points in self.series.values() for x, _ in points})
         if "x" in self.log and len(places) <= 10:
             axes.set_xticks([], minor=True)
