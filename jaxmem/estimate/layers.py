@@ -20,6 +20,7 @@ from jaxmem.estimate.passes import LOOPS, MATMULS, inside, matmul, on_one_device
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, checkpointed, inexact_leaves, intercept_with, with_inexact
+from jaxmem.typing import Tree
 
 _BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins
 
@@ -99,7 +100,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
         layers.append(_trace(checkpointed(part, part.layers), _Operations(known, stream)))
         return part.x, None
 
-    def features(params: Any, batch: Any) -> Any:
+    def features(params: Tree, batch: Any) -> Any:
         with intercept_with(note):
             weights = with_gradients(params, differentiable(built.model.select(params)))
             return loss.features(built.model.network(weights), batch, None)
@@ -113,7 +114,7 @@ def _trace(applied: StackCall, trace: _Operations) -> Layer:
         jax.tree.map(lambda x: without_sharding(x[0]), tree) for tree in (applied.weights, applied.inputs)
     )
 
-    def both(g: Any, weights: Any, x: Any, layer_input: Any, shared: Any) -> Any:
+    def both(g: Any, weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> Any:
         run = lambda arrays, x: applied.run(with_inexact(weights, arrays), x, layer_input, shared)[0]  # noqa: E731
         y, back = jax.vjp(run, inexact_leaves(weights), x)
         return back(checkpoint_name(g, _BACK)), y
@@ -142,7 +143,7 @@ class _Operations:
         self._back = False
         self.operations: list[LayerOperation] = []
 
-    def bytes_of(self, x: Any) -> int:
+    def bytes_of(self, x: Tree) -> int:
         width, parts = self._stream
         size: int = x.size * x.dtype.itemsize
         return size // parts if x.shape[-1:] == (width,) else size
@@ -151,7 +152,7 @@ class _Operations:
         """The numbers of the operations that compute the results; None for an input."""
         producers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def maker(x: Any) -> int | None:
+        def maker(x: Tree) -> int | None:
             return None if isinstance(x, Literal) else producers.get(x)
 
         for eqn in jaxpr.eqns:

@@ -18,7 +18,7 @@ from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.estimate.chunks import loss_chunk
-from jaxmem.kernels.run_counts import mean_runs
+from jaxmem.kernels.scopes import mean_runs
 from jaxmem.machine.gpus import keys_per_query
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
@@ -27,6 +27,7 @@ from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
 from jaxmem.step.execution import pipeline_of
 from jaxmem.step.objective import trained_sum
+from jaxmem.typing import Tree
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
@@ -155,18 +156,18 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
-    def features(params: Any, batch: Any) -> Any:
+    def features(params: Tree, batch: Any) -> Any:
         return terms.features(built.model.network(params), batch, None)
 
-    def loss(params: Any, batch: Any, features: Any) -> jax.Array:
+    def loss(params: Tree, batch: Any, features: Any) -> jax.Array:
         return trained_sum(terms.sums(built.model.network(params), features, batch))
 
     run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 
-    def both(params: Any, batch: Any, *inputs: Any) -> tuple[Any, Any]:
+    def both(params: Tree, batch: Any, *inputs: Tree) -> tuple[Any, Any]:
         """Saved values, and gradients."""
 
-        def forward(at: Any, *inputs: Any) -> Any:
+        def forward(at: Any, *inputs: Tree) -> Any:
             return run(with_gradients(params, at, built.model.selection.partial_stacks), batch, *inputs)
 
         y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
@@ -283,12 +284,12 @@ def _kernel(eqn: Any, times: Any) -> Matmul:
     )
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x: Tree) -> bool:
     """Whether an array is a weight, its gradient or a slice of either. The first dimension of batch arrays is 1."""
     return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: Tree) -> int:
     """Bytes of an array; 0 for random keys."""
     return math.prod(x.shape) * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 0
 

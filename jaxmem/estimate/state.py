@@ -15,6 +15,7 @@ from jaxmem.estimate.passes import on_one_device, shape_of
 from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
+from jaxmem.typing import AxesTree, Tree
 
 # The parts of the state, and the sharding role of each.
 STATE: Mapping[str, Role] = {
@@ -75,7 +76,7 @@ def _state(shape: Config) -> StateLeaves:
             parts[part] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
     at = jax.eval_shape(lambda params: differentiable(params, spec.gradient_dtype), spec.state.params)
 
-    def leaves(axes: Any, at: Any) -> tuple[StateLeaf, ...]:
+    def leaves(axes: AxesTree, at: Any) -> tuple[StateLeaf, ...]:
         pairs = zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(at), strict=True)
         return tuple(StateLeaf(axes, x.shape, x.dtype.itemsize) for axes, x in pairs)
 
@@ -134,6 +135,6 @@ class DeviceBytes:
         return self._known[key]
 
 
-def bytes_on_device(tree: Any) -> int:
+def bytes_on_device(tree: Tree) -> int:
     """Bytes of sharded arrays (or their shapes) on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -17,13 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
-from jaxmem.kernels.categories import category
+from jaxmem.kernels.scopes import category
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
 from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, Layout, constrain, current, map_devices
+from jaxmem.typing import Tree
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
 PER_DEVICE = ("cudnn", "mosaic", "triton")  # implementations that XLA's partitioner cannot shard
@@ -124,7 +125,7 @@ class Attention(nnx.Module):
 
         inner_keys, outer = (key_data(part_keys) for part_keys in fold_keys(keys, 2))
 
-        def project(modules: Modules, x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
+        def project(modules: Modules, x: jax.Array, others: Tree) -> tuple[jax.Array, ...]:
             angles, data = others
             normal = gather_time(modules["norm"](x) if "norm" in modules else x, "time")
             return tuple(y.reshape(*y.shape[:2], -1) for y in self._project(modules, normal, angles, as_keys(data)))

@@ -39,6 +39,7 @@ from jaxmem.sharding import (
 )
 from jaxmem.sharding.host import is_on_host
 from jaxmem.stack.interception import intercepted
+from jaxmem.typing import Tree
 
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
@@ -305,11 +306,11 @@ _Saved = tuple[jax.Array, Any, Any, jax.Array, Statistics]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, stored: Any, labels: jax.Array) -> jax.Array:
+def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, stored: Tree, labels: jax.Array) -> jax.Array:
     return _forward(loss, x, at, stored, labels)[0]
 
 
-def _forward(loss: SlicedLoss, x: jax.Array, at: Any, stored: Any, labels: jax.Array) -> tuple[jax.Array, _Saved]:
+def _forward(loss: SlicedLoss, x: jax.Array, at: Any, stored: Tree, labels: jax.Array) -> tuple[jax.Array, _Saved]:
     weight = at if stored is None else stored
     labels = constrain(labels, "vocab_batch", "vocab_time")
     statistics = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem.config import networks
 from jaxmem.config.names import stack_name
-from jaxmem.kernels.categories import category
+from jaxmem.kernels.scopes import category
 from jaxmem.models.attention import Attention, AttentionSpec, Tokens, context_order
 from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
@@ -188,7 +188,7 @@ class Decoder(Network):
             return inputs if len(layers) == self.cfg.layers else jax.tree.map(lambda x: x[part], inputs)
 
         def part(name: str, stacks: tuple[range, ...]) -> Layers:
-            def group(blocks: Any, x: Tree, inputs: Tree, shared: Tree) -> Tree:
+            def group(blocks: Tree, x: Tree, inputs: Tree, shared: Tree) -> Tree:
                 for layers, layer_inputs in zip(stacks, inputs, strict=True):
                     block = blocks if len(stacks) == 1 else getattr(blocks, stack_name(layers))
                     x = layer(block, x, layer_inputs, shared)

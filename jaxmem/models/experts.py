@@ -262,7 +262,7 @@ class _Groups:
 
         return jax.tree.map(weight, self._frozen, is_leaf=lambda w: isinstance(w, QTensor) or is_streamed(w))
 
-    def _slice(self, x: Any, group: jax.Array | int) -> jax.Array:
+    def _slice(self, x: Tree, group: jax.Array | int) -> jax.Array:
         if is_streamed(x):
             return x.group(group)
         return jax.lax.dynamic_slice_in_dim(x, group * self._size, self._size)

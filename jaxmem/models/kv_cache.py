@@ -74,7 +74,7 @@ class CacheSlot:
         return mixed, cache
 
     def _write(self, buffer: Buffer, new: NewTokens) -> Buffer:
-        values: Any = buffer.requantize(new) if isinstance(buffer, QTensor) else new.astype(buffer.dtype)
+        values: Tree = buffer.requantize(new) if isinstance(buffer, QTensor) else new.astype(buffer.dtype)
         at = (self.layer, 0, self.length, 0, 0)
         return _constrain(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at), buffer, values))
 
@@ -82,7 +82,7 @@ class CacheSlot:
 def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage: str = "full") -> KVCache:
     """A cache of zeros. `storage`: `full` (in `dtype`) or `int8`."""
 
-    values: Any = jax.ShapeDtypeStruct((cfg.layers, rows, capacity, cfg.kv_heads, cfg.head_dim), dtype)
+    values: Tree = jax.ShapeDtypeStruct((cfg.layers, rows, capacity, cfg.kv_heads, cfg.head_dim), dtype)
     if storage != "full":
         values = jax.eval_shape(lambda x: quantize(x, storage, None), values)
 

@@ -45,7 +45,7 @@ Path = tuple[str, ...]
 class Flow(NamedTuple):
     """What a part passes to the next one."""
 
-    x: Any  # what the next part transforms
+    x: Tree  # what the next part transforms
     kept: Any = (
         None  # what only a later part uses, e.g. the features of the other tower; stacks and matrices pass it on
     )
@@ -142,12 +142,12 @@ def names_parts(network: object) -> bool:
 Apply = Callable[[Any, Any, RowKeys | None], Any]  # (block, x, dropout keys of the layer) -> x
 
 
-def _call(block: Any, x: Any, keys: RowKeys | None) -> Any:
+def _call(block: Any, x: Tree, keys: RowKeys | None) -> Any:
     return block(x, keys)
 
 
 def blocks_call(
-    blocks: Any, x: Any, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call
+    blocks: Tree, x: Tree, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call
 ) -> StackCall:
     """A stack of layers without further inputs, each applied as `apply(block, x, dropout keys of the layer)`."""
     layer_keys = None if keys is None else split_keys(keys, layers)
@@ -155,7 +155,7 @@ def blocks_call(
 
 
 def apply_blocks(
-    blocks: Any, x: Any, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call
+    blocks: Tree, x: Tree, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call
 ) -> Any:
     """The output of the stack of `blocks_call`."""
     return apply_call(blocks_call(blocks, x, keys, layers, options, apply))[0]

@@ -20,8 +20,8 @@ from jaxtyping import Array, Int
 
 from jaxmem import kernels
 from jaxmem.errors import UserError, nearest
-from jaxmem.kernels.categories import category
 from jaxmem.kernels.draws import scramble
+from jaxmem.kernels.scopes import category
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded

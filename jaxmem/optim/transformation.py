@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.kernels.categories import category
+from jaxmem.kernels.scopes import category
 from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding import Axes, is_axes
@@ -52,7 +52,7 @@ def add_decayed_weights(weight_decay: float, axes: AxesTree = None) -> Transform
 
 
 def named_update(tx: Transformation) -> Transformation:
-    """The same optimizer; a compiled step shows which values it computes (`kernels.categories`)."""
+    """The same optimizer; a compiled step shows which values it computes (`kernels.scopes`)."""
     return Transformation(tx.init, category("update")(tx.update))
 
 

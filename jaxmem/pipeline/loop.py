@@ -16,21 +16,21 @@ matrices, with their gradients and optimizer state.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.kernels.run_counts import run_count
-from jaxmem.pipeline.stage_layers import Gradients, LayersOfStage, StageLayers, run_if
+from jaxmem.kernels.scopes import run_count
+from jaxmem.pipeline.stage_layers import Gradients, LayersOfStage, Row, StageLayers, run_if
 from jaxmem.pipeline.timetable import BACKWARD, FORWARD, Timetable
 from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
 from jaxmem.stack.call import StackCall
+from jaxmem.typing import Tree
 
 AXIS = "stage"
-Tree = Any
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class PipelineNetwork:
     """A network around its stack of layers. `outside` are the trainable weights that are not in the stack."""
 
     # Both are computed by all stages. (outside, micro-batch) -> the stack, with its input
-    embed: Callable[[Tree, Any], StackCall]
-    loss: Callable[[Tree, Any, Any], tuple[jax.Array, Any]]  # (outside, output, micro-batch) -> (loss, sums)
+    embed: Callable[[Tree, Tree], StackCall]
+    loss: Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]  # (outside, output, micro-batch) -> (loss, sums)
     outside: Tree
-    batch: Any  # leaves are [micro-batches, ...]
+    batch: Tree  # leaves are [micro-batches, ...]
 
 
 class Results(NamedTuple):
@@ -71,7 +71,8 @@ def run(table: Timetable, network: PipelineNetwork, layers: LayersOfStage) -> Re
 
 class _Run:
     def __init__(self, table: Timetable, network: PipelineNetwork, layers: LayersOfStage) -> None:
-        self._table, self._network = table, network
+        self._table = table
+        self._network = network
         self._p = layers.pipeline
         self._stage = jax.lax.axis_index(AXIS)
         call = self._call(jnp.int32(0))
@@ -86,7 +87,7 @@ class _Run:
         del columns["counts"]
         # Equal on all stages, which compute these together: whether any stage receives something, and the micro-batches
         # whose embedding, loss or gradient of the embedding is computed.
-        every: dict[str, np.ndarray] = {
+        every: dict[str, Tree] = {
             "received": np.any(table.slots.received >= 0, axis=1),
             "received_gradients": np.any(table.slots.received_gradients >= 0, axis=1),
             "embedded": table.micro_batch_of(0, FORWARD, 0),
@@ -97,7 +98,7 @@ class _Run:
         state, _ = jax.lax.scan(self._tick, self._begin(), (of_stage, every))
         return state.results
 
-    def _tick(self, state: _State, row: Any) -> tuple[_State, None]:
+    def _tick(self, state: _State, row: tuple[Row, Row]) -> tuple[_State, None]:
         of_stage, every = row
         # Branches receive only what they change, because XLA may copy what they receive (e.g. all weights of a stage).
         embed = lambda _: self._call(every["embedded"]).x  # noqa: E731
@@ -117,9 +118,11 @@ class _Run:
         results = state.results._replace(outside=outside, sums=sums)
         return state._replace(inputs=inputs, gradients=gradients, results=results), None
 
-    def _receive(self, name: str, by: int, row: Any, sent: Tree, ring: Tree) -> Tree:
+    def _receive(self, name: str, by: int, row: tuple[Row, Row], sent: Tree, ring: Tree) -> Tree:
         """Stores what the neighbour sent, in ticks in which any stage receives something."""
-        p, slot, sends = self._p.stages, row[0][name], row[1][name]
+        of_stage, every = row
+        slot = of_stage[name]
+        p = self._p.stages
         ticks = int(np.sum(np.any(getattr(self._table.slots, name) >= 0, axis=1)))
         pairs = [(s, (s + by) % p) for s in range(p) if self._p.rounds > 1 or 0 <= s + by < p]
 
@@ -127,14 +130,19 @@ class _Run:
             arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), sent)
             return _put_if(slot >= 0, ring, slot, arrived)
 
-        return run_if(sends, receive, ring, run_count(ticks, self._table.ticks)) if p > 1 else ring
+        return run_if(every[name], receive, ring, run_count(ticks, self._table.ticks)) if p > 1 else ring
 
     # ------------------------------------------------------------------ what all stages compute together
 
-    def _loss(self, micro: jax.Array, slot: jax.Array, y: Tree, carry: Any) -> Any:
+    def _loss(
+        self, micro: jax.Array, slot: jax.Array, y: Tree, carry: tuple[Tree, Tree, Tree]
+    ) -> tuple[Tree, Tree, Tree]:
         """Adds the loss of a micro-batch whose forward pass the last stage has finished, and its gradients. `y`: the
         output of the layers, on the last stage. On this stage, `slot` of the ring receives the gradient of `y`."""
-        network, item, last, (ring, outside, sums) = self._network, self._micro(micro), self._p.stages - 1, carry
+        network = self._network
+        item = self._micro(micro)
+        last = self._p.stages - 1
+        ring, outside, sums = carry
         y = self._from_stage(last, y)
         if not self._table.has_backward:
             return ring, outside, _add(sums, network.loss(network.outside, y, item)[1])
@@ -153,7 +161,7 @@ class _Run:
 
     # ------------------------------------------------------------------ what each stage computes
 
-    def _forward(self, row: Any, state: _State) -> _State:
+    def _forward(self, row: Row, state: _State) -> _State:
         is_first = (self._stage == 0) & (row["round_index"] == 0)
         received = take_layer(state.inputs, jnp.maximum(row["inputs"], 0))
         x = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), state.forward, received)
@@ -161,7 +169,7 @@ class _Run:
         y, saved = self._layers.forward(call, x, row, state.saved, state.results.layers)
         return state._replace(saved=saved, forward=y)
 
-    def _backward(self, row: Any, state: _State) -> _State:
+    def _backward(self, row: Row, state: _State) -> _State:
         call = self._layers.prepare(self._call(row["micro"]))
         g = take_layer(state.gradients, row["gradients"])
         g, saved, of_layers = self._layers.backward(call, g, row, state.saved, state.results.layers)
@@ -170,22 +178,24 @@ class _Run:
     # ------------------------------------------------------------------ the first carry
 
     def _begin(self) -> _State:
-        table, x, network = self._table, self._x, self._network
-        _, of_inputs, of_gradients = table.slots.counts
+        network = self._network
+        x = self._x
+        _, of_inputs, of_gradients = self._table.slots.counts
 
         def ring(count: int) -> Tree:
             return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (count, *x.shape)), x)
 
         loss = jax.eval_shape(lambda: network.loss(network.outside, x, self._micro(jnp.int32(0)))[1])
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
-        outside, gradients, g = (wide(network.outside), ring(of_gradients), x) if table.has_backward else ((), (), ())
+        trains = self._table.has_backward
+        outside, gradients, g = (wide(network.outside), ring(of_gradients), x) if trains else ((), (), ())
         results = Results(self._layers.zero_gradients(), outside, wide(loss))
         return _State(self._layers.empty_ring(), ring(of_inputs), gradients, results, x, g)
 
     def _call(self, micro: jax.Array) -> StackCall:
         return self._network.embed(self._network.outside, self._micro(micro))
 
-    def _micro(self, micro: jax.Array) -> Any:
+    def _micro(self, micro: jax.Array) -> Tree:
         return take_layer(self._network.batch, micro)
 
 

@@ -5,15 +5,15 @@ and adds the gradients of each layer in place to float32 sums. After the last mi
 weights of the layer: no later operation reads them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.scopes import run_count
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.pipeline.timetable import Timetable
 from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
@@ -21,8 +21,9 @@ from jaxmem.stack.apply import checkpointed
 from jaxmem.stack.call import StackCall
 from jaxmem.stack.reverse import SavedDerivative, Visitor, layer_derivative
 from jaxmem.stack.scheduled import fetch_layer, recompute
+from jaxmem.typing import Tree
 
-Tree = Any
+Row = Mapping[str, jax.Array]  # a tick of a stage: the columns of the timetable
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Gradients(NamedTuple):
     """What the loop carries for the gradients of the layers of a stage."""
 
     sums: Tree  # the float32 sums of all layers; empty with a visitor and one micro-batch
-    visitor_carry: Any  # the carry of the visitor
+    visitor_carry: Tree  # the carry of the visitor
 
 
 class StageLayers:
@@ -48,8 +49,12 @@ class StageLayers:
     operations: a tick of the timetable."""
 
     def __init__(self, table: Timetable, layers: LayersOfStage, stage: jax.Array, call: StackCall) -> None:
-        self._table, self._layers, self._stage, self._x = table, layers, stage, jax.tree.map(jnp.zeros_like, call.x)
-        self._p, self._visitor = layers.pipeline, layers.visitor
+        self._table = table
+        self._layers = layers
+        self._stage = stage
+        self._x = jax.tree.map(jnp.zeros_like, call.x)
+        self._p = layers.pipeline
+        self._visitor = layers.visitor
         self._call = self.prepare(call)
         # Without a plan every layer saves its derivative.
         saves = self._call.plan is None and table.has_backward
@@ -57,29 +62,31 @@ class StageLayers:
 
     def prepare(self, call: StackCall) -> StackCall:
         """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
-        pipeline, run = self._p, call.run
+        pipeline = self._p
 
-        def layer(weights: Tree, x: Any, numbered: Any, shared: Any) -> tuple[Any, None]:
+        def layer(weights: Tree, x: Tree, numbered: tuple[jax.Array, Tree], shared: Tree) -> tuple[Tree, None]:
             number, layer_input = numbered
-            y, _ = run(weights, x, layer_input, shared)
+            y, _ = call.run(weights, x, layer_input, shared)
             if pipeline.stored > pipeline.layers:  # identity layers
                 y = jax.tree.map(lambda y, x: jnp.where(number < pipeline.layers, y, x), y, x)
             return y, None
 
         return checkpointed(replace(call, run=layer, weights=self._layers.weights), pipeline.group)
 
-    def forward(self, call: StackCall, x: Any, row: Any, ring: Tree, gradients: Gradients) -> tuple[Any, Tree]:
+    def forward(self, call: StackCall, x: Tree, row: Row, ring: Tree, gradients: Gradients) -> tuple[Tree, Tree]:
         """The output of the layers, and the ring with what they save."""
         call = self._with_weights(call, gradients)
-        plan, has_backward, group = call.plan, self._table.has_backward, self._p.group
-        round_index, slot = row["round_index"], row["saved"]
+        plan = call.plan
+        group = self._p.group
+        round_index = row["round_index"]
+        slot = row["saved"]
 
-        def step(place: jax.Array, carry: tuple[Any, Tree, Tree]) -> tuple[Any, Tree, Tree]:
+        def step(place: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
             x, ring, fetched = carry
             weights = self._weights(call, place, round_index, fetched)
             layer_input = self._input(call, place, round_index)
             following = self._fetch(call, place + 1, round_index)
-            if not has_backward:
+            if not self._table.has_backward:
                 return call.run(weights, x, layer_input, call.shared)[0], ring, following
             if plan is None:
                 assert self._derivative is not None
@@ -92,15 +99,19 @@ class StageLayers:
         x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
         return x, ring
 
-    def backward(self, call: StackCall, g: Any, row: Any, ring: Tree, gradients: Gradients) -> Any:
+    def backward(
+        self, call: StackCall, g: Tree, row: Row, ring: Tree, gradients: Gradients
+    ) -> tuple[Tree, Tree, Gradients]:
         """Returns the gradient of the input of the layers, the ring of F, and `gradients`, to which the weight
         gradients of this item are added."""
-        plan, group = call.plan, self._p.group
-        round_index, slot, last = row["round_index"], row["saved"], group - 1
+        plan = call.plan
+        group = self._p.group
+        round_index = row["round_index"]
+        slot = row["saved"]
 
-        def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def step(i: jax.Array, carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
             g, ring, gradients, fetched = carry
-            place = last - i
+            place = group - 1 - i
             current = self._with_weights(call, gradients)
             known = self._known(current, place, round_index, fetched)
             following = self._fetch(current, place - 1, round_index)
@@ -117,7 +128,7 @@ class StageLayers:
             gradients, g = self._add(gradients, place, row, dw, g)
             return g, ring, gradients, following
 
-        begin = g, ring, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(last), round_index)
+        begin = g, ring, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(group - 1), round_index)
         g, ring, gradients, _ = jax.lax.fori_loop(0, group, step, begin)
         return g, ring, gradients
 
@@ -126,10 +137,12 @@ class StageLayers:
         visitor = self._visitor
         return call if visitor is None else replace(call, weights=visitor.weights(gradients.visitor_carry))
 
-    def _add(self, gradients: Gradients, place: jax.Array, row: Any, dw: Tree, g: Any) -> tuple[Gradients, Any]:
+    def _add(self, gradients: Gradients, place: jax.Array, row: Row, dw: Tree, g: Tree) -> tuple[Gradients, Tree]:
         """Adds the gradients of a layer. With a visitor also returns `g`, the gradient of the layer's input, computed
         before the visitor writes: otherwise XLA would copy the old weights."""
-        visitor, (sums, visitor_carry), count = self._visitor, gradients, self._p.micro_batches
+        visitor = self._visitor
+        sums, visitor_carry = gradients
+        count = self._p.micro_batches
         layer = self._place(place, row["round_index"])
         if visitor is None or count > 1:
             sums = _add_at(sums, layer, dw)
@@ -137,7 +150,7 @@ class StageLayers:
             return Gradients(sums, visitor_carry), g
         layer, sums, dw, g = jax.lax.optimization_barrier((layer, sums, dw, g))
 
-        def visit(visitor_carry: Any) -> Any:
+        def visit(visitor_carry: Tree) -> Tree:
             total = take_layer(sums, layer) if count > 1 else jax.tree.map(lambda x: x.astype(jnp.float32), dw)
             return visitor.visit(visitor_carry, layer, total, None)
 
@@ -152,7 +165,8 @@ class StageLayers:
     def empty_ring(self) -> Tree:
         """The ring of what F saves for B."""
         of_items, *_ = self._table.slots.counts
-        plan, group, x = self._call.plan, self._p.group, self._x
+        plan = self._call.plan
+        x = self._x
         empty = zeros_on_host if self._call.on_host else jnp.zeros
         if not self._table.has_backward:
             return ()
@@ -164,7 +178,7 @@ class StageLayers:
             derivative = self._derivative
             assert derivative is not None
             saved = jax.eval_shape(lambda: derivative.forward(*self._example())[1])
-            stored = [empty((of_items * group, *array.shape), array.dtype) for array in saved]
+            stored = [empty((of_items * self._p.group, *array.shape), array.dtype) for array in saved]
         return stored
 
     def zero_gradients(self) -> Gradients:
@@ -175,7 +189,7 @@ class StageLayers:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.proxies(self._layers.weights))
         return Gradients(zeros, visitor_carry)
 
-    def _example(self) -> tuple[Tree, Any, Any, Any]:
+    def _example(self) -> tuple[Tree, Tree, Tree, Tree]:
         """Arguments of a layer: weights, activations x, the input of this layer, inputs shared by all layers."""
         zero = jnp.int32(0)
         call = self._call
@@ -188,7 +202,7 @@ class StageLayers:
         """The index of a layer among the weights of the stage."""
         return place * self._p.rounds + round_index
 
-    def _input(self, call: StackCall, place: jax.Array, round_index: jax.Array) -> Any:
+    def _input(self, call: StackCall, place: jax.Array, round_index: jax.Array) -> Tree:
         number = (round_index * self._p.stages + self._stage) * self._p.group + place
         return number, take_layer(call.inputs, jnp.minimum(number, self._p.layers - 1))
 
@@ -199,13 +213,13 @@ class StageLayers:
         """The weights of a layer that are in host memory."""
         return fetch_layer(call.weights, self._place(place, round_index))
 
-    def _weights_and_input(self, call: StackCall, round_index: jax.Array, place: jax.Array) -> tuple[Tree, Any]:
+    def _weights_and_input(self, call: StackCall, round_index: jax.Array, place: jax.Array) -> tuple[Tree, Tree]:
         fetched = self._fetch(call, place, round_index)
         return self._weights(call, place, round_index, fetched), self._input(call, place, round_index)
 
     def _known(
         self, call: StackCall, place: jax.Array, round_index: jax.Array, fetched: Tree
-    ) -> tuple[Tree, Tree, Any, Any]:
+    ) -> tuple[Tree, Tree, Tree, Tree]:
         """The arrays of a layer that are not saved: those to differentiate with respect to, weights and inputs."""
         weights = self._weights(call, place, round_index, fetched)
         return self._layers.proxies(weights), weights, self._input(call, place, round_index), call.shared

@@ -12,6 +12,7 @@ import numpy as np
 from jaxmem.sharding import map_layers
 from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
 from jaxmem.stack.call import StackCall
+from jaxmem.typing import Tree
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Pipeline:
         stage, position, round_ = np.ogrid[: self.stages, : self.group, : self.rounds]
         return ((round_ * self.stages + stage) * self.group + position).reshape(-1)
 
-    def create(self, layer: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+    def create(self, layer: Callable[[jax.Array], Tree], keys: jax.Array) -> Tree:
         """The layers `layer(key)`, stacked in the order in which they are stored. Each stage creates its own layers;
         identity layers are zeros."""
 
-        def stored(numbered: tuple[jax.Array, jax.Array]) -> Any:
+        def stored(numbered: tuple[jax.Array, jax.Array]) -> Tree:
             number, key = numbered
             weights = layer(key)
             if self.stored == self.layers:
@@ -82,21 +83,23 @@ class Pipeline:
         """[stored, ...] -> [stages, group, rounds, ...], without moving data."""
         return stacked.reshape(self.stages, self.group, self.rounds, *stacked.shape[1:])
 
-    def apply(self, call: StackCall) -> tuple[Any, Any]:
+    def apply(self, call: StackCall) -> tuple[Tree, Tree]:
         """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer
         at a time are sent from their stage to all devices."""
         staged = jax.tree.map(self.split, call.weights)
 
         def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
-            group, place = layer // self.group, layer % self.group
-            round_index, stage = group // self.stages, group % self.stages
+            place = layer % self.group
+            group = layer // self.group
+            round_index = group // self.stages
+            stage = group % self.stages
             layer_weights = fetch_from_host(take_layer(take_layer(stacked, place, dim=1), round_index, dim=1))
             mine = (jnp.arange(self.stages) == stage).reshape(-1, *[1] * (layer_weights.ndim - 1))
             return jnp.sum(
                 jnp.where(mine, layer_weights, jnp.zeros_like(layer_weights)), axis=0, dtype=layer_weights.dtype
             )
 
-        def step(x: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+        def step(x: Tree, xs: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
             layer, layer_input = xs
             return call.run(jax.tree.map(partial(fetch, layer=layer), staged), x, layer_input, call.shared)
 

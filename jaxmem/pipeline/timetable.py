@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.scopes import run_count
 
 Name = Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"]
 IDLE, FORWARD, BACKWARD = range(3)
@@ -156,7 +156,8 @@ def _slots(table: Timetable) -> Slots:
             deliver()
             now = tick
         key = micro, round_index
-        before, after = table.previous_stage(stage, round_index), table.next_stage(stage, round_index)
+        before = table.previous_stage(stage, round_index)
+        after = table.next_stage(stage, round_index)
         if kind == FORWARD:
             if before is not None:
                 inputs[tick, stage] = rings[_INPUTS][stage].take(key)
@@ -185,7 +186,8 @@ class _Ring:
 
     def put(self, key: tuple[int, int]) -> int:
         slot = next(n for n in range(self.size + 1) if n not in self._held.values())
-        self._held[key], self.size = slot, max(self.size, slot + 1)
+        self._held[key] = slot
+        self.size = max(self.size, slot + 1)
         return slot
 
     def take(self, key: tuple[int, int]) -> int:
@@ -200,7 +202,8 @@ def check(table: Timetable) -> None:
     waiting, and then all neighbours send each other their results."""
     kinds = [FORWARD, BACKWARD] if table.has_backward else [FORWARD]
     items = itertools.product(range(table.stages), kinds, range(table.micro_batches), range(table.rounds))
-    expected, present = Counter(items), Counter((stage, *item) for _, stage, item in table.work())
+    expected = Counter(items)
+    present = Counter((stage, *item) for _, stage, item in table.work())
     for wrong, what in ((present - expected, "repeated or unknown"), (expected - present, "missing")):
         for stage, kind, micro, round_index in sorted(wrong)[:1]:
             raise ValueError(f"stage {stage}: {KINDS[kind]} of micro-batch {micro}, round {round_index} is {what}")

@@ -1,7 +1,7 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
-computed it, and the category in its name (`kernels.categories`). A value of the backward pass that has none of these,
+computed it, and the category in its name (`kernels.scopes`). A value of the backward pass that has none of these,
 but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the parts
 are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxmem.estimate.parts import PARTS, SAVED, is_batch, is_optimizer_state, is_weight, part_of
-from jaxmem.kernels.categories import category_of
+from jaxmem.kernels.scopes import category_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.known_shapes import KnownShapes, sorted_dims

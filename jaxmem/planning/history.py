@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmem.estimate.parts import SAVED
-from jaxmem.kernels.categories import category_of
+from jaxmem.kernels.scopes import category_of
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
     COPIES,

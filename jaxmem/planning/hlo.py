@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jaxmem.kernels.run_counts import mean_runs
+from jaxmem.kernels.scopes import mean_runs
 from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
 from jaxmem.typing import JsonDict
 

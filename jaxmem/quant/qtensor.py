@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Key, Shaped, UInt32
 from jaxmem.errors import UserError, nearest
 from jaxmem.quant.formats import FORMATS, Microscaled, power_of_two
 from jaxmem.quant.packing import pack, unpack, values_per_group
+from jaxmem.typing import Tree
 
 MAX_SCALE_GROUP = 256  # the most block scales that share a scale of the second level
 
@@ -96,7 +97,7 @@ class QTensor:
         return dataclasses.replace(new, dtype=self.dtype)
 
 
-def values_of(x: Any, dtype: DTypeLike) -> jax.Array:
+def values_of(x: Tree, dtype: DTypeLike) -> jax.Array:
     """The values of an array that may be quantized."""
     if isinstance(x, jax.Array | np.ndarray):
         return jnp.asarray(x).astype(dtype)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes
+from jaxmem.typing import AxesTree, Tree
 
 GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
 
@@ -119,7 +120,7 @@ def sum_gradients(x: jax.Array, over: tuple[str, ...]) -> jax.Array:  # noqa: AR
 sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (all_reduce(g, over) if over else g,))
 
 
-def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def map_layers(function: Callable[..., Any], in_axes: AxesTree, out_axes: AxesTree) -> Callable[..., Any]:
     """`function` on the layers of each pipeline stage. Arrays whose axes begin with `layer` are sharded over them;
     others are the same on all stages."""
     layout = current()
@@ -127,10 +128,10 @@ def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Cal
     if layout is None or not over:
         return function
 
-    def specs(axes: Any) -> Any:
+    def specs(axes: AxesTree) -> Tree:
         return jax.tree.map(lambda names: PartitionSpec(*[over] * (names[:1] == ("layer",))), axes, is_leaf=is_axes)
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: Tree) -> Tree:
         with layout.inside_shard_map(over):
             return function(*arrays)
 
@@ -139,7 +140,7 @@ def map_layers(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Cal
 
 
 def map_devices(
-    function: Callable[..., Any], in_specs: Any, out_specs: Any, *, over: Sequence[str] = (), check_vma: bool = False
+    function: Callable[..., Any], in_specs: Tree, out_specs: Tree, *, over: Sequence[str] = (), check_vma: bool = False
 ) -> Callable[..., Any]:
     """`function` on the shards of each device, in the current layout. `over`: the mesh axes; by default all, or inside
     of another `jax.shard_map` the mesh axes of the partitioner that are left."""
@@ -151,7 +152,7 @@ def map_devices(
     return jax.shard_map(function, mesh=inside, axis_names=names, check_vma=check_vma, **specs)
 
 
-def vocab_parts(over: str, axes: Axes, x: Any) -> PartitionSpec:
+def vocab_parts(over: str, axes: Axes, x: Tree) -> PartitionSpec:
     """How a mesh axis shards the vocabulary of a stored weight, for `jax.shard_map`."""
     layout = current()
     assert layout is not None
@@ -163,7 +164,7 @@ def vocab_parts(over: str, axes: Axes, x: Any) -> PartitionSpec:
 
 
 def map_stages(
-    function: Callable[..., Any], stage: str, groups: tuple[str, ...], others: Any, results: Any
+    function: Callable[..., Any], stage: str, groups: tuple[str, ...], others: Tree, results: Tree
 ) -> Callable[..., Any]:
     """`function(layers, others, batch, scalar) -> (layers, others, sums)` on each pipeline stage and, with `groups`,
     separately for the rows of each device along these mesh axes. Layers are sharded over stages, and rows, the second

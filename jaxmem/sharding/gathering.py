@@ -15,6 +15,7 @@ from jaxmem.sharding.arrays import constrain, row_major_if_gathered, vmap_groups
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
 from jaxmem.sharding.weights import GatheredWeight, Weight, is_quantized, proxy_of, stored_of
+from jaxmem.typing import AxesTree, Tree
 
 GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
 # Gradients are delayed (`gather_with_input`) only if a device has at least this many times as many tokens as the
@@ -22,11 +23,11 @@ GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
 MIN_TOKENS_PER_ROW = 2
 
 
-def stored_axes(axes: Any, weights: Any) -> Any:
+def stored_axes(axes: AxesTree, weights: Tree) -> AxesTree:
     """The axes of each array in a tree of weights (of a model or of one layer), from the axes of each weight. The codes
     and scales of a quantized weight are sharded like the weight, in each dimension that is divisible."""
 
-    def array_axes(axes: Axes, w: Any) -> Any:
+    def array_axes(axes: Axes, w: Any) -> AxesTree:
         if not is_quantized(w):
             return axes
         return jax.tree.map(lambda x: relax_resized(axes[len(axes) - x.ndim :], x.shape, w.shape), w)
@@ -62,7 +63,7 @@ def gather_with_input(
     delays = x is not None and at is not None and _delays(x, weight, axes, role)
 
     @jax.custom_vjp
-    def gathered(at: Any, stored: Any, x: Any) -> tuple[jax.Array, Any]:
+    def gathered(at: Tree, stored: Tree, x: Tree) -> tuple[jax.Array, Tree]:
         w = host.fetch_from_host(at if stored is None else stored)
         if is_quantized(w):
             w = _dequantize(gather_quantized(w, axes), np.dtype(dtype))
@@ -74,7 +75,7 @@ def gather_with_input(
             w = jnp.pad(w, [(0, padded - size) for padded, size in zip(shape, w.shape, strict=True)])
         return constrain(w, *axes, role=role), x
 
-    def backward(_: None, gradients: tuple[jax.Array, Any]) -> tuple[jax.Array | None, None, Any]:
+    def backward(_: None, gradients: tuple[jax.Array, Tree]) -> tuple[jax.Array | None, None, Tree]:
         g, of_x = gradients
         if at is None:
             return None, None, of_x
@@ -102,7 +103,7 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
     return tokens >= MIN_TOKENS_PER_ROW * min(weight.shape)
 
 
-def _mapped_like(at: jax.Array, stored: Any) -> Any:
+def _mapped_like(at: jax.Array, stored: Tree) -> Tree:
     """A separate view of a stored weight for each group of rows, like `at`; XLA removes the operation. A shared value
     would have one gradient, the sum over the groups, and the `at` of each group would receive the complete sum."""
     first = jax.lax.stop_gradient(at)[(0,) * at.ndim]

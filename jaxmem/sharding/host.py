@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
+from jaxmem.typing import Tree
+
 HOST_MEMORY = "pinned_host"  # jax's name of the memory
 CHUNK_ELEMENTS = 2**24  # elements that are written at a time
 
@@ -46,34 +48,34 @@ class StreamedArray:
         return to_device(jax.lax.dynamic_slice(self.stack, start, (1, size, *self.shape[1:])).squeeze(0))
 
 
-def is_streamed(x: Any) -> bool:
+def is_streamed(x: object) -> bool:
     return isinstance(x, StreamedArray)
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: object) -> bool:
     """Whether an array has to be copied to the device. A streamed array is copied where it is used."""
     return not is_streamed(x) and bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """`function` of each array; a streamed array is one array."""
     return jax.tree.map(function, tree, is_leaf=is_streamed)
 
 
-def fetch_from_host(tree: Any) -> Any:
+def fetch_from_host(tree: Tree) -> Tree:
     """A tree with all leaves on the device, except streamed arrays."""
     return _map(lambda x: to_device(x) if is_on_host(x) else x, tree)
 
 
-def send_like(tree: Any, like: Any) -> Any:
+def send_like(tree: Tree, like: Tree) -> Tree:
     """The tree, with those leaves in host memory that are in host memory in `like`."""
     return jax.tree.map(lambda x, old: to_host(x) if is_on_host(old) else x, tree, like)
 
@@ -87,29 +89,29 @@ def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return chunks.reshape(shape)
 
 
-def host_leaves(tree: Any) -> Any:
+def host_leaves(tree: Tree) -> Tree:
     """The leaves in host memory that are not streamed; None for others."""
     return _map(lambda x: x if is_on_host(x) else None, tree)
 
 
-def device_leaves(tree: Any) -> Any:
+def device_leaves(tree: Tree) -> Tree:
     """The leaves on the device; None for others."""
     return _map(lambda x: None if is_streamed(x) or is_on_host(x) else x, tree)
 
 
-def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
+def take_layer(stacked: Tree, layer: jax.Array, dim: int = 0) -> Tree:
     """One layer of stacked arrays; `dim` is the dimension of layers."""
     read = lambda x: replace(x, layer=layer) if is_streamed(x) else _read(dim)(x, layer)  # noqa: E731
     return _map(read, stacked)
 
 
-def streamed_leaves(stacked: Any, layer: jax.Array) -> Any:
+def streamed_leaves(stacked: Tree, layer: jax.Array) -> Tree:
     """A layer of the streamed arrays; None for other leaves."""
     streamed = lambda x: replace(x, layer=layer) if is_streamed(x) else None  # noqa: E731
     return _map(streamed, stacked)
 
 
-def put_layer(stacked: Any, layer: jax.Array, new: Any) -> Any:
+def put_layer(stacked: Tree, layer: jax.Array, new: Tree) -> Tree:
     """Stacked arrays with one layer replaced."""
     return jax.tree.map(lambda x, new: _write(0)(x, new, layer), stacked, new)
 
@@ -146,6 +148,6 @@ def _write(dim: int) -> Any:
     return lambda x, new, i: write(x, new, i) if is_on_host(x) else jax.lax.dynamic_update_index_in_dim(x, new, i, dim)
 
 
-def fill(tree: Any, others: Any) -> Any:
+def fill(tree: Tree, others: Tree) -> Tree:
     """`device_leaves`, with None replaced by the leaves copied from the host."""
     return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=lambda x: x is None)

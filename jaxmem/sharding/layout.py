@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -153,7 +154,7 @@ def shard_count(role: Role, axis: str | Axis | None) -> int:
     return 1 if layout is None else layout.parts(role, axis)
 
 
-def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
+def layout_for(cfg: Config, devices: Sequence[jax.Device]) -> Layout:
     """The mesh of a config without `-1`, over these devices in order."""
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     grid = np.asarray(devices, dtype=object).reshape(shape)

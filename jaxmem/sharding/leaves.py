@@ -26,12 +26,14 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxmem.errors import UserError
 from jaxmem.sharding.arrays import map_devices
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, if_even, is_axes, path_name, relax_resized
 from jaxmem.sharding.weights import is_quantized
+from jaxmem.typing import AxesTree, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -43,11 +45,11 @@ class StateArray:
     dims: tuple[int | str | None, ...] = dataclasses.field(metadata={"static": True})
 
 
-def is_declared(x: Any) -> bool:
+def is_declared(x: object) -> bool:
     return isinstance(x, StateArray)
 
 
-def axes_of_state(state: Any, params: Any, axes: Any) -> Any:
+def axes_of_state(state: Tree, params: Tree, axes: AxesTree) -> AxesTree:
     """The logical axes of every array of an optimizer state, as a tree of the same structure. `state` has the
     declaration of each array (`StateArray`) whose shape differs from its parameter.
 
@@ -58,7 +60,7 @@ def axes_of_state(state: Any, params: Any, axes: Any) -> Any:
     shapes = {path: leaf.shape for path, leaf in weights}
     names = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
 
-    def relate(path: tuple[Any, ...], leaf: Any) -> Axes:
+    def relate(path: KeyPath, leaf: Tree) -> Axes:
         owner = _owner(path, shapes)
         if isinstance(leaf, StateArray) and owner:
             return _declared_axes(leaf, names[owner], shapes[owner])
@@ -75,7 +77,7 @@ def axes_of_state(state: Any, params: Any, axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(relate, state, is_leaf=is_declared)
 
 
-def _owner(path: tuple[Any, ...], shapes: dict[Any, Any]) -> tuple[Any, ...] | None:
+def _owner(path: KeyPath, shapes: dict[KeyPath, Tree]) -> KeyPath | None:
     """The longest part of a path that is the path of a parameter; the last of several."""
     spans = ((i, j) for j in range(len(path), 0, -1) for i in range(j))
     return max((path[i:j] for i, j in spans if path[i:j] in shapes), key=len, default=None)
@@ -93,7 +95,7 @@ def _declared_axes(array: StateArray, parameter: Axes, shape: tuple[int, ...]) -
     return (*parameter[:stacked], *(axis(dim, size) for dim, size in zip(array.dims, sizes, strict=True)))
 
 
-def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
+def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Tree) -> Tree:
     """Applies `function(*arrays)` to each shard of the first dimension over these mesh axes. There is no communication
     along these axes, so the shards may take different branches of a `cond`. The partitioner handles the other axes."""
     layout = current()
@@ -103,7 +105,7 @@ def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any
     return map_devices(function, spec, spec, over=over)(*arrays)
 
 
-def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
+def per_device(function: Callable[..., Any], arrays: Tree, axes: Axes, shape: Sequence[int]) -> Tree:
     """Applies `function(*arrays)` to the shards of each device, for operations that XLA's partitioner does not support.
     Arrays with `len(shape)` dimensions are sharded like optimizer state with these axes. A dimension in which one of
     them (e.g. block scales) is not divisible is replicated, and so are all other arrays."""
@@ -114,7 +116,7 @@ def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Seq
     least = [min(sizes) for sizes in zip(*alike, strict=True)]
     spec = layout.sharding("optimizer", relax_resized(axes, least, shape), least).spec
 
-    def specs(tree: Any) -> Any:
+    def specs(tree: Tree) -> Tree:
         return jax.tree.map(lambda x: spec if x.ndim == len(shape) else PartitionSpec(), tree)
 
     results = specs(jax.eval_shape(function, *arrays))

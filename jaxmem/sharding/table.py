@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import jax
+from jax.tree_util import KeyPath
 
 from jaxmem.config.adapter import LOW_RANK, Adapter, low_rank_layers
 from jaxmem.config.mesh import BATCH_AXES, Mesh, Rules, replicated_dims
@@ -28,12 +29,12 @@ Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that shar
 Role = Literal["weights", "compute", "gradients", "optimizer", "activations"]
 
 
-def is_axes(x: Any) -> bool:
+def is_axes(x: object) -> bool:
     """Whether x is a tuple of logical axes, as opposed to an optax state tuple."""
     return type(x) is tuple and all(a is None or isinstance(a, str | Axis) for a in x)
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     """The name of a leaf in a tree, `blocks.attention.q.weight`, from its path. The value of a Flax variable has the
     name of the variable."""
     is_value_of_variable = path and path[-1] == jax.tree_util.GetAttrKey("value")

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -40,12 +41,13 @@ from jaxmem.config.sections import Precision
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding.host import is_streamed, to_host
 from jaxmem.sharding.table import Axes
+from jaxmem.typing import Tree
 
 
 class _LikeStored:
     """The shape and dtype of the stored array."""
 
-    stored: Any
+    stored: Tree
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,20 +104,20 @@ _hooked.defvjp(
 )
 
 
-def is_in_place(w: Any) -> bool:
+def is_in_place(w: object) -> bool:
     return isinstance(w, HookedWeight) and w.in_place
 
 
-def hooks_in_place(tree: Any) -> list[HookedWeight]:
+def hooks_in_place(tree: Tree) -> list[HookedWeight]:
     return list(filter(is_in_place, jax.tree.leaves(tree, is_leaf=is_in_place)))
 
 
-def without_hooks_in_place(tree: Any) -> Any:
+def without_hooks_in_place(tree: Tree) -> Tree:
     """The tree of weights, with the values of the weights of `hooks_in_place` in their place."""
     return jax.tree.map(lambda w: w.stored if is_in_place(w) else w, tree, is_leaf=is_in_place)
 
 
-def apply_hooks(tree: Any) -> Any:
+def apply_hooks(tree: Tree) -> Tree:
     """The tree of weights, with each `HookedWeight` replaced by an array whose backward pass applies the hook."""
     is_hooked = lambda w: isinstance(w, HookedWeight)  # noqa: E731
     return jax.tree.map(lambda w: w.apply() if is_hooked(w) else w, tree, is_leaf=is_hooked)
@@ -157,12 +159,12 @@ def stored_of(weight: Weight) -> jax.Array | QTensor:
     return weight.stored if isinstance(weight, StoredWeight) else weight
 
 
-def proxy_of(weight: Weight) -> Any:
+def proxy_of(weight: Weight) -> Tree:
     """The array whose gradient is the gradient of a weight: of a plain array the array itself; None: frozen."""
     return weight.proxy if isinstance(weight, StoredWeight) else weight
 
 
-def with_proxy(weight: Weight, proxy: Any) -> Weight:
+def with_proxy(weight: Weight, proxy: Tree) -> Weight:
     """The weight with another array in place of `proxy_of`."""
     return StoredWeight(weight.stored, proxy) if isinstance(weight, StoredWeight) else proxy
 
@@ -172,16 +174,16 @@ def frozen_of(weight: Weight) -> jax.Array | QTensor | None:
     return weight.stored if isinstance(weight, StoredWeight) and weight.proxy is None else None
 
 
-def is_quantized(x: Any) -> bool:
+def is_quantized(x: object) -> bool:
     """Whether a weight has to be dequantized for computation."""
     return isinstance(x, QTensor | WithRemainder)
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x: object) -> bool:
     return is_quantized(x) or is_streamed(x)
 
 
-def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
+def differentiable(params: Tree, dtype: DTypeLike | None = None) -> Tree:
     """The arrays to differentiate with respect to: each weight that has this dtype, and zeros of this dtype for any
     other weight. With `dtype` None, the dtype of each weight."""
 
@@ -192,11 +194,11 @@ def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
     return jax.tree.map(proxy, params, is_leaf=_is_weight)
 
 
-def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
+def with_gradients(params: Tree, at: Tree, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Tree:
     """Weights whose gradients are the gradients of `at`; weights with None in `at` are frozen. `partial` maps the path
     of a stack to its trainable layers, which `at` contains."""
 
-    def with_gradient(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
+    def with_gradient(path: KeyPath, w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
         if at is not None and path in partial:
             return StoredWeight(w, at, partial[path])
         return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)

@@ -27,17 +27,18 @@ from jaxmem.stack.call import DEFAULTS, StackCall, StackOptions, create_layers
 from jaxmem.stack.interception import intercepted
 from jaxmem.stack.remat import Forms, policy
 from jaxmem.stack.schedule import schedule
+from jaxmem.typing import Tree
 
 # (module, x, input of this layer, shared inputs) -> (x, output of this layer)
-Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+Layer = Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 def stack_call(
     blocks: nnx.Module,
     layer: Layer,
-    x: Any,
-    inputs: Any = None,
-    shared: Any = None,
+    x: Tree,
+    inputs: Tree = None,
+    shared: Tree = None,
     *,
     options: StackOptions = DEFAULTS,
 ) -> StackCall:
@@ -52,7 +53,7 @@ def stack_call(
     """
     graphdef, state = nnx.split(blocks)
 
-    def run(weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, Any]:
+    def run(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
         return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, layer_input, shared)
 
     experts = (path for path, variable in nnx.to_flat_state(state) if "expert" in variable.get_metadata()["axes"])
@@ -60,7 +61,7 @@ def stack_call(
     return StackCall(run, nnx.to_pure_dict(state), x, inputs, shared, options, streamed)
 
 
-def apply_call(call: StackCall) -> tuple[Any, Any]:
+def apply_call(call: StackCall) -> tuple[Tree, Tree]:
     """Applies a stack. Returns (x, stacked outputs)."""
     if (result := intercepted(call)) is not None:
         return result
@@ -81,7 +82,7 @@ def apply_call(call: StackCall) -> tuple[Any, Any]:
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def _apply(call: StackCall, forms: Forms) -> tuple[Any, Any]:
+def _apply(call: StackCall, forms: Forms) -> tuple[Tree, Tree]:
     """Applies a stack, or a range of it."""
     call = checkpointed(call, call.layers, forms)
     if call.plan is not None:
@@ -106,13 +107,13 @@ def with_streams(call: StackCall) -> StackCall:
     return replace(call, weights=unflatten_dict(weights))
 
 
-def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
+def _scan_with_hooks(call: StackCall) -> tuple[Tree, Tree]:
     """A scan over layers whose backward pass writes the results of hooks in place. The forward pass carries the arrays
     `at`, so the backward pass carries their gradients: first the arguments of the hooks, then their results."""
     leaves, form = jax.tree.flatten(call.weights, is_leaf=is_in_place)
     hooked = {n: w for n, w in enumerate(leaves) if is_in_place(w)}
 
-    def step(carry: tuple[Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
+    def step(carry: tuple[Tree, Tree], of_layer: tuple[Tree, Tree, jax.Array]) -> tuple[tuple[Tree, Tree], Tree]:
         (x, at), (stored, layer_input, layer) = carry, of_layer
         for n, w in hooked.items():
             stored[n], at[n] = _hooked_layer(w.hook, stored[n], at[n], layer)
@@ -127,7 +128,7 @@ def _scan_with_hooks(call: StackCall) -> tuple[Any, Any]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _hooked_layer(_: Any, value: jax.Array, at: jax.Array, _layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _hooked_layer(_: Tree, value: jax.Array, at: jax.Array, _layer: jax.Array) -> tuple[jax.Array, jax.Array]:
     return value, at
 
 
@@ -140,7 +141,7 @@ _hooked_layer.defvjp(lambda _, value, at, layer: ((value, at), layer), _hooked_l
 
 
 @jax.custom_vjp
-def _with_first_gradient(x: Any, _at: Any, _gradient: Any) -> Any:
+def _with_first_gradient(x: Tree, _at: Tree, _gradient: Tree) -> Tree:
     """Returns `x`. In the backward pass, the gradient of `_at` begins as `_gradient`."""
     return x
 
@@ -176,14 +177,14 @@ def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fe
     return call
 
 
-def _with_boundary_name(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    def with_name(weights: Any, x: Any, layer_input: Any, shared: Any) -> tuple[Any, Any]:
+def _with_boundary_name(run: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+    def with_name(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
         return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), layer_input, shared)
 
     return with_name
 
 
-def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Tree:
     """`count` modules of one kind as one module, whose weights are stacked along a first axis `layer`.
 
     They are created one after the other, so that initialization needs the memory of the stacked weights and of one
@@ -213,7 +214,7 @@ class LayerRange:
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
 
-        def run(trainable_leaves: list[Any], x: Any, numbered: Any, shared: Any) -> tuple[Any, Any]:
+        def run(trainable_leaves: list[Tree], x: Tree, numbered: Tree, shared: Tree) -> tuple[Tree, Tree]:
             number, layer_input = numbered
             frozen, shared_inputs = shared
             layer = [
@@ -226,7 +227,7 @@ class LayerRange:
         trainable = [self._trainable(leaf) for leaf in leaves]
         return replace(call, run=run, weights=trainable, inputs=inputs, shared=(frozen, call.shared))
 
-    def _trainable(self, leaf: Any) -> Any:
+    def _trainable(self, leaf: Tree) -> Tree:
         """The trainable part of a weight in this range, or None."""
         layers = trainable_layers(leaf)
         start = self.start
@@ -238,7 +239,7 @@ class LayerRange:
         return jax.tree.map(lambda x: x[start:stop], proxy_of(leaf))
 
 
-def layer_ranges(weights: Any) -> list[LayerRange]:
+def layer_ranges(weights: Tree) -> list[LayerRange]:
     """The ranges of a stack; a single range if no weight is trainable in some layers only."""
     leaves = jax.tree.leaves(weights, is_leaf=_is_weight)
     count = leaves[0].shape[0]
@@ -247,11 +248,11 @@ def layer_ranges(weights: Any) -> list[LayerRange]:
     return [LayerRange(start, stop) for start, stop in pairwise((0, *edges, count))]
 
 
-def trainable_layers(weight: Any) -> tuple[int, ...] | None:
+def trainable_layers(weight: Tree) -> tuple[int, ...] | None:
     """The trainable layers of a stacked weight, if only some are trainable."""
     return weight.layers if isinstance(weight, StoredWeight) else None
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x: object) -> bool:
     """Whether a part of a tree is one weight. A hooked weight stays one, so that its hook is applied in place."""
     return isinstance(x, StoredWeight | HookedWeight)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.scopes import run_count
 from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
 from jaxmem.sharding.weights import (
@@ -26,19 +26,20 @@ from jaxmem.sharding.weights import (
 )
 from jaxmem.stack.call import Run, StackCall
 from jaxmem.stack.schedule import Schedule
+from jaxmem.typing import Tree
 
 
-def first_pass(call: StackCall, plan: Schedule) -> tuple[Any, Any, Any]:
+def first_pass(call: StackCall, plan: Schedule) -> tuple[Tree, Tree, Tree]:
     """Returns (x, stacked outputs, saved boundaries)."""
 
-    def step(slots: Any, input_and_slot: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
+    def step(slots: Tree, input_and_slot: tuple[Tree, Tree], weights: Tree, x: Tree) -> tuple[Tree, Tree, Tree]:
         of_layer, slot = input_and_slot
         boundary = call.save(x)
         slots = slots if plan.saves_all else put_layer(slots, slot, boundary)
         x, output = call.run(weights, x, of_layer, call.shared)
         return x, slots, (output, boundary if plan.saves_all else None)
 
-    def empty_slots() -> Any:
+    def empty_slots() -> Tree:
         """Slots filled with x, so that they are sharded like x. In host memory they are written one after the other;
         otherwise all of them would be on the device first."""
         if call.on_host:
@@ -51,12 +52,15 @@ def first_pass(call: StackCall, plan: Schedule) -> tuple[Any, Any, Any]:
     return x, outputs, boundaries if plan.saves_all else slots
 
 
-def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs: Any) -> tuple[Any, Any, Any]:
+def scan_layers(
+    step: Callable[..., Any], carried: Tree, weights: Tree, x: Tree, inputs: Tree
+) -> tuple[Tree, Tree, Tree]:
     """Applies `step(carried, input, weights, x) -> (x, carried, output)` for each layer and returns (x, carried,
     stacked outputs). Weights in host memory are copied one layer ahead."""
 
-    def scanned(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
-        (x, carried, fetched), (stored, layer_input, layer) = carry, of_layer
+    def scanned(carry: tuple[Tree, ...], of_layer: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], Tree]:
+        x, carried, fetched = carry
+        stored, layer_input, layer = of_layer
         following = fetch_layer(weights, layer + 1)
         x, carried, output = step(carried, layer_input, fill(fill(stored, fetched), streamed_leaves(weights, layer)), x)
         return (x, carried, following), output
@@ -68,8 +72,8 @@ def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, in
 
 
 def recompute(
-    call: StackCall, slots: Any, layer: jax.Array, first: Any = 0, read: Callable[[jax.Array], Any] | None = None
-) -> Any:
+    call: StackCall, slots: Tree, layer: jax.Array, first: Tree = 0, read: Callable[[jax.Array], Tree] | None = None
+) -> Tree:
     """The slots after the recomputation that the plan has before the backward pass of a layer. `first`: the first of
     these slots. `read`: layer -> its weights and its input; None: from the stack."""
     plan = call.plan
@@ -78,7 +82,7 @@ def recompute(
     steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
     begin, end = (jnp.asarray(x, jnp.int32)[layer] for x in (plan.begin, plan.end))
 
-    def again(i: jax.Array, slots: Any) -> Any:
+    def again(i: jax.Array, slots: Tree) -> Tree:
         layer, source, target = steps[i]
         weights, layer_input = take_layer((call.weights, call.inputs), layer) if read is None else read(layer)
         x, _ = call.run(weights, call.load(take_layer(slots, first + source)), layer_input, call.shared)
@@ -88,31 +92,31 @@ def recompute(
         return jax.lax.fori_loop(begin, end, again, slots)
 
 
-def by_schedule(call: StackCall) -> tuple[Any, Any]:
+def by_schedule(call: StackCall) -> tuple[Tree, Tree]:
     """Applies a stack and returns (x, stacked outputs); the backward pass follows `call.plan`."""
     plan, run = call.plan, call.run
     assert plan is not None
 
     @jax.custom_vjp
-    def apply(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
-        def step(_: None, layer_input: Any, weights: Any, x: Any) -> tuple[Any, None, Any]:
+    def apply(weights: Tree, x: Tree, inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def step(_: None, layer_input: Tree, weights: Tree, x: Tree) -> tuple[Tree, None, Tree]:
             x, output = run(weights, x, layer_input, shared)
             return x, None, output
 
         x, _, outputs = scan_layers(step, None, weights, x, inputs)
         return x, outputs
 
-    def forward(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+    def forward(weights: Tree, x: Tree, inputs: Tree, shared: Tree) -> tuple[tuple[Tree, Tree], tuple[Tree, ...]]:
         x, outputs, slots = first_pass(replace(call, weights=weights, x=x, inputs=inputs, shared=shared), plan)
         return (x, outputs), (weights, slots, inputs, shared, available_after(x, jnp.int32(call.layers - 1)))
 
-    def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+    def backward(saved: tuple[Tree, ...], gradients: tuple[Tree, Tree]) -> tuple[Tree, ...]:
         stored, slots, inputs, shared, last = saved
         hooked = hooks_in_place(stored)  # all trainable weights of the stack, or none
         weights = without_hooks_in_place(stored)
         saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
 
-        def step(carry: tuple[Any, ...], of_step: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+        def step(carry: tuple[Tree, ...], of_step: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, Tree]]:
             slots, ahead, fetched, g, of_shared, results = carry
             layer, at, of_output = of_step
             slots = recompute(saved_call, slots, layer)
@@ -147,7 +151,7 @@ def by_schedule(call: StackCall) -> tuple[Any, Any]:
     return apply(call.weights, call.x, call.inputs, call.shared)
 
 
-def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+def _derivative(run: Run, *arguments: Tree) -> Callable[[Tree, Tree], tuple[Tree, ...]]:
     """Returns a function: (gradients of x and of the output) -> (gradients of weights, x, input and shared inputs).
     Arrays of integers and PRNG keys have None as their gradient."""
     layout = current()
@@ -158,7 +162,7 @@ def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ..
     # `jax.vmap` does not support the residuals of a differentiated `shard_map`. So `run` is first mapped over groups of
     # rows, and the mapped function is differentiated.
     @of_group.def_vmap
-    def _(groups: int, batched: Any, arguments: Any, g: Any) -> tuple[Any, Any]:
+    def _(groups: int, batched: Tree, arguments: Tree, g: Tree) -> tuple[Tree, Tree]:
         in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[0])
         mapped = jax.vmap(run, in_axes=tuple(in_axes), axis_name=GROUPS, spmd_axis_name=layout.vmapped)
         every = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
@@ -169,56 +173,56 @@ def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ..
     return lambda *g: of_group(arguments, g)
 
 
-def _gradients(run: Run, arguments: Any, g: Any) -> Any:
+def _gradients(run: Run, arguments: Tree, g: Tree) -> Tree:
     _, back = jax.vjp(lambda leaves: run(*with_inexact(arguments, leaves)), inexact_leaves(arguments))
     return back(g)[0]
 
 
-def inexact_leaves(tree: Any, values: Any = None) -> Any:
+def inexact_leaves(tree: Tree, values: Tree = None) -> Tree:
     """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others. With
     `values`, a tree of the same structure, the leaves of that tree at the same places."""
 
-    def of(leaf: Any, value: Any) -> Any:
+    def of(leaf: Tree, value: Tree) -> Tree:
         at = proxy_of(leaf)
         return proxy_of(value) if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
 
     return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_weight)
 
 
-def with_inexact(tree: Any, leaves: Any) -> Any:
+def with_inexact(tree: Tree, leaves: Tree) -> Tree:
     """The tree with its `inexact_leaves` replaced."""
 
-    def of(leaf: Any, new: Any) -> Any:
+    def of(leaf: Tree, new: Tree) -> Tree:
         return leaf if new is None else with_proxy(leaf, new)
 
     return jax.tree.map(of, tree, leaves, is_leaf=_is_weight)
 
 
-def _gradients_like(tree: Any, gradients: Any) -> Any:
+def _gradients_like(tree: Tree, gradients: Tree) -> Tree:
     """The gradients of `inexact_leaves`, with the structure of the tree. A stored array has no gradient."""
 
-    def of(leaf: Any, g: Any) -> Any:
+    def of(leaf: Tree, g: Tree) -> Tree:
         return StoredWeight(None, g) if isinstance(leaf, StoredWeight) else g  # type: ignore[arg-type]
 
     return jax.tree.map(of, tree, gradients, is_leaf=_is_weight)
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x: object) -> bool:
     return isinstance(x, StoredWeight) or is_in_place(x)
 
 
-def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
+def layer_with(stacked: Tree, layer: jax.Array, fetched: Tree) -> Tree:
     """The weights of one layer, some of which have been copied from host memory."""
     return fill(fill(take_layer(device_leaves(stacked), layer), fetched), streamed_leaves(stacked, layer))
 
 
-def available_after(x: Any, layer: jax.Array) -> jax.Array:
+def available_after(x: Tree, layer: jax.Array) -> jax.Array:
     """The number of a layer, available only after `x` is computed. Otherwise XLA copies the first weights of the
     backward pass from host memory before the forward pass, and stores them during all of it."""
     return jax.lax.optimization_barrier((x, layer))[1]
 
 
-def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
+def fetch_layer(stacked: Tree, layer: jax.Array) -> Tree:
     """One layer of `host_leaves`, copied to the device. An index beyond either end is clipped; its result
     is not used."""
     return jax.tree.map(lambda x: to_device(take_layer(x, jnp.clip(layer, 0, x.shape[0] - 1))), host_leaves(stacked))

@@ -37,11 +37,12 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding import GROUPS, Axes, Layout, Role, constrain, current, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
 from jaxmem.step.objective import STATE, Batch, Sums
+from jaxmem.typing import AxesTree, Tree
 
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
 
 
-def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
+def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree) -> tuple[Params, Sums]:
     """Gradients of one batch. They are constrained to their sharding, so that XLA reduce-scatters each gradient as soon
     as it is computed and no device stores a full gradient."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
@@ -49,7 +50,7 @@ def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axe
 
 
 def accumulate(
-    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike, state: Any = None
+    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree, dtype: DTypeLike, state: Tree = None
 ) -> tuple[Params, Sums]:
     """Gradients of micro-batches one after the other, accumulated in float32. Leaves of the batch and `keys` are
     [micro-batches, rows, ...]; `dtype` is the dtype of communication.
@@ -62,7 +63,7 @@ def accumulate(
     local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
     added = _with_hooks(loss, axes, Add, in_place=True)
 
-    def add(carry: Any, micro_batch: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+    def add(carry: Tree, micro_batch: tuple[Batch, jax.Array]) -> tuple[Tree, None]:
         (total, all_sums, state), (batch, keys) = carry, micro_batch
         batch = {**batch, STATE: state} if state else batch
         at = jax.tree.map(jnp.zeros_like, total)
@@ -91,7 +92,7 @@ def accumulate(
     return grads, jax.tree.map(jnp.add, sums, sums_of_last)
 
 
-def _with_hooks(loss: Loss, axes: Any, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
+def _with_hooks(loss: Loss, axes: AxesTree, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
     """A loss of (at, weights, sums, batch, keys). Gradient by the zeros `at`: `hook(axes)(weight gradient, sum)`."""
 
     def hooked_weight(names: Axes, at: jax.Array, stored: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
@@ -119,7 +120,7 @@ class Add:
 class _LocalGradients:
     """Gradients of groups of rows, one group and its gradients per device."""
 
-    def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike) -> None:
+    def __init__(self, layout: Layout, axes: AxesTree, dtype: DTypeLike) -> None:
         self._layout, self._axes, self._dtype = layout, axes, np.dtype(dtype)
         self._over = layout.local_gradient_axes
         self.groups = layout.size(self._over)

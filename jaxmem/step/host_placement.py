@@ -10,8 +10,7 @@ from jaxmem.errors import UserError
 from jaxmem.sharding import Axes, axis_name, is_axes
 from jaxmem.sharding.host import HOST_MEMORY, to_host
 from jaxmem.sharding.weights import is_matrix
-
-Tree = Any
+from jaxmem.typing import Tree
 
 
 def offloaded_state(axes: Tree) -> Tree:
@@ -79,7 +78,7 @@ def annotate(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
     return lowered
 
 
-def _is_sent(operation: Any) -> bool:
+def _is_sent(operation: object) -> bool:
     operation = getattr(operation, "operation", operation)
     if getattr(operation, "name", "") != "stablehlo.custom_call":
         return False

@@ -17,6 +17,7 @@ from jaxmem.models.vocab_slices import VocabOp, VocabOpResult
 from jaxmem.quant.precision import Params
 from jaxmem.stack import StackCall, intercept_with
 from jaxmem.step.objective import Batch, Objective, Sums
+from jaxmem.typing import Tree
 
 Cut: TypeAlias = StackCall | VocabOp
 
@@ -105,7 +106,7 @@ def _refuse(_network: Any, _flow: Flow) -> Flow:
     raise AssertionError("an intercepted operation with a matrix is always separate")
 
 
-def _path_of(params: Params, weights: Any) -> Path:
+def _path_of(params: Params, weights: Tree) -> Path:
     """The path of a matrix or of the weights of a stack in the parameter tree."""
     path, leaf = jax.tree_util.tree_leaves_with_path(weights)[0]
     complete = next(path_of_leaf for path_of_leaf, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)

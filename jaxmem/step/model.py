@@ -21,6 +21,7 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.stack import StackOptions
 from jaxmem.step.execution import ExecutionSpec
+from jaxmem.typing import AxesTree, Tree
 
 if TYPE_CHECKING:
     from jaxmem.models.user import PlainModel
@@ -63,7 +64,7 @@ class ModelSpec:
     def forward_state_of(self, params: Params) -> Params:
         return unflatten_dict({path: x for path, x in flatten_dict(params).items() if path in self.forward_state})
 
-    def with_forward_state(self, params: Params, new: Any) -> Params:
+    def with_forward_state(self, params: Params, new: Tree) -> Params:
         """`params` with the arrays in `new` in place of those that the forward pass changes, if there are any."""
         return unflatten_dict(flatten_dict(params) | flatten_dict(new)) if new else params
 
@@ -79,17 +80,17 @@ class ModelSpec:
         return self.flax_model.network(params, self.execution.dtype, options)
 
     @property
-    def axes(self) -> Any:
+    def axes(self) -> AxesTree:
         """The logical axes of each parameter."""
         return self._split[1]
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> Tree:
         """The shape of each parameter before it is converted to the form in which it is stored."""
         return self._split[2]
 
     @property
-    def _parameter_shapes(self) -> Any:
+    def _parameter_shapes(self) -> Tree:
         """`shapes`, with None for the arrays that the forward pass changes."""
         return Selection.of(self.shapes, ("*",)).without(self.forward_state).select(self.shapes)
 
@@ -112,7 +113,7 @@ class ModelSpec:
     def active_trainable_count(self) -> int:
         return self._active(self.select(self.shapes))
 
-    def _active(self, shapes: Any) -> int:
+    def _active(self, shapes: Tree) -> int:
         experts = getattr(self.cfg.model, "experts", None)
         if experts is None:
             return _count(shapes)
@@ -127,7 +128,7 @@ class ModelSpec:
         Selection.of(self.axes, patterns)  # refuses ranges of layers for weights that are not stacked
         return Selection.of(self.shapes, patterns).without(self.forward_state)
 
-    def select(self, params: Any) -> Any:
+    def select(self, params: Tree) -> Tree:
         """The trainable part of a tree of parameters or of their axes, with None for frozen ones."""
         return self.selection.select(params)
 
@@ -160,5 +161,5 @@ def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
     return axes
 
 
-def _count(shapes: Any) -> int:
+def _count(shapes: Tree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

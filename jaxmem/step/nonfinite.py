@@ -7,16 +7,18 @@ order is: weights after the layers, then layers from the last to the first, then
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.sharding import Axes, is_axes, path_name
+from jaxmem.typing import AxesTree, Tree
 
-PartialStacks: TypeAlias = Mapping[Any, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
+PartialStacks: TypeAlias = Mapping[KeyPath, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
 NO_PARTIAL_STACKS: PartialStacks = MappingProxyType({})
 
 METRIC = "nonfinite"  # name of a metric: the index in `gradient_names` of the first gradient that is not finite, or -1
@@ -24,7 +26,7 @@ AFTER_LAYERS = ("head", "norm")  # modules of networks between the layers and th
 
 
 def gradient_names(
-    axes: Any, sizes: Any, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
+    axes: AxesTree, sizes: Tree, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
 ) -> list[str]:
     """Names in the order of `squared_norms`. `order` is the layer that is stored at each position of a stack."""
     leaves = jax.tree_util.tree_leaves_with_path(sizes)
@@ -41,12 +43,12 @@ def gradient_names(
     return names
 
 
-def squared_norms(grads: Any, axes: Any, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
+def squared_norms(grads: Tree, axes: AxesTree, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
     """`sums_of_squares` in the order of `gradient_names`."""
     return in_backward_order(sums_of_squares(grads, axes), axes, partial)
 
 
-def sums_of_squares(grads: Any, axes: Any) -> Any:
+def sums_of_squares(grads: Tree, axes: AxesTree) -> Tree:
     """The sum of squares of the gradient of each weight (of each layer for stacks), in float32."""
 
     def sum_of_squares(names: Axes, g: jax.Array) -> jax.Array:
@@ -55,7 +57,7 @@ def sums_of_squares(grads: Any, axes: Any) -> Any:
     return jax.tree.map(sum_of_squares, axes, grads, is_leaf=is_axes)
 
 
-def in_backward_order(sums: Any, axes: Any, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
+def in_backward_order(sums: Tree, axes: AxesTree, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
     """The sums of squares, one per layer for stacks, in the order of `gradient_names`."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(sums))
     sizes = {path: x.size for path, x in by_path.items()}
@@ -70,11 +72,13 @@ def first(squares: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32)
 
 
-def _backward_order(axes: Any, lengths: dict[Any, int], partial: PartialStacks) -> list[tuple[Any, int, int | None]]:
+def _backward_order(
+    axes: AxesTree, lengths: dict[KeyPath, int], partial: PartialStacks
+) -> list[tuple[KeyPath, int, int | None]]:
     """(path, index among the gradients of this weight, layer or None) in the order in which the backward pass computes
     the gradients."""
-    entries: list[tuple[Any, Any, int, int | None]] = []
-    stacks: dict[Any, int] = {}
+    entries: list[tuple[tuple[int, ...], KeyPath, int, int | None]] = []
+    stacks: dict[KeyPath, int] = {}
     for number, (path, names) in enumerate(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)):
         if names[:1] != ("layer",):
             entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))

@@ -161,7 +161,7 @@ def _towers(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkP
 
 def _last(loss: Callable[[Any, Any, Batch], Sums], _network: Any, batch: Batch) -> list[NetworkPart]:
     """A loss (network, features, batch) -> sums as the last part."""
-    from jaxmem.kernels.categories import category
+    from jaxmem.kernels.scopes import category
 
     return [Part(category("logits")(lambda network, flow: loss(network, flow.x, batch)))]
 
@@ -174,7 +174,7 @@ def _token_losses(
     memory: config.Memory, sums_of: TokenSums, terms: dict[str, float], network: Any, batch: Batch
 ) -> list[NetworkPart]:
     """The output projection with the cross entropy of each token, and the sums."""
-    from jaxmem.kernels.categories import category
+    from jaxmem.kernels.scopes import category
 
     labels, chunk = batch["targets"], memory.loss_chunk
 

@@ -33,8 +33,7 @@ from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
 from jaxmem.step.state import StateSpec
-
-Tree = Any
+from jaxmem.typing import Tree
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,17 @@ class StageArrays:
     count: jax.Array  # the count of the objective, of all micro-batches
 
 
+# The visitor of the layers of a stage, and a function: last carry -> new `stacked` and new `values`
+VisitOfStage = tuple[Visitor, Callable[[Tree], tuple[Tree, Tree]]]
+
+
 @dataclass(frozen=True)
 class StageVisit:
     """What a stage does with the gradients of its layers besides adding them up."""
 
     stacked: Tree  # arrays whose first dimension is sharded over the stages
     values: Tree  # arrays that are the same on all stages
-    # Returns the visitor of the layers of a stage, and a function: last carry -> new `stacked` and new `values`
-    visitor: Callable[[StageArrays], tuple[Visitor, Callable[[Any], tuple[Tree, Tree]]]]
+    visitor: Callable[[StageArrays], VisitOfStage]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def pipeline_gradients(
 ) -> tuple[Params, Sums]:
     """Float32 gradients of the sum of the losses, times `scale`, and the sums of the objective. Leaves of the batch and
     `keys` are [micro-batches, rows, ...]; gradients are communicated in the compute dtype."""
-    model, layout = spec.model, current()
+    model = spec.model
+    layout = current()
     assert model.execution.pipeline is not None
     local = () if layout is None else layout.local_gradient_axes
     result = execute(spec, model.execution.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
@@ -116,14 +119,17 @@ def execute(
     visit: StageVisit | None = None,
 ) -> PipelineResult:
     """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass."""
-    model, layout, gradient_dtype = spec.model, current(), spec.gradient_dtype if table.has_backward else None
-    pipeline, name = model.execution.pipeline, stacks_of(model)[-1]
+    model = spec.model
+    layout = current()
+    gradient_dtype = spec.gradient_dtype if table.has_backward else None
+    pipeline = model.execution.pipeline
+    name = stacks_of(model)[-1]
     assert layout is not None
     assert pipeline is not None
     local = layout.local_gradient_axes if visit is None else ()
     learns = jax.tree.map(lambda x: x is not None, model.select(model.axes), is_leaf=lambda x: x is None or is_axes(x))
 
-    def stage(arrays: Any, outside: Any, batch: Any, replicated: Any) -> tuple[Tree, Tree, tuple[Sums, Tree]]:
+    def stage(arrays: Tree, outside: Tree, batch: Tree, replicated: Tree) -> tuple[Tree, Tree, tuple[Sums, Tree]]:
         """Returns what each stage has for its layers (gradients, or the new `stacked`), the gradients outside of them,
         and what is equal on all stages: the sums and the new `values`."""
         with layout.inside_shard_map((AXIS, *local)):
@@ -133,22 +139,22 @@ def execute(
                 sums = jax.lax.psum(sums, local)
             return of_layers, of_outside, (sums, values)
 
-    def run_stage(arrays: Any, outside: Any, batch: Any, replicated: Any) -> tuple[Tree, Tree, Sums, Tree]:
+    def run_stage(arrays: Tree, outside: Tree, batch: Tree, replicated: Tree) -> tuple[Tree, Tree, Sums, Tree]:
         layers, stacked = arrays
         scale, values = replicated
         trainable = jax.tree.map(lambda learns, w: w if learns else None, _without(learns, name), outside)
         at = differentiable(trainable, gradient_dtype)
 
-        def embed(at: Any, micro: Any) -> StackCall:
+        def embed(at: Tree, micro: Tree) -> StackCall:
             network, before, stack, _ = parts(at, micro)
             return stack.call(network, run_parts(network, before))
 
-        def loss(at: Any, y: Any, micro: Any) -> tuple[jax.Array, Sums]:
+        def loss(at: Tree, y: Tree, micro: Tree) -> tuple[jax.Array, Sums]:
             network, before, _, after = parts(at, micro)
             sums = run_parts(network, after, run_parts(network, before)._replace(x=y))
             return trained_sum(sums) * scale, sums
 
-        def parts(at: Any, micro: Any) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
+        def parts(at: Tree, micro: Tree) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
             """The network, and its parts before the last stack, this stack, and the parts after it."""
             weights = {**with_gradients(outside, at), name: layers}
             network = model.network(weights)
@@ -158,7 +164,7 @@ def execute(
             assert isinstance(stack, Layers)
             return network, parts[:last], stack, parts[last + 1 :]
 
-        def count(micro: Any) -> jax.Array:
+        def count(micro: Tree) -> jax.Array:
             """The count of a micro-batch. It is known before the loop, since it depends on the batch only."""
             return loss(at, jax.tree.map(jnp.zeros_like, embed(at, micro).x), micro)[1]["count"]
 
@@ -174,7 +180,8 @@ def execute(
         new_stacked, new_values = end(results.layers.visitor_carry)
         return new_stacked, results.outside, results.sums, new_values
 
-    outside, axes = _without(params, name), _without(model.axes, name)
+    outside = _without(params, name)
+    axes = _without(model.axes, name)
     stacked, values = ((), ()) if visit is None else (visit.stacked, visit.values)
     on_stage = partial(vocab_parts, AXIS)
     stored = jax.tree.map(on_stage, stored_axes(axes, outside), outside, is_leaf=is_axes)
@@ -187,7 +194,7 @@ def execute(
     return PipelineResult(of_outside, sums, (), Visited(of_layers, new_values))
 
 
-def _without(tree: Any, name: str) -> Any:
+def _without(tree: Tree, name: str) -> Tree:
     return {key: value for key, value in tree.items() if key != name}
 
 

@@ -257,7 +257,7 @@ class Program:
         return host_placement.annotate(lowered) if self.spec.has_offload and is_compile_only else lowered
 
 
-def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
+def program(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of a config on these devices, by default all devices of jax."""
     from jaxmem.config.devices import for_devices
 

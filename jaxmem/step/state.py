@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 
 from jaxmem import optim
 from jaxmem.config import Config
@@ -22,6 +23,7 @@ from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.model import ModelSpec
+from jaxmem.typing import AxesTree, Tree
 
 if TYPE_CHECKING:
     from jaxmem.step.initial_weights import InitialWeights
@@ -51,7 +53,7 @@ class TrainState:
 
     step: jax.Array  # number of updates so far
     params: Params
-    opt_state: Any
+    opt_state: Tree
     loss_scale: LossScale | None = None
 
 
@@ -79,7 +81,7 @@ class StateSpec:
         """The optimizer of all trainable parameters."""
         return self.optimizer_for(self.model.select(self.model.axes))
 
-    def optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+    def optimizer_for(self, axes: AxesTree) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the parameters that have these axes, a subset of the trainable ones."""
         tx = self.cfg.user.optimizer
         if tx is None:
@@ -101,7 +103,7 @@ class StateSpec:
         chosen = self.model.execution.kernels.get("optimizer.kernel")
         return self.cfg.optimizer.kernel if chosen is not None and chosen.implementation == "triton" else "none"
 
-    def group(self, params: Any) -> ParameterGroup:
+    def group(self, params: Tree) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""
         return ParameterGroup.of(params, self.optimizer_for, self.model.axes, self.opt_axes)
 
@@ -136,12 +138,12 @@ class StateSpec:
         }
 
     @cached_property
-    def param_axes(self) -> Any:
+    def param_axes(self) -> AxesTree:
         """The logical axes of every array of the stored parameters."""
         return stored_axes(self.model.axes, self._shapes.params)
 
     @cached_property
-    def opt_axes(self) -> Any:
+    def opt_axes(self) -> AxesTree:
         """The logical axes of every array of the optimizer state."""
         select = self.model.select
         return optim.state_axes(self.optimizer, select(self._shapes.params), select(self.model.axes))
@@ -185,7 +187,7 @@ class StateSpec:
         scale = initial_loss_scale(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.model.select(params)), scale)
 
-    def to_memory(self, state: Any) -> Any:
+    def to_memory(self, state: Tree) -> Tree:
         """Each array of a state, or of its parameters, in the memory in which it is stored."""
         if not self.has_offload:
             return state
@@ -196,10 +198,10 @@ class StateSpec:
     def _shapes(self) -> TrainState:
         return jax.eval_shape(lambda key: self.new_state(self.initial_weights.new(key)), jax.random.key(0))
 
-    def sharded(self, role: Role, axes: Any, shapes: Any) -> Any:
+    def sharded(self, role: Role, axes: AxesTree, shapes: Tree) -> Tree:
         """Shapes with their shardings."""
 
-        def with_sharding(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def with_sharding(path: KeyPath, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = self.layout.sharding(role, axes, x.shape, path_name(path))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 

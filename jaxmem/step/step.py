@@ -75,9 +75,11 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
 
 def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
     """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
-    cfg, model = spec.cfg, spec.model
-    terms, partial_stacks = objective(cfg), model.selection.partial_stacks
-    axes, compute = model.select(model.axes), model.execution.dtype
+    cfg = spec.cfg
+    model = spec.model
+    terms = objective(cfg)
+    partial_stacks = model.selection.partial_stacks
+    axes = model.select(model.axes)
     scale = jnp.float32(1)
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
@@ -106,7 +108,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         if not cfg.user.is_empty:  # the loss of a script may apply the model several times
             first = jax.tree.map(lambda x: x[0], (batch, row_keys))
             by_layer = not partial_stacks and applies_stacks_once(partial(loss, True), at, *first)
-        grads, sums = accumulate(partial(loss, by_layer), at, batch, row_keys, axes, compute, begin)
+        grads, sums = accumulate(partial(loss, by_layer), at, batch, row_keys, axes, model.execution.dtype, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 
@@ -117,7 +119,8 @@ def _update(
     """Returns new parameters and optimizer state. `after`: what the forward pass changed. If `finite` is False, nothing
     changes; None: not tested."""
     model = spec.model
-    params, axes = model.select(state.params), model.select(model.axes)
+    params = model.select(state.params)
+    axes = model.select(model.axes)
     stored = stored_axes(axes, params)
     on_host = spec.offloads("optimizer")
 

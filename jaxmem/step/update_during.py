@@ -12,7 +12,6 @@ additional backward pass to compute the norm.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +30,16 @@ from jaxmem.step.by_parts import ForwardByParts, PassedStack
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, VocabUpdate, add_squares
-
-Tree = Any
+from jaxmem.typing import Tree
 
 
 def update_during_backward(
     spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
-) -> tuple[Params, Any, Sums, jax.Array]:
+) -> tuple[Params, Tree, Sums, jax.Array]:
     """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
     the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
-    micro_batches, opt_state = len(keys), state.opt_state
+    micro_batches = len(keys)
+    opt_state = state.opt_state
     if micro_batches == 1:
         batch, key = jax.tree.map(lambda x: x[0], (batch, keys))
     else:
@@ -57,14 +56,15 @@ def update_during_backward(
 
     def update_stack(stack: PassedStack, g: Tree) -> Tree:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
-        layers, before = stack.result.layers, [group.state(opt_state) for group in groups[stack.path]]
+        layers = stack.result.layers
+        before = [group.state(opt_state) for group in groups[stack.path]]
         update = LayerUpdate(groups[stack.path], before, write, norm, layers)
 
-        def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
+        def fetch(carry: Tree, layer: jax.Array) -> list[Tree] | None:
             """Copies state from host memory while the gradient is computed."""
             return update.fetch(carry, layer) if spec.offloads("optimizer") else None
 
-        def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
+        def visit(carry: Tree, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Tree:
             return update(carry, layer, stack.nest(dw), fetched)
 
         weights = lambda carry: stack.weights(carry[0])  # noqa: E731
@@ -87,7 +87,8 @@ def update_during_backward(
 
     def vocab_update(path: Path) -> VocabUpdate:
         weight = select(state.params, unflatten_dict({path: 0}))
-        group, chunk = spec.group(weight), spec.cfg.memory.loss_chunk
+        group = spec.group(weight)
+        chunk = spec.cfg.memory.loss_chunk
         entries = None if chunk == "auto" else chunk
         return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
 

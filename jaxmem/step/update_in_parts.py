@@ -43,8 +43,7 @@ from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_la
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step.by_parts import SliceGradient
 from jaxmem.step.state import StateSpec
-
-Tree = Any
+from jaxmem.typing import Tree
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ class LayerUpdate:
         zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
         return weights, list(self.before), zeros
 
-    def fetch(self, carry: Any, layer: jax.Array) -> list[Tree]:
+    def fetch(self, carry: Tree, layer: jax.Array) -> list[Tree]:
         """The state of one layer, copied from host memory."""
         states = zip(self.groups, carry[1], self.before, strict=True)
         return [take_stacked_layer(state, group.state_axes, layer, old) for group, state, old in states]
 
-    def __call__(self, carry: Any, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Any:
+    def __call__(self, carry: Tree, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Tree:
         """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
         (weights, states, squares), new_states = carry, list[Tree]()
         for i, (group, state, old) in enumerate(zip(self.groups, states, self.before, strict=True)):
@@ -127,7 +126,7 @@ class VocabUpdate:
     ) -> tuple[Tree, Tree, jax.Array] | None:
         """The result of `update`, computed slice by slice. Returns None if the optimizer needs the complete matrix."""
 
-        def update(j: jax.Array, total: SumOverSlices, weights: Tree = self.weights, state: Tree = self.state) -> Any:
+        def update(j: jax.Array, total: SumOverSlices, weights: Tree = self.weights, state: Tree = self.state) -> Tree:
             """Returns the gradient of slice j, its new weights and its new state."""
             dw = self._gradient(gradient, weights, slices, j)
             weight_slice = _read_slice(slices, j, weights, self._axes, self.weights)
@@ -228,8 +227,8 @@ def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role
 
 
 def update_from_host(
-    spec: StateSpec, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array
-) -> tuple[Params, Any]:
+    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array
+) -> tuple[Params, Tree]:
     """Returns new parameters and optimizer state. Weights are updated one after the other, and a stack layer by layer,
     while the state of the next layer is copied. `params` are the trainable parameters; `norm` is the norm of all
     gradients."""
@@ -238,7 +237,7 @@ def update_from_host(
 
 
 def update_singly(
-    spec: StateSpec, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array | None
+    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[list[Tree], list[Tree]]:
     """The new value and the new state of each parameter, updated one after the other."""
     new_params, new_states = [], []
@@ -258,7 +257,7 @@ def update_singly(
     return new_params, new_states
 
 
-def _slice_of(gradient: jax.Array, dim: int, _: Any, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
+def _slice_of(gradient: jax.Array, dim: int, _: Axes, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
     return gradient if slices is None else slices.read(gradient, dim, j)
 
 

@@ -7,8 +7,6 @@ first layers of another kind, are updated after the loop in parts (`update_in_pa
 stages.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -20,24 +18,27 @@ from jaxmem.sharding import is_axes
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective
-from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, execute, stacks_of
+from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, add_squares, update_singly
-
-Tree = Any
+from jaxmem.typing import Tree
 
 
 def update_in_stages(
     spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
-) -> tuple[Params, Any, Sums, jax.Array]:
+) -> tuple[Params, Tree, Sums, jax.Array]:
     """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
     the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
-    model, params = spec.model, state.params
-    pipeline, (*_, name) = model.execution.pipeline, stacks_of(model)
+    model = spec.model
+    params = state.params
+    pipeline = model.execution.pipeline
+    name = stacks_of(model)[-1]
     assert pipeline is not None
-    trainable, axes = model.select(params), model.select(model.axes)
+    trainable = model.select(params)
+    axes = model.select(model.axes)
     stack = {name: trainable[name]}
-    outside, outside_axes = without(trainable, stack), without(axes, stack)
+    outside = without(trainable, stack)
+    outside_axes = without(axes, stack)
     groups = [spec.group(weight) for weight in single_weights(stack)]
     state_axes = [group.state_axes for group in groups]
 
@@ -48,7 +49,7 @@ def update_in_stages(
         grads = constrain_tree(result.outside, outside_axes, "gradients")
         return result.visited, _mean(grads, result.sums["count"]), result.sums
 
-    def measure(stage: StageArrays) -> Any:
+    def measure(stage: StageArrays) -> VisitOfStage:
         """Adds up the squares of the gradients of a stage."""
 
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
@@ -56,7 +57,7 @@ def update_in_stages(
 
         return Visitor(jnp.zeros((), jnp.float32), lambda _: stage.weights, visit), lambda squares: (squares[None], ())
 
-    def update(stage: StageArrays) -> Any:
+    def update(stage: StageArrays) -> VisitOfStage:
         """Updates the layers of a stage."""
         norm, unstacked = stage.values
         before = [_joined(*parts) for parts in zip(stage.stacked, unstacked, strict=True)]
@@ -65,10 +66,10 @@ def update_in_stages(
             lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=_is_none
         )
 
-        def visit(carry: Any, layer: jax.Array, dw: Tree, _: None) -> Any:
+        def visit(carry: Tree, layer: jax.Array, dw: Tree, _: None) -> Tree:
             return layers(carry, layer, {name: _mean(dw, stage.count)})
 
-        def end(carry: Any) -> Any:
+        def end(carry: Tree) -> tuple[Tree, Tree]:
             weights, states, squares = carry
             parts = [_separated(axes, state) for axes, state in zip(state_axes, states, strict=True)]
             return (weights, [stacked for stacked, _ in parts], squares), [unstacked for _, unstacked in parts]
@@ -109,5 +110,5 @@ def _joined(tree: Tree, others: Tree) -> Tree:
     return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=_is_none)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.scopes import run_count
 from jaxmem.kernels.typing import Tree
 
 from .arguments import Extras, Options, Residuals

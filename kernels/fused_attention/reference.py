@@ -4,7 +4,7 @@ other implementations with it."""
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels.categories import category
+from jaxmem.kernels.scopes import category
 
 from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, visible
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.scopes import run_count
 from jaxmem.kernels.typing import Tree
 
 # (trainable and frozen weights of a group, rows [block, inputs], values of these rows) -> [block, outputs]

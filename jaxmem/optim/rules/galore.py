@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
-from jaxmem.kernels.run_counts import run_count
+from jaxmem.kernels.scopes import run_count
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of

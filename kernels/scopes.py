@@ -1,0 +1,64 @@
+"""What a compiled module does not say, written into the names of its operations and read from them again.
+
+`category` names what a value is for, such as logits; whoever counts bytes by category reads it with `category_of`.
+`run_count` names how often a branch is taken or a loop with a traced bound runs; whoever counts FLOPs, bytes or seconds
+reads it with `mean_runs`.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Literal
+
+import jax
+
+Category = Literal["embedding", "logits", "attention", "all_scores", "update"]
+
+
+@contextmanager
+def category(name: Category) -> Iterator[None]:
+    """A named scope for operations of a category, also as a decorator of a function.
+
+    embedding: the lookup of its rows. logits: the output projection and the loss. attention: any implementation;
+    all_scores: the scores of all pairs of positions. update: the optimizer.
+    """
+    with jax.named_scope(f"bytes_of_{name}"):
+        yield
+
+
+@functools.cache
+def category_of(op_name: str) -> str | None:
+    """The innermost category in an operation's name.
+
+    >>> category_of("jit(step)/transpose(jvp(bytes_of_attention))/bytes_of_all_scores/exp")
+    'all_scores'
+    """
+    names: list[str] = re.findall(r"\bbytes_of_([a-z_]+)", op_name)
+    return names[-1] if names else None
+
+
+def run_count(runs: int, of: int, longest: int | None = None) -> str:
+    """The name of a scope for `jax.named_scope`: its loop or branch runs `runs` times in `of` turns. `longest`: in how
+    many turns other devices wait for it.
+
+    >>> run_count(9, 16), run_count(8, 22, longest=11)
+    ('runs_9_in_16', 'runs_8_in_22_lasts_11')
+    """
+    return f"runs_{runs}_in_{of}" + ("" if longest is None else f"_lasts_{longest}")
+
+
+def mean_runs(name: str, *, time: bool = False) -> Fraction | int:
+    """The mean number of runs per turn in the innermost scope of an operation's name, 1 without a scope. With `time`,
+    the share of the turns in which other devices wait for it.
+
+    >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
+    (Fraction(9, 16), 1)
+    >>> [mean_runs("runs_8_in_22_lasts_11", time=time) for time in (False, True)]
+    [Fraction(4, 11), Fraction(1, 2)]
+    """
+    scope = re.search(r"\bruns_(\d+)_in_(\d+)(?:_lasts_(\d+))?$", name)
+    if scope is None:
+        return 1
+    return Fraction(int(scope[3] if time and scope[3] else scope[1]), int(scope[2]))
