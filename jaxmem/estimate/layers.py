@@ -72,7 +72,9 @@ def _sources(
 ) -> tuple[set[int], set[int]]:
     """The numbers of the operations that compute the results `ends` from known results, and the numbers of the
     operations that these known results come from. None in `ends` is an input."""
-    todo, numbers, known = [end for end in ends if end is not None], set[int](), set[int]()
+    todo = [end for end in ends if end is not None]
+    numbers = set[int]()
+    known = set[int]()
     while todo:
         number = todo.pop()
         if is_known(operations[number]):
@@ -88,7 +90,6 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     the sequence."""
     shape = shape_of(cfg, platform).replace(memory={"remat": "none", "offload": "none", "attention": "auto"})
     built = on_one_device(shape.replace(model=share_of(cfg).part_of_model))
-    loss, known = built.objective, cfg.model.activations
     params = jax.tree.map(without_sharding, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
     stream = (cfg.model.embed, cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else (0, 1)
@@ -97,13 +98,13 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     def note(part: Any) -> tuple[Any, None] | None:
         if not isinstance(part, StackCall):
             return None
-        layers.append(_trace(checkpointed(part, part.layers), _Operations(known, stream)))
+        layers.append(_trace(checkpointed(part, part.layers), _Operations(cfg.model.activations, stream)))
         return part.x, None
 
     def features(params: Tree, batch: Any) -> Any:
         with intercept_with(note):
             weights = with_gradients(params, differentiable(built.model.select(params)))
-            return loss.features(built.model.network(weights), batch, None)
+            return built.objective.features(built.model.network(weights), batch, None)
 
     jax.eval_shape(features, params, batch)
     return layers
@@ -122,7 +123,8 @@ def _trace(applied: StackCall, trace: _Operations) -> Layer:
     x, shared = jax.tree.map(without_sharding, (applied.x, applied.shared))
     traced, (gradients, _) = jax.make_jaxpr(both, return_shape=True)(x, weights, x, layer_input, shared)
     ends = trace.add(traced.jaxpr, [None] * len(traced.jaxpr.invars))
-    operations, count = trace.operations, len(jax.tree.leaves(gradients))
+    operations = trace.operations
+    count = len(jax.tree.leaves(gradients))
     _, needed = _sources(operations, ends[:count], lambda operation: not operation.backward)
     forward, _ = _sources(operations, ends[count:], lambda operation: operation.backward)
     return Layer(

@@ -58,8 +58,10 @@ def predict(built: Program) -> dict[str, int | None]:
 
 def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int = 8) -> Estimate:
     """The estimate for a config whose mesh is resolved, on devices of which `per_host` share a host."""
-    passes, state = passes_of(cfg, platform), state_of(cfg, platform)
-    sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
+    passes = passes_of(cfg, platform)
+    state = state_of(cfg, platform)
+    sizes = _Activations(cfg, platform)
+    size_of = DeviceBytes(cfg)
     kinds = sizes.at_peak(passes.saved)
     parts: dict[str, int] = {}  # bytes of the state on the device, by part
     offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
@@ -156,16 +158,23 @@ class _Activations:
     """Activations of one device and one micro-batch in the compute dtype; sizes in bytes."""
 
     def __init__(self, cfg: Config, platform: str) -> None:
-        mesh, model, memory = cfg.mesh, cfg.model, cfg.memory
-        share, dtype = share_of(cfg), compute_dtype(cfg.precision, platform)
-        self.cfg, self.share = cfg, share
-        self.rows, self.has_all_logits = share.rows, True
+        mesh = cfg.mesh
+        model = cfg.model
+        memory = cfg.memory
+        share = share_of(cfg)
+        dtype = compute_dtype(cfg.precision, platform)
+        self.cfg = cfg
+        self.share = share
+        self.rows = share.rows
+        self.has_all_logits = True
         self.width = dtype.itemsize
         split = mesh.row_shards * mesh.context
         spec = batch_spec(cfg).values()
         self.batch = sum(math.prod(size) * np.dtype(dtype).itemsize // split for size, dtype, _ in spec)
         if isinstance(model, Decoder):
-            tokens, width, tensor = self.rows * cfg.row_length, self.width, mesh.tensor
+            tokens = self.rows * cfg.row_length
+            width = self.width
+            tensor = mesh.tensor
             heads, mlp, vocab = (share.shards(axis) for axis in ("heads", "mlp", "vocab"))
             groups = self.head_groups = head_groups(memory, share, dtype)
             self.residual = tokens * model.embed * width
@@ -213,7 +222,8 @@ class _Activations:
         """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if this
         gradient and the gradient of the features are both communicated: with ring attention, with logits in slices, or
         with offloaded optimizer state and one micro-batch (observed with fsdp)."""
-        cfg, mesh = self.cfg, self.cfg.mesh
+        cfg = self.cfg
+        mesh = cfg.mesh
         fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
         sliced = self.chunk < model.vocab
         return scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
@@ -226,7 +236,8 @@ class _Activations:
         """Bytes by kind at the larger of two moments: the loss, or the backward pass of one layer. Activations that are
         fetched from host memory count as intermediates of that layer. `saved`: the saved bytes of one sequence."""
         kinds = {SAVED: self.saved(saved)}
-        model, mesh = self.cfg.model, self.cfg.mesh
+        model = self.cfg.model
+        mesh = self.cfg.mesh
         if not isinstance(model, Decoder):
             return kinds
         layer = self._layer(model)
@@ -234,7 +245,8 @@ class _Activations:
             # Before the first backward pass of a layer, XLA transposes the saved activations of all layers into the
             # order that the matmuls of the chunks prefer, unless they are gathered before their use (`tensor`).
             layer = max(layer, sum(kinds.values()) + 2 * self.residual)
-        logits, head = self.logits, self.head
+        logits = self.logits
+        head = self.head
         # The logits and the weight of a slice, their gradients, and the gradient of the features in float32.
         if not self.has_all_logits:
             logits += 2 * head + FLOAT32 / self.width * self.features + (self.features - self.residual)
@@ -267,9 +279,11 @@ class _Activations:
             return 0
         is_ring = cfg.mesh.context > 1 and cfg.mesh.context_method != "ulysses"
         split = self.share.shards("heads") * self.head_groups * (1 if is_ring else cfg.mesh.context)
-        heads, kv_heads = max(1, model.heads // split), max(1, model.kv_heads // split)
+        heads = max(1, model.heads // split)
+        kv_heads = max(1, model.kv_heads // split)
         segments = cfg.data.max_segments if cfg.data.packing else 1
-        length, rows = cfg.row_length // (cfg.mesh.context if is_ring else 1), math.ceil(self.rows * cfg.mesh.context)
+        length = cfg.row_length // (cfg.mesh.context if is_ring else 1)
+        rows = math.ceil(self.rows * cfg.mesh.context)
         call = cudnn.CudnnCall(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
         return cudnn.workspace(cudnn.backward_part(call), self.width)
 

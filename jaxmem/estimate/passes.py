@@ -71,7 +71,8 @@ class TracedPasses:
 
 def shape_of(cfg: Config, platform: str) -> Config:
     """The part of a config on which shapes depend: without mesh, batch, and settings that only a run reads."""
-    compute, share = compute_dtype(cfg.precision, platform), share_of(cfg)
+    compute = compute_dtype(cfg.precision, platform)
+    share = share_of(cfg)
     chunk = loss_chunk(cfg.memory, share, compute)
     if isinstance(cfg.model, Decoder) and chunk is not None and chunk < share.vocab:
         # The size of a slice hardly changes the passes: one shape for all.
@@ -110,7 +111,8 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
         shape = shape.replace(adapter={"kind": kind, "base": "bfloat16", "double_quant": True})
-    shape, tensor = shape.replace(model=share_of(cfg).part_of_model), cfg.mesh.tensor
+    shape = shape.replace(model=share_of(cfg).part_of_model)
+    tensor = cfg.mesh.tensor
     # Each half is traced once for all configs in which it is equal.
     of_layers = shape.replace(memory={"loss_chunk": "auto"})
     if pipeline := pipeline_of(cfg):  # one group of layers
@@ -119,10 +121,11 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     if pipeline:
         layers = layers.times(layers_per_pass(cfg) / pipeline.group)
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
-    saved, offloaded = layers.saved + loss.saved, layers.offloaded + loss.offloaded
-    if all_offloaded:
-        saved, offloaded = 0, saved
-    return TracedPasses(saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels)
+    saved = layers.saved + loss.saved
+    offloaded = saved if all_offloaded else layers.offloaded + loss.offloaded
+    return TracedPasses(
+        0 if all_offloaded else saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels
+    )
 
 
 def passes_per_update(cfg: Config) -> float:
@@ -196,7 +199,8 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
     for out in traced.outvars[:outs]:
         if isinstance(out, Literal) or out not in made_by:
             continue
-        eqn, size = made_by[out], float(_bytes(out.aval))
+        eqn = made_by[out]
+        size = float(_bytes(out.aval))
         if isinstance(model, Decoder):
             if eqn.primitive.name != "scan" or _leaves_layers(out, eqn):
                 continue

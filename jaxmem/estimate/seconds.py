@@ -37,7 +37,9 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        gpu, parts, micro = self.gpu, self.parts, self.cfg.batch.accumulate
+        gpu = self.gpu
+        parts = self.parts
+        micro = self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
         communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
         exposed = max(_MIN_EXPOSED_SHARE * communication, communication - compute)
@@ -101,7 +103,9 @@ class StepTime:
     def _per_update(self) -> float:
         """Seconds of the communication of weights for one update: replicated gradients (all-reduced), shards of the
         other gradients, and updated weights."""
-        mesh, weights, sides = self.cfg.mesh, self.weights, 1 if self.cfg.zero else 2
+        mesh = self.cfg.mesh
+        weights = self.weights
+        sides = 1 if self.cfg.zero else 2
         within = self._ring(sides * weights["reduced"], mesh.fsdp, mesh.tensor * mesh.context)
         between = weights["scattered"] / self._split + weights["reduced"] / (mesh.fsdp if self.cfg.zero else 1)
         replicas = self._ring(between, mesh.replica, mesh.tensor * self._split)

@@ -62,7 +62,8 @@ def state_of(cfg: Config, platform: str) -> StateLeaves:
 @functools.lru_cache(maxsize=256)
 def _state(shape: Config) -> StateLeaves:
     built = on_one_device(shape)
-    model, spec = built.model, built.spec
+    model = built.model
+    spec = built.spec
     parts: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(STATE, ())
     frozen = offloaded_weights(model.axes, model.select(model.axes), spec.param_axes)
     for where, named, arrays, offloadable in (
@@ -87,7 +88,9 @@ class DeviceBytes:
     """Bytes of arrays on one device of a mesh. The result for each shape and role is cached."""
 
     def __init__(self, cfg: Config) -> None:
-        self._rules, self._mesh, self.stages = rules_for(cfg), cfg.mesh.model_dump(), cfg.mesh.stage
+        self._rules = rules_for(cfg)
+        self._mesh = cfg.mesh.model_dump()
+        self.stages = cfg.mesh.stage
         # Rows of a sharded embedding are looked up on the devices that store them, unless embeddings are tied.
         self._looked_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
