@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import jax
 from etils import epath
@@ -94,7 +94,7 @@ class Result:
 
 def run(
     cfg: Config | JsonView | str | PathLike[str],
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[jax.Device] | None = None,
     **parts: Unpack[Parts],
 ) -> Result:
     """Trains a config on these devices (by default all that jax sees), or resumes its run.
@@ -109,7 +109,7 @@ def run(
         return _run(cfg, devices)
 
 
-def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
+def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.inference.evaluate import Evaluator
     from jaxmem.inference.load import initial_state
     from jaxmem.planning import plan_program, resolve_remat
@@ -242,7 +242,7 @@ def _preflight(cluster: Cluster) -> None:
             say(*lines)
 
 
-def _check_kernels(cfg: Config, devices: Sequence[Any]) -> Config:
+def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
     """The config with kernels that passed their check on these devices."""
     from jaxmem.step.kernel_choice.check import checked_kernels, refuse_gpu_kernels
 
