@@ -160,7 +160,7 @@ class ByLayerState(NamedTuple):
 
 
 def by_layer(
-    rule_for: Callable[[ParameterSpec], MatrixRule], axes: AxesTree = None, *, seed: int = 0
+    rule_for: Callable[[ParameterSpec], MatrixRule], axes: AxesTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that applies a rule to each leaf. Besides the state of the rules, it needs memory for at
     most one layer in float32.
@@ -168,7 +168,7 @@ def by_layer(
     With `update(..., layer=i, layers=n)`, gradients, state and parameters are those of layer i of n. With `update(...,
     vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix.
     """
-    rules = _Rules(rule_for, axes, seed)
+    rules = _Rules(rule_for, axes)
     return optax.GradientTransformationExtraArgs(rules.init, rules.update)
 
 
@@ -176,7 +176,6 @@ def by_layer(
 class _Rules:
     rule_for: Callable[[ParameterSpec], MatrixRule]
     axes: AxesTree
-    seed: int
 
     def init(self, params: Tree) -> ByLayerState:
         weights, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
@@ -242,7 +241,7 @@ class _Rules:
         if step.vocab_slice is not None and not rule.is_separable(step.vocab_slice.dim):
             raise NotSeparableError
         # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
-        key = leaf_key(jax.random.key(self.seed), path)
+        key = leaf_key(jax.random.key(0), path)
         total = stack[0] if stack else step.layers
 
         def update_layer(pair: tuple[jax.Array, Tree], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Tree]:

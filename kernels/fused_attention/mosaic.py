@@ -122,8 +122,8 @@ def _run(
     return launch(kernel, (*arrays, *present.values()), shapes, sums)
 
 
-def _fixed(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> FixedBlocks:
-    blocks = _shared_rows(COMPUTE_WARPGROUPS, ROWS, like, of, numbers, ids, line)
+def _fixed(like: jax.Array, *, of: int, ids: bool, line: int = 128) -> FixedBlocks:
+    blocks = _shared_rows(COMPUTE_WARPGROUPS, ROWS, like, of, 0, ids, line)
     return FixedBlocks(blocks, plgpu.Barrier(num_arrivals=len(blocks), num_barriers=COMPUTE_WARPGROUPS))
 
 
