@@ -228,6 +228,12 @@ def shared_memory(gpu: Gpu) -> int:
     return _CORES[gpu.compute_capability][0]
 
 
+def threads_and_lanes(gpu: Gpu) -> tuple[int, int]:
+    """The most resident threads of a multiprocessor, and its float32 lanes, each of which adds and multiplies per
+    clock."""
+    return _CORES[gpu.compute_capability][2:4]
+
+
 def check_compiler(target: Target) -> None:
     """Refuses a target of GPUs if this machine cannot compile for them."""
     if not target.is_here and (remedy := devices.gpu_compiler_remedy()):

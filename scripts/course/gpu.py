@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,19 +96,34 @@ def memory_levels(gpu: Gpu) -> list[Row]:
     ]
 
 
-def kernels_of(aim: Target) -> list[Row]:
-    """The parts of a compiled step: FLOP of matmuls, bytes, estimated time."""
+class Kernel(NamedTuple):
+    """An instruction of a compiled step, over all of its executions."""
+
+    instruction: Instruction
+    runs: float
+    seconds: float  # estimated
+    flops: int  # of matmuls
+    bytes: int
+
+
+def kernels(aim: Target) -> Iterator[Kernel]:
+    """The kernels of a step, compiled for one GPU."""
     built = program(load_config(STEP), target_devices(aim, 1000 * aim.memory)[:1])
     module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
-    totals: dict[str, np.ndarray] = {}
     for instruction, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
         if instruction.opcode in ("while", "call", "conditional"):  # their bodies are counted
             continue
         flops = sum(map(dot_flops, (instruction, *(instruction.inner() if instruction.is_fusion else ()))))
-        amounts = float(module.executions[instruction.computation]) * np.array(
-            [seconds, flops, moved_bytes(instruction)], np.float64
-        )
-        name = _part(instruction, flops > 0)
+        runs = float(module.executions[instruction.computation])
+        yield Kernel(instruction, runs, runs * seconds, round(runs * flops), round(runs * moved_bytes(instruction)))
+
+
+def kernels_of(aim: Target) -> list[Row]:
+    """The parts of a compiled step: FLOP of matmuls, bytes, estimated time."""
+    totals: dict[str, np.ndarray] = {}
+    for kernel in kernels(aim):
+        name = _part(kernel.instruction, kernel.flops > 0)
+        amounts = np.array([kernel.seconds, kernel.flops, kernel.bytes], np.float64)
         totals[name] = totals.get(name, np.zeros(3)) + amounts
     return [
         {
