@@ -29,7 +29,7 @@ OTHERS = {
     "apply_call": "copies of a layer's weights",
     "rotate": "rotary embedding",
     "RMSNorm": "norms",
-    "GatedMlp": "SiLU and its product",
+    "GatedMlp": "SiLU and gate",
     "Loss": "softmax of the loss",
 }
 OTHER = "other kernels"
