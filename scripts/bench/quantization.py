@@ -4,6 +4,7 @@
     jaxmem train configs/quality.yaml
     python scripts/bench/quantization.py run runs/quality [--json FILE] [--png FILE]
     python scripts/bench/quantization.py run runs/quality --embeddings nf4
+    python scripts/bench/quantization.py run --read docs/benchmarks/bits-curve.json --png docs/bits-curve.png
 
 `run`: the held-out loss of a run whose matrices are quantized after training, in blocks of 64 along their inputs.
 `--embeddings`: with only the embedding and output matrices quantized, and with only the layers.
@@ -12,7 +13,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["formats", "run"])
     parser.add_argument("run", nargs="?", help="the directory of a run")
+    parser.add_argument("--read", type=Path, metavar="JSON", help="draw these rows of a run again; needs --png")
     parser.add_argument("--batches", type=int, default=64)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path, help="loss by bits")
     parser.add_argument("--embeddings", metavar="FORMAT")
     args = parser.parse_args()
+    if args.read and not args.png:
+        parser.error("--read needs --png")
+    if args.read:
+        draw_losses(json.loads(args.read.read_text())["rows"], args.png)
+        return
     if args.what == "run" and args.run is None:
         parser.error("run needs the directory of a run")
     if args.what == "formats":
@@ -109,13 +116,14 @@ def main() -> None:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "block": BLOCK}
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     if args.png:
-        points = {row["format"]: (row["bits per weight"], max(row["above float32"], SMALLEST)) for row in rows}
-        series = {name: [points[form] for form in forms] for name, forms in SERIES.items()}
-        title = "Loss of a model with quantized weights"
-        draw(
-            args.png,
-            [LinePlot(title, "bits per weight, with scales", "loss above float32, nats per byte", series, "y")],
-        )
+        draw_losses(rows, args.png)
+
+
+def draw_losses(rows: Sequence[Row], file: Path) -> None:
+    points = {row["format"]: (row["bits per weight"], max(row["above float32"], SMALLEST)) for row in rows}
+    series = {name: [points[form] for form in forms] for name, forms in SERIES.items()}
+    title = "Loss of a model with quantized weights"
+    draw(file, [LinePlot(title, "bits per weight, with scales", "loss above float32, nats per byte", series, "y")])
 
 
 if __name__ == "__main__":

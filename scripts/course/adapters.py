@@ -22,7 +22,7 @@ from jaxmem.typing import Tree
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, rows_of, train_all
 from scripts.course.docstrings import questions, source_files
-from scripts.course.panels import Bars
+from scripts.course.panels import Bars, LinePlot
 from scripts.course.table import Row, Table
 
 BASE = CONFIGS["adapters"]["base"]
@@ -34,13 +34,25 @@ def measure() -> Findings:
     before, rows = _fine_tune()
     kinds = Table("A decoder pretrained on source text is fine-tuned to answer", rows)
     subsets = Table("A random subset of the weights, on digits with permuted pixels", list(compare_subsets()))
-    buffers = {row["trainable"]: row["temporary buffers, MiB"] for row in subsets.rows}
+    everything, low_rank, subset = subsets.rows
+    usual, *_ = RATES
+    accuracies = {row["trainable"]: [(rate, row[f"accuracy at {rate:g}"]) for rate in RATES] for row in subsets.rows}
     return Findings(
         [kinds, subsets],
-        {"before": before, "times": buffers["random subset"] / buffers["all weights"]},
+        {
+            "before": before,
+            "times": subset["temporary buffers, MiB"] / everything["temporary buffers, MiB"],
+            "rate": usual,
+            "lora": low_rank[f"accuracy at {usual:g}"],
+            "subset": subset[f"accuracy at {usual:g}"],
+            "best_lora": low_rank["best"],
+            "best_subset": subset["best"],
+            "noise": (subset["best"] * (1 - subset["best"]) / HELD_OUT) ** 0.5,
+        },
         [
             Bars(kinds, ("state, MiB", "gradients, activations, MiB"), "Memory of a step besides the weights, MiB"),
             Bars(kinds, ("loss",), "Held-out loss, nats per byte"),
+            LinePlot("A random subset of the weights", "learning rate", "accuracy on digits", accuracies, "x"),
         ],
     )
 
@@ -76,8 +88,8 @@ def _fine_tune() -> tuple[float, list[Row]]:
 
 # ---------------------------------------------------------------- a random subset
 
-SUBSET_STEPS, ROWS, RANK, WIDTH = 300, 64, 4, 256
-LEARNING_RATE = 1e-2  # learning rate
+SUBSET_STEPS, ROWS, RANK, WIDTH = 200, 64, 4, 256
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # learning rates
 HELD_OUT = 300
 Params = dict[Any, jax.Array]
 Apply = Callable[[Params], Any]  # trainable parameters -> a network
@@ -86,9 +98,9 @@ Data = tuple[jax.Array, jax.Array]
 
 def compare_subsets() -> Iterator[Row]:
     """A random subset of the weights, compared with a low-rank adapter with as many parameters: a residual network is
-    trained on digits, then fine-tuned on digits with permuted pixels. A random subset only saves optimizer state: the
-    gradients of complete matrices are computed to select those of a few entries, and the forward pass needs a copy of
-    each matrix."""
+    trained on digits, then fine-tuned on digits with permuted pixels, at each learning rate. A random subset only saves
+    optimizer state: the gradients of complete matrices are computed to select those of a few entries, and the forward
+    pass needs a copy of each matrix."""
     digits = Digits()
     images = jnp.asarray(digits.images[..., None] / np.float32(MAX_BRIGHTNESS))
     order = np.random.default_rng(1).permutation(64)
@@ -103,7 +115,7 @@ def compare_subsets() -> Iterator[Row]:
         return nnx.merge(graphdef, unflatten_dict(trainable))
 
     initial = flatten_dict(nnx.to_pure_dict(state))
-    base, _ = _train(full, initial, (images[seen], labels[seen]), 1e-3)
+    base = _train(_compile(full, initial), initial, (images[seen], labels[seen]), RATES[0])
     network = full(base)
     adapters.lora(network, rank=RANK, targets=["*"])
     with_lora, everything = nnx.split(network)
@@ -127,35 +139,49 @@ def compare_subsets() -> Iterator[Row]:
     }
     for name, (apply, trainable) in methods.items():
         count = sum(x.size for x in trainable.values())
-        trainable, step = _train(apply, trainable, (permuted[seen], labels[seen]), LEARNING_RATE)
-        predicted = jnp.argmax(jax.jit(apply(trainable))(permuted[unseen]), -1)
+        step = _compile(apply, trainable)
+        share_right = jax.jit(lambda trained, apply=apply: _accuracy(apply(trained), permuted[unseen], labels[unseen]))
+        accuracies = {
+            f"accuracy at {rate:g}": float(share_right(_train(step, trainable, (permuted[seen], labels[seen]), rate)))
+            for rate in RATES
+        }
         yield {
             "trainable": name,
             "parameters": count,
             "state, MiB": 8 * count / 2**20,
             "temporary buffers, MiB": step.memory_analysis().temp_size_in_bytes / 2**20,
-            "accuracy": float(jnp.mean((predicted == labels[unseen]).astype(jnp.float32))),
+            **accuracies,
+            "best": max(accuracies.values()),
         }
 
 
-def _train(apply: Apply, trainable: Params, data: Data, rate: float) -> tuple[Params, Any]:
-    """The trained parameters, and the compiled step."""
-    images, labels = data
-    tx = optim.adam(rate)
-    trainable = jax.tree.map(jnp.copy, trainable)  # a copy, because updates are in place
+def _accuracy(network: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.argmax(network(images), -1) == labels).astype(jnp.float32))
 
-    def step(trainable: Params, state: Tree, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
+
+def _compile(apply: Apply, trainable: Params) -> Any:
+    """(trainable parameters, state, images, labels, learning rate) -> both after an update of AdamW, in place."""
+    images, labels = jax.ShapeDtypeStruct((ROWS, 8, 8, 1), jnp.float32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+
+    def step(trainable: Params, state: Tree, x: jax.Array, y: jax.Array, rate: jax.Array) -> tuple[Params, Any]:
         grads = jax.grad(lambda trainable: jnp.mean(cross_entropy(apply(trainable)(x), y)))(trainable)
-        updates, state = tx.update(grads, state, trainable)
+        updates, state = optim.adam(rate).update(grads, state, trainable)
         return optax.apply_updates(trainable, updates), state
 
-    state = tx.init(trainable)
+    state = optim.adam(RATES[0]).init(trainable)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(trainable, state, images, labels, jnp.float32(0)).compile()
+
+
+def _train(step: Any, trainable: Params, data: Data, rate: float) -> Params:
+    """The parameters after SUBSET_STEPS updates."""
+    images, labels = data
+    trainable = jax.tree.map(jnp.copy, trainable)  # a copy, because updates are in place
+    state = optim.adam(RATES[0]).init(trainable)
     draws = np.random.default_rng(0)
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(trainable, state, images[:ROWS], labels[:ROWS]).compile()
     for _ in range(SUBSET_STEPS):
         rows = draws.integers(0, len(images), ROWS)
-        trainable, state = compiled(trainable, state, images[rows], labels[rows])
-    return trainable, compiled
+        trainable, state = step(trainable, state, images[rows], labels[rows], jnp.float32(rate))
+    return trainable
 
 
 if __name__ == "__main__":

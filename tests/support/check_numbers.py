@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem.report.figure import digest_of
-from scripts.bench import optimizer_quality, recompute
+from scripts.bench import optimizer_quality, quantization, recompute
 
 ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
@@ -40,8 +40,16 @@ def draw_recompute(file: Path) -> None:
     recompute.draw_rows(json.loads((ROOT / "docs/benchmarks/recompute.json").read_text())["rows"], file)
 
 
+def draw_bits_curve(file: Path) -> None:
+    quantization.draw_losses(json.loads((ROOT / "docs/benchmarks/bits-curve.json").read_text())["rows"], file)
+
+
 # Figures of recorded rows, which take a second to draw again.
-REDRAWN = {"recompute.png": draw_recompute, "optimizer-quality.png": optimizer_quality.draw_compared}
+REDRAWN = {
+    "recompute.png": draw_recompute,
+    "optimizer-quality.png": optimizer_quality.draw_compared,
+    "bits-curve.png": draw_bits_curve,
+}
 
 
 class Figure(NamedTuple):

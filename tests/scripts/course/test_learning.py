@@ -32,6 +32,19 @@ def test_every_run_is_a_config(tmp_path) -> None:
         for_devices(load_config(parallel.BASE, overrides), parallel.GPUS)
 
 
+def test_a_subset_is_trained_at_every_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "SUBSET_STEPS", 1)
+    monkeypatch.setattr(adapters, "WIDTH", 8)
+    monkeypatch.setattr(adapters, "RANK", 1)
+    everything, low_rank, subset = adapters.compare_subsets()
+    assert low_rank["parameters"] == pytest.approx(subset["parameters"], rel=0.05)
+    assert subset["parameters"] < everything["parameters"]
+    for row in (everything, low_rank, subset):
+        accuracies = [row[f"accuracy at {rate:g}"] for rate in adapters.RATES]
+        assert row["best"] == max(accuracies)
+        assert len(set(accuracies)) > 1  # the rate is used
+
+
 def test_what_formats_represent() -> None:
     found = {name: precision.describe(name) for name in precision.FORMATS}
     assert [row["bytes"] for row in found.values()] == [4, 2, 2, 1, 1]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("topic", ["shardings", "pipeline", "cut", "float16", "width", "chain"])
+@pytest.mark.parametrize("topic", ["shardings", "pipeline", "cut", "float16", "width", "chain", "roofline", "overlap"])
 def test_a_file_of_the_course_runs(topic: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / f"scripts/course/{topic}.py")]
