@@ -3,6 +3,7 @@ and markers, so that figures are readable in grey."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,8 @@ class LinePlot:
         return cls(table.title, x, y, series, log)
 
     def draw(self, axes: Axes) -> None:
+        from matplotlib.ticker import LogFormatter
+
         for number, (name, points) in enumerate(self.series.items()):
             # Long series may overlap, so their markers are at different points.
             every = (number, max(len(self.series), len(points) // 10)) if len(points) > 20 else None
@@ -107,10 +110,12 @@ class LinePlot:
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         for axis in self.log:
             axes.set(**{f"{axis}scale": "log"})
-        if "y" in self.log:
-            axes.yaxis.set_major_formatter("{x:g}")
+            scaled = axes.xaxis if axis == "x" else axes.yaxis
+            scaled.set_major_formatter("{x:g}")
+            scaled.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         places = sorted({x for points in self.series.values() for x, _ in points})
-        if "x" in self.log and len(places) <= 10:
+        are_apart = all(1.2 * place < following for place, following in itertools.pairwise(places))
+        if "x" in self.log and len(places) <= 10 and are_apart:
             axes.set_xticks([], minor=True)
             axes.set_xticks(places, [f"{place:g}" for place in places])
         if self.names:
@@ -271,7 +276,7 @@ def draw(path: Path, panels: Sequence[Panel], widths: Sequence[float] | None = N
         grid = drawn.subplots(len(lines), len(widths), squeeze=False, height_ratios=heights, width_ratios=widths)
         for axes, panel in zip(grid.flat, panels, strict=False):
             panel.draw(axes)
-            axes.tick_params(labelsize=8)
+            axes.tick_params(labelsize=8, which="both")
             if not isinstance(panel, Blocks):
                 axes.grid(alpha=0.3, axis="both" if isinstance(panel, LinePlot | Areas) else "x")
             axes.set_title(axes.get_title(), fontsize=10, loc="left" if isinstance(panel, Cells | Spans) else "center")

@@ -11,7 +11,13 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("topic", ["shardings", "pipeline", "cut", "float16", "width", "chain", "roofline", "overlap"])
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "shardings", "pipeline", "cut", "float16", "width", "chain", "roofline", "overlap", "gpu", "fusion",
+        "quantization", "attention",
+    ],
+)  # fmt: skip
 def test_a_file_of_the_course_runs(topic: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / f"scripts/course/{topic}.py")]
