@@ -111,7 +111,7 @@ def alone():
     return Trained(dropping(), updates=2)
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, "zero-1", "fsdp", "context x tensor"))
+@pytest.mark.parametrize("name", cases(LAYOUTS, "hybrid x tensor", "context x tensor"))
 def test_every_layout_trains_as_one_device_in_the_bytes_of_its_table(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}

@@ -179,6 +179,7 @@ def moments(opt_state, params):
     return jax.tree.map(lambda x: params if alike(x) else x, opt_state, is_leaf=alike)
 
 
+@pytest.mark.exhaustive
 def test_the_same_stages_on_other_devices():
     """In one process, as a search makes them: nothing is kept of the devices before."""
     cfg = staged({"stage": 2, "fsdp": 2}, zero=1)

@@ -120,6 +120,7 @@ def test_a_profile_of_the_steps_asked_for(config):
     assert list((result.directory / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.exhaustive
 def test_the_best_checkpoint_is_kept(config):
     assess = {"evaluate_every": 2, "evaluate_batches": 2}
     keep = {"every": None, "keep": 1, "keep_best": True}

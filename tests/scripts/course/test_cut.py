@@ -13,7 +13,7 @@ def test_parts_on_devices_have_the_loss_and_the_gradients_of_one_device() -> Non
     x = jnp.asarray(draws.standard_normal((4, 8, 8, 1)), jnp.float32)
     labels = jnp.asarray([0, 3, 9, 1], jnp.int32)
     weights = initial()
-    loss, gradients = jax.value_and_grad(whole)(weights, x, labels)
+    loss, gradients = jax.jit(jax.value_and_grad(whole))(weights, x, labels)
     found, parts, traffic = in_parts(weights, [(x[:1], labels[:1]), (x[1:], labels[1:])], jax.devices()[:4])
     assert float(found) == pytest.approx(float(loss), rel=1e-5)
     for name, part in GRAPH.items():
