@@ -12,7 +12,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.estimate.passes import TRAFFIC_PER_MATMUL, Matmul, TracedPasses, layers_per_pass, passes_per_update
 from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu
-from jaxmem.machine.links import link_rate
+from jaxmem.machine.links import latency, link_rate
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.step.execution import repeats_forward
@@ -94,9 +94,11 @@ class StepTime:
 
     def _weights(self) -> float:
         """Seconds of the communication of weights for one micro-batch: weights are gathered twice and gradients reduced
-        once, in the compute dtype."""
+        once, layer by layer, in the compute dtype."""
         mesh, weights = self.cfg.mesh, self.weights
-        within = self._ring(2 * weights["gathered"] + weights["scattered"], self._split, mesh.tensor)
+        layers = layers_per_pass(self.cfg)
+        gathered = self._ring(2 * weights["gathered"], self._split, mesh.tensor, 2 * layers)
+        within = gathered + self._ring(weights["scattered"], self._split, mesh.tensor, layers)
         shared = self._ring(weights["reduced"], mesh.context, mesh.tensor)
         return within + 2 * (shared + self._ring(weights["replicated"], mesh.tensor, 1))
 
@@ -166,9 +168,11 @@ class StepTime:
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _EXPOSED_COPY_SHARE * 2 * each_way
 
-    def _ring(self, size: float, group: int, stride: int) -> float:
-        """Seconds in which a ring of `group` devices with ids `stride` apart gathers `size` bytes."""
-        if group == 1:
+    def _ring(self, size: float, group: int, stride: int, messages: float = 1) -> float:
+        """Seconds in which `group` devices with ids `stride` apart gather `size` bytes in a ring, in so many parts."""
+        if group == 1 or size == 0:
             return 0.0
         neighbours = min(group, max(1, self.per_host // stride))
-        return size * (group - 1) / group / link_rate(self.gpu, "all-gather", group, neighbours)
+        sent = size * (group - 1) / group
+        waits = messages * latency(self.gpu, "all-gather", group, neighbours)
+        return waits + sent / link_rate(self.gpu, "all-gather", group, neighbours)

@@ -9,6 +9,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import LOW_RANK, Config
 from jaxmem.config.combinations import check_combinations, value_of
+from jaxmem.config.devices import resolve
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
@@ -276,8 +277,8 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
             continue
         section, _, field = key.rpartition(".")
         faster = cfg.replace(**({section: {field: value}} if section else {field: value}))
-        if next(check_combinations(faster), None):
-            continue
+        if next(check_combinations(faster), None) or resolve(faster, target.count)[1]:
+            continue  # refused
         other = estimated(faster, target)
         if other.total > usable_memory(target, faster.memory):
             continue

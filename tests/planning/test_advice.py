@@ -56,13 +56,16 @@ def test_float32_adapters_and_the_setting_that_halves_them() -> None:
 def test_a_setting_that_makes_a_step_much_longer_and_its_neighbour() -> None:
     def warned(*overrides: str) -> list[PlanWarning]:
         cfg = load_config({"name": "x", "model": {"preset": "llama3.2-1b"}, "train": {"steps": 10}}, overrides)
-        return found(advice._slow_settings, program=SimpleNamespace(cfg=cfg), target=parse_target("a100-80gb"))
+        target = parse_target(f"a100-80gb:{cfg.mesh.stage}")
+        return found(advice._slow_settings, program=SimpleNamespace(cfg=cfg), target=target)
 
     assert not warned("memory.update=during", "memory.remat=full", "optimizer.clip_by=previous")
     assert not warned("memory.update=after", "memory.remat=full")
     [accumulated] = warned("batch.global_size=64", "batch.accumulate=64", "data.sequence_length=256")
     assert accumulated.text.startswith("batch.accumulate=64 makes a step")
     assert not warned("batch.global_size=4096", "batch.accumulate=4096", "data.sequence_length=256"), "1 does not fit"
+    stages = ("mesh.stage=4", "pipeline.rounds=2", "batch.global_size=64", "batch.accumulate=64")
+    assert not warned(*stages, "data.sequence_length=256"), "one micro-batch does not fill the stages"
     [warning] = warned("memory.update=during", "memory.remat=full")
     assert re.search(r"optimizer.clip_by=global makes a step 1\.\d times as long", warning.text)
     assert warning.cure == "optimizer.clip_by=previous"
