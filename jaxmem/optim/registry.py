@@ -1,6 +1,6 @@
 """The named optimizers. Each is a chain of a transformation, decoupled weight decay of matrices, and the learning rate.
 
-    tx = optim.muon(1e-3, MuonSettings(weight_decay=0.1))
+    tx = optim.muon(learning_rate=1e-3, weight_decay=0.1)
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)
     params = optim.apply_updates(params, updates)
@@ -26,22 +26,21 @@ from jaxmem.typing import AxesTree
 
 def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: AxesTree) -> Transformation:
     """Gradient clipping and the optimizer that a config names. `axes` are the parameters' logical axes."""
-    settings = OPTIMIZERS[cfg.name].settings(**cfg.hyperparameters)
-    tx = optimizer(cfg.name)(learning_rate, settings, axes=axes)
+    tx = optimizer(cfg.name)(learning_rate, axes=axes, **cfg.hyperparameters)
     return tx if cfg.clip is None else chain(clip(cfg.clip, cfg.clip_by, axes=axes), tx)
 
 
 def optimizer(name: str) -> Callable[..., Transformation]:
-    """The named optimizer, a function of the learning rate, its settings, and `axes`."""
+    """The named optimizer, a function of the learning rate, its hyperparameters by name, and `axes`."""
     entry = OPTIMIZERS[name]
     if isinstance(entry.implementation, str):
         return getattr(_module(entry.implementation), name)
     return functools.partial(_registered, entry)
 
 
-def _registered(entry: Entry, learning_rate: Rate, settings: Any = None, *, axes: AxesTree = None) -> Transformation:
+def _registered(entry: Entry, learning_rate: Rate, *, axes: AxesTree = None, **hyperparameters: Any) -> Transformation:
     """The optimizer of a transformation that a script has registered."""
-    settings = settings or entry.settings()
+    settings = entry.settings(**hyperparameters)
     assert callable(entry.implementation)
     scale = entry.implementation(settings, axes=axes)
     return with_learning_rate(scale, learning_rate, getattr(settings, "weight_decay", 0.0), axes)

@@ -22,15 +22,20 @@ Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 def with_learning_rate(
     scale: optax.GradientTransformation,
     learning_rate: Rate,
-    weight_decay: float = 0.0,
+    weight_decay: float | jax.Array = 0.0,
     axes: AxesTree = None,
 ) -> Transformation:
     """The optimizer with the updates of `scale`, weight decay of matrices, and a learning rate."""
-    decay = [add_decayed_weights(weight_decay, axes)] if weight_decay else []
+    decay = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, axes)]
     return chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
 
 
-def add_decayed_weights(weight_decay: float, axes: AxesTree = None) -> Transformation:
+def is_zero(hyperparameter: float | jax.Array) -> bool:
+    """Whether a hyperparameter is always zero. An array may change (`optax.inject_hyperparams`)."""
+    return not isinstance(hyperparameter, jax.Array) and hyperparameter == 0
+
+
+def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) -> Transformation:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
     Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
     With `update(..., layer=i)`, each stacked leaf contains one layer."""

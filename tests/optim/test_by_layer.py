@@ -24,7 +24,8 @@ def stack():
 def test_every_optimizer_of_a_config_is_a_chain():
     assert set(OPTIMIZERS) == set(OPTIMIZERS)
     for name, entry in OPTIMIZERS.items():
-        optim.optimizer(name)(0.1, entry.settings(), axes=AXES).init(stack())
+        own = entry.fields
+        optim.optimizer(name)(0.1, axes=AXES, **own).init(stack())
 
 
 @pytest.mark.parametrize("name", cases(sorted(OPTIMIZERS), "adafactor", "qgalore"))
@@ -32,13 +33,12 @@ def test_a_stack_is_updated_as_separate_matrices(name):
     """Update after update, also in when each layer's projection is found anew; one layer at a time is the same."""
     params = stack()
     grads = gradients(params, 2)
-    entry = OPTIMIZERS[name]
-    settings = entry.settings(**{"refresh_every": 2} if "refresh_every" in entry.fields else {})
-    tx = optim.optimizer(name)(0.1, settings, axes=AXES)
+    own = {"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name].fields else {}
+    tx = optim.optimizer(name)(0.1, axes=AXES, **own)
     all_at_once, _ = updates(tx, params, grads)
     begun = jax.jit(tx.init)(params)
     update = jax.jit(lambda g, s, w, i: tx.update(g, s, w, layer=i, layers=3))
-    matrix = optim.optimizer(name)(0.1, settings, axes={path: axes[1:] for path, axes in AXES.items()})
+    matrix = optim.optimizer(name)(0.1, axes={path: axes[1:] for path, axes in AXES.items()}, **own)
     alone = jax.jit(matrix.update)
     for layer in range(3):
         one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer] if x.ndim else x, tree)  # noqa: E731

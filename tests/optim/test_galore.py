@@ -97,7 +97,7 @@ def test_what_is_outside_of_the_basis_is_scaled_as_what_is_inside(shape):
 
 def test_a_rank_larger_than_the_matrix_is_plain_adam():
     params = {"w": normal(16, 24)}
-    state = optim.galore_adamw(0.1, GaLoreSettings(rank=16)).init(params)
+    state = optim.galore_adamw(0.1, rank=16).init(params)
     assert sorted(state[0].arrays) == ["m", "v"]
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.quant import quantize
 from tests.optim.conftest import normal
 from tests.support.tiers import exhaustive
@@ -26,7 +25,7 @@ def test_quantized_weights_converge(name, form, kernel, own, most):
     """A matrix of full rank, through updates of rank 4 and less: bases change, weights add up, as near as codes can."""
     aim = normal(2, 32, 64, scale=0.1)
     params = {"w": quantize(jnp.zeros((2, 32, 64)).at[:, 0].set(0.1), form, 32, -2)}
-    tx = optim.optimizer(name)(1e-2, OPTIMIZERS[name].settings(weight_decay=0.0, **own), axes=AXES)
+    tx = getattr(optim, name)(1e-2, weight_decay=0.0, axes=AXES, **own)
 
     @jax.jit
     def step(params, state, key):

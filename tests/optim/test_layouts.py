@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.sharding import is_axes, layout_for
 from tests.optim.conftest import gradients, normal
 from tests.step.conftest import config
@@ -42,7 +41,7 @@ def run(name, mesh, zero=3, updates=2, **own):
     """The updates that an optimizer makes on a mesh, and its state."""
     layout = layout_on(mesh, zero)
     params = weights()
-    tx = optim.optimizer(name)(1e-2, OPTIMIZERS[name].settings(**own), axes=AXES)
+    tx = optim.optimizer(name)(1e-2, axes=AXES, **own)
 
     def placed(role, axes, tree):
         return jax.tree.map(lambda a, x: layout.sharding(role, a, x.shape), axes, tree, is_leaf=is_axes)

@@ -9,7 +9,6 @@ from flax import nnx
 
 from jaxmem import optim
 from jaxmem.config import load_config
-from jaxmem.config.optimizers import SgdSettings
 from jaxmem.errors import UserError
 from jaxmem.models.user import axes_by_rule
 from jaxmem.sharding.weights import is_matrix
@@ -113,7 +112,7 @@ def test_only_matrices_decay():
     sizes = {"layer": 3, "expert": 2, "embed": 4, "norm": 4, "mlp": 5}
     params = {name: normal(*map(sizes.get, dims)) for name, dims in axes.items()}
     nothing = jax.tree.map(jnp.zeros_like, params)
-    (decay,), _ = updates(optim.sgd(0.5, SgdSettings(weight_decay=0.1), axes=axes), params, [nothing])
+    (decay,), _ = updates(optim.sgd(0.5, weight_decay=0.1, axes=axes), params, [nothing])
     same(decay, {name: (-0.05 if name in ("w", "experts") else 0) * x for name, x in params.items()})
 
 

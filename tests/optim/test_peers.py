@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.optim.rules import projection
 from tests.optim import peer_optimizers as compare
 
@@ -25,12 +24,8 @@ def trained(tx, shape, turn=np.asarray):
     return turn(np.asarray(params["w"]))
 
 
-def undecayed(name, **settings):
-    return optim.optimizer(name)(compare.RATE, OPTIMIZERS[name].settings(weight_decay=0.0, **settings))
-
-
-def wide(name):
-    return trained(undecayed(name), compare.WIDE)
+def wide(name, **own):
+    return trained(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own), compare.WIDE)
 
 
 def matrix(tx, shape=compare.MATRIX):
@@ -60,7 +55,7 @@ def test_lion8bit_is_bitsandbytes_s():
 
 
 def test_muon_is_torch_s():
-    ours = matrix(undecayed("muon"))
+    ours = matrix(optim.muon(compare.RATE, weight_decay=0.0))
     assert off(ours, PEERS["torch_muon"]) < 0.02  # torch's iterates in bfloat16
 
 
@@ -72,7 +67,7 @@ def test_galore_is_galore_torch_s(name, shape, monkeypatch):
         return jnp.linalg.svd(g, full_matrices=False)[0][:, : start.shape[1]]
 
     monkeypatch.setattr(projection, "range_finder", singular_vectors)
-    ours = matrix(undecayed("galore_adamw", rank=compare.RANK), shape)
+    ours = matrix(optim.galore_adamw(compare.RATE, rank=compare.RANK, weight_decay=0.0), shape)
     assert off(ours, PEERS[name]) < 1e-3
 
 
@@ -81,5 +76,5 @@ def test_apollo_is_apollo_torch_s(name, own, monkeypatch):
     """On the projection that it drew."""
     drawn = jnp.asarray(PEERS[f"apollo_projection_{own.get('rank', 1)}"])
     monkeypatch.setattr(projection, "random_projection", lambda *_: drawn)
-    ours = matrix(undecayed(name, **own))
+    ours = matrix(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own))
     assert off(ours, PEERS[name]) < 1e-3

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.sections import Precision
 from jaxmem.sharding import weights
 from jaxmem.sharding.weights import Storage, store
@@ -61,7 +60,7 @@ def values(params):
 def learnt(name, times=1, own=None, precision=None):
     """The loss on what was held out."""
     precision = Precision(**(precision or {}))
-    tx = optim.optimizer(name)(times * RATE, OPTIMIZERS[name].settings(**(own or {})), axes=AXES)
+    tx = getattr(optim, name)(times * RATE, axes=AXES, **(own or {}))
     if precision.master == "remainder8":
         tx = optim.with_remainder(tx, 8, AXES)
     params = jax.tree.map(lambda w, axes: store(w, axes, Storage(precision)), drawn(), AXES)

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import AdamWSettings
 from jaxmem.sharding.weights import WithRemainder
 from tests.optim.conftest import gradients, normal
 
@@ -31,7 +30,7 @@ def completed(params, state):
 
 
 def test_sixteen_bits_are_the_copy_bit_by_bit():
-    params, adamw = weights(), optim.adamw(1e-3, AdamWSettings(weight_decay=0.1), axes=AXES)
+    params, adamw = weights(), optim.adamw(1e-3, weight_decay=0.1, axes=AXES)
     grads = gradients(params, 20)
     mine, bits = trained(optim.with_remainder(adamw, 16, AXES), params, grads)
     theirs, copy = trained(optim.with_master(adamw), params, grads)

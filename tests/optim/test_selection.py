@@ -6,7 +6,6 @@ import optax
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import SgdSettings
 from jaxmem.errors import UserError
 from jaxmem.quant import quantize
 
@@ -35,7 +34,7 @@ def test_selected_layers_are_quantized():
 
 
 def test_an_optimizer_holds_state_of_these_layers_alone():
-    tx = optim.trainable(optim.sgd(1.0, SgdSettings(momentum=0.9)), ["blocks[2:].w"])
+    tx = optim.trainable(optim.sgd(1.0, momentum=0.9), ["blocks[2:].w"])
     state = tx.init(PARAMS)
     assert sum(x.size for x in optax.tree.get(state, "trace")["blocks"].values() if x is not None) == 12
     updates, _ = tx.update(PARAMS, state, PARAMS)

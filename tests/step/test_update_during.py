@@ -120,8 +120,7 @@ def mixed(names, axes):
     for pattern, name in names.items():
         own = {"epsilon": 1e-3} if "epsilon" in OPTIMIZERS[name].fields else {}
         try:
-            settings = OPTIMIZERS[name].settings(**own)
-            found[pattern] = optim.optimizer(name)(1e-2, settings, axes=optim.select_trainable(axes, [pattern]))
+            found[pattern] = optim.optimizer(name)(1e-2, axes=optim.select_trainable(axes, [pattern]), **own)
         except UserError:
             continue
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.sections import Precision
 from jaxmem.optim.groups import ParameterGroup, select
 from jaxmem.optim.transformation import chain
@@ -25,8 +24,7 @@ def built(name, own, precision):
     """(axes -> optimizer), weights at rest, and new state."""
 
     def optimizer_for(axes):
-        tx = optim.optimizer(name)(0.1, OPTIMIZERS[name].settings(**own), axes=axes)
-        tx = chain(optim.clip(0.5, "weight", axes=axes), tx)
+        tx = chain(optim.clip(0.5, "weight", axes=axes), optim.optimizer(name)(0.1, axes=axes, **own))
         return optim.with_remainder(tx, 8, axes) if precision.master == "remainder8" else tx
 
     params = {"head": normal(64, 512), "rows": normal(512, 64, seed=1)}

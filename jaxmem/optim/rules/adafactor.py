@@ -66,7 +66,11 @@ def scale_by_adafactor(settings: AdafactorSettings = AdafactorSettings(), *, axe
 
 
 def adafactor(
-    learning_rate: Rate, settings: AdafactorSettings = AdafactorSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    weight_decay: float = AdafactorSettings.weight_decay,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Adafactor, with the root mean square of the weights as scale of its updates: use a rate of about 1e-2."""
-    return with_learning_rate(scale_by_adafactor(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = AdafactorSettings(weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adafactor(settings, axes=axes), learning_rate, weight_decay, axes)

@@ -51,7 +51,14 @@ def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: AxesTre
 
 
 def adam_mini(
-    learning_rate: Rate, settings: AdamWSettings = AdamWSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: AxesTree = None,
 ) -> Transformation:
     """AdamW with one second moment per output neuron: 4 bytes per parameter."""
-    return with_learning_rate(scale_by_adam_mini(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam_mini(settings, axes=axes), learning_rate, weight_decay, axes)

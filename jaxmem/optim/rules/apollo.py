@@ -79,10 +79,30 @@ def scale_by_apollo(settings: ApolloSettings = ApolloSettings(), *, axes: AxesTr
 
 
 def apollo(
-    learning_rate: Rate, settings: ApolloSettings = ApolloSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = ApolloSettings.beta1,
+    beta2: float = ApolloSettings.beta2,
+    epsilon: float = ApolloSettings.epsilon,
+    weight_decay: float = ApolloSettings.weight_decay,
+    refresh_every: int = ApolloSettings.refresh_every,
+    scale: float = ApolloSettings.scale,
+    project_embeddings: bool = ApolloSettings.project_embeddings,
+    rank: int | None = ApolloSettings.rank,
+    axes: AxesTree = None,
 ) -> Transformation:
     """APOLLO with weight decay. `rank` None is a quarter of the smaller dimension of each matrix."""
-    return with_learning_rate(scale_by_apollo(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = ApolloSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+    )
+    return with_learning_rate(scale_by_apollo(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_apollo_mini(
@@ -97,10 +117,28 @@ def scale_by_apollo_mini(
 
 
 def apollo_mini(
-    learning_rate: Rate, settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = ApolloMiniSettings.beta1,
+    beta2: float = ApolloMiniSettings.beta2,
+    epsilon: float = ApolloMiniSettings.epsilon,
+    weight_decay: float = ApolloMiniSettings.weight_decay,
+    refresh_every: int = ApolloMiniSettings.refresh_every,
+    scale: float = ApolloMiniSettings.scale,
+    project_embeddings: bool = ApolloMiniSettings.project_embeddings,
+    axes: AxesTree = None,
 ) -> Transformation:
     """APOLLO-Mini with weight decay: almost no state."""
-    return with_learning_rate(scale_by_apollo_mini(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = ApolloMiniSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+    )
+    return with_learning_rate(scale_by_apollo_mini(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _rule_for(settings: ApolloMiniSettings, spec: ParameterSpec, rank: int | None, *, per_matrix: bool) -> MatrixRule:

@@ -18,6 +18,7 @@ state or matmuls. A large outside component is scaled down: its mean square per 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ class GaLoreRule(MatrixRule):
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         key = jax.random.fold_in(context.key, context.count)
         scale = self.settings.scale
-        every = self.settings.refresh_every
+        every: Any = self.settings.refresh_every  # an array within `optax.inject_hyperparams`
         layer = context.layer
         layers = context.layers
         basis_state = {name: x for name, x in state.items() if name != "inner"}
@@ -78,7 +79,8 @@ class GaLoreRule(MatrixRule):
             due = turn | (context.count == 1)
         else:
             due = context.count > state["due"]
-        with jax.named_scope(run_count(1, every)):  # an upper bound with Q-GaLore
+        # An upper bound with Q-GaLore, and if the interval is an array.
+        with jax.named_scope(run_count(1, 1 if isinstance(every, jax.Array) else every)):
             basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, context, key), lambda k: k, basis_state)
         # Matmuls use the dtype of the gradient: bfloat16 costs half of float32, and accumulates in float32.
         basis = values_of(basis_state["basis"], g.dtype)
@@ -131,10 +133,32 @@ def scale_by_galore(settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTr
 
 
 def galore_adamw(
-    learning_rate: Rate, settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = GaLoreSettings.beta1,
+    beta2: float = GaLoreSettings.beta2,
+    epsilon: float = GaLoreSettings.epsilon,
+    weight_decay: float = GaLoreSettings.weight_decay,
+    refresh_every: int = GaLoreSettings.refresh_every,
+    scale: float = GaLoreSettings.scale,
+    project_embeddings: bool = GaLoreSettings.project_embeddings,
+    rank: int | None = GaLoreSettings.rank,
+    residual: bool = GaLoreSettings.residual,
+    axes: AxesTree = None,
 ) -> Transformation:
     """GaLore with AdamW. `rank` None is a quarter of the smaller dimension of each matrix."""
-    return with_learning_rate(scale_by_galore(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = GaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+    )
+    return with_learning_rate(scale_by_galore(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_galore8bit(settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
@@ -143,10 +167,32 @@ def scale_by_galore8bit(settings: GaLoreSettings = GaLoreSettings(), *, axes: Ax
 
 
 def galore_adamw8bit(
-    learning_rate: Rate, settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = GaLoreSettings.beta1,
+    beta2: float = GaLoreSettings.beta2,
+    epsilon: float = GaLoreSettings.epsilon,
+    weight_decay: float = GaLoreSettings.weight_decay,
+    refresh_every: int = GaLoreSettings.refresh_every,
+    scale: float = GaLoreSettings.scale,
+    project_embeddings: bool = GaLoreSettings.project_embeddings,
+    rank: int | None = GaLoreSettings.rank,
+    residual: bool = GaLoreSettings.residual,
+    axes: AxesTree = None,
 ) -> Transformation:
     """GaLore with AdamW, whose moments have 8 bits."""
-    return with_learning_rate(scale_by_galore8bit(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = GaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+    )
+    return with_learning_rate(scale_by_galore8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_qgalore(settings: QGaLoreSettings = QGaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
@@ -156,10 +202,34 @@ def scale_by_qgalore(settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Axe
 
 
 def qgalore(
-    learning_rate: Rate, settings: QGaLoreSettings = QGaLoreSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = QGaLoreSettings.beta1,
+    beta2: float = QGaLoreSettings.beta2,
+    epsilon: float = QGaLoreSettings.epsilon,
+    weight_decay: float = QGaLoreSettings.weight_decay,
+    refresh_every: int = QGaLoreSettings.refresh_every,
+    scale: float = QGaLoreSettings.scale,
+    project_embeddings: bool = QGaLoreSettings.project_embeddings,
+    rank: int | None = QGaLoreSettings.rank,
+    residual: bool = QGaLoreSettings.residual,
+    similarity: float = QGaLoreSettings.similarity,
+    axes: AxesTree = None,
 ) -> Transformation:
     """Q-GaLore with weight decay: moments in 8 bits, bases in 4 bits."""
-    return with_learning_rate(scale_by_qgalore(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = QGaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+        similarity=similarity,
+    )
+    return with_learning_rate(scale_by_qgalore(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _rule_for(

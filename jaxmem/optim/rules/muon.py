@@ -66,6 +66,16 @@ def scale_by_muon(settings: MuonSettings = MuonSettings(), *, axes: AxesTree = N
     return by_layer(rule_for, axes)
 
 
-def muon(learning_rate: Rate, settings: MuonSettings = MuonSettings(), *, axes: AxesTree = None) -> Transformation:
+def muon(
+    learning_rate: Rate,
+    *,
+    momentum: float = MuonSettings.momentum,
+    beta1: float = MuonSettings.beta1,
+    beta2: float = MuonSettings.beta2,
+    epsilon: float = MuonSettings.epsilon,
+    weight_decay: float = MuonSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
     """Muon with weight decay; AdamW for parameters that are not hidden matrices."""
-    return with_learning_rate(scale_by_muon(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = MuonSettings(momentum=momentum, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_muon(settings, axes=axes), learning_rate, weight_decay, axes)

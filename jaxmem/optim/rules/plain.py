@@ -14,7 +14,7 @@ import optax
 from jaxmem.config.optimizers import AdamSettings, AdamWSettings, LionSettings, SgdSettings
 from jaxmem.optim.apply import widened
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
-from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
+from jaxmem.optim.transformation import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import AxesTree, Tree
 
@@ -25,13 +25,30 @@ def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = N
     return _in_dtype_of_weights(optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
 
 
-def adamw(learning_rate: Rate, settings: AdamWSettings = AdamWSettings(), *, axes: AxesTree = None) -> Transformation:
+def adamw(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
     """Adam with decoupled weight decay of matrices (Loshchilov and Hutter, arXiv:1711.05101)."""
-    return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
-def adam(learning_rate: Rate, settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> Transformation:
+def adam(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamSettings.beta1,
+    beta2: float = AdamSettings.beta2,
+    epsilon: float = AdamSettings.epsilon,
+    axes: AxesTree = None,
+) -> Transformation:
     """Adam without weight decay (Kingma and Ba, arXiv:1412.6980)."""
+    settings = AdamSettings(beta1=beta1, beta2=beta2, epsilon=epsilon)
     return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, 0.0, axes)
 
 
@@ -41,20 +58,35 @@ def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: AxesTree = N
     return _in_dtype_of_weights(optax.scale_by_lion(settings.beta1, settings.beta2))
 
 
-def lion(learning_rate: Rate, settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> Transformation:
+def lion(
+    learning_rate: Rate,
+    *,
+    beta1: float = LionSettings.beta1,
+    beta2: float = LionSettings.beta2,
+    weight_decay: float = LionSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
     """Lion: updates are signs, so use at most a third of the learning rate of Adam."""
-    return with_learning_rate(scale_by_lion(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_lion(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def trace(settings: SgdSettings = SgdSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """SGD: no state without momentum; with momentum, one value per parameter."""
     del axes
-    return _in_dtype_of_weights(optax.trace(settings.momentum)) if settings.momentum else optax.identity()
+    return optax.identity() if is_zero(settings.momentum) else _in_dtype_of_weights(optax.trace(settings.momentum))
 
 
-def sgd(learning_rate: Rate, settings: SgdSettings = SgdSettings(), *, axes: AxesTree = None) -> Transformation:
+def sgd(
+    learning_rate: Rate,
+    *,
+    momentum: float = SgdSettings.momentum,
+    weight_decay: float = SgdSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
     """SGD; with momentum one state value per parameter, without it none."""
-    return with_learning_rate(trace(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = SgdSettings(momentum=momentum, weight_decay=weight_decay)
+    return with_learning_rate(trace(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:

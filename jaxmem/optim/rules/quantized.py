@@ -118,10 +118,18 @@ def scale_by_adam8bit(settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes
 
 
 def adamw8bit(
-    learning_rate: Rate, settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamW8bitSettings.beta1,
+    beta2: float = AdamW8bitSettings.beta2,
+    epsilon: float = AdamW8bitSettings.epsilon,
+    weight_decay: float = AdamW8bitSettings.weight_decay,
+    kernel: str = AdamW8bitSettings.kernel,
+    axes: AxesTree = None,
 ) -> Transformation:
     """AdamW in 8 bits per moment: 2.03 bytes per parameter."""
-    return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = AdamW8bitSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, kernel=kernel)
+    return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_adam4bit(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> Transformation:
@@ -130,10 +138,17 @@ def scale_by_adam4bit(settings: AdamSettings = AdamSettings(), *, axes: AxesTree
 
 
 def adamw4bit(
-    learning_rate: Rate, settings: AdamWSettings = AdamWSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: AxesTree = None,
 ) -> Transformation:
     """AdamW in 4 bits per moment: 1.06 bytes per parameter."""
-    return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> Transformation:
@@ -141,9 +156,17 @@ def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: AxesTree
     return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
 
 
-def lion8bit(learning_rate: Rate, settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> Transformation:
+def lion8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = LionSettings.beta1,
+    beta2: float = LionSettings.beta2,
+    weight_decay: float = LionSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
     """Lion in 8 bits: 1.02 bytes per parameter."""
-    return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def trace8bit(settings: MomentumSettings = MomentumSettings(), *, axes: AxesTree = None) -> Transformation:
@@ -152,10 +175,15 @@ def trace8bit(settings: MomentumSettings = MomentumSettings(), *, axes: AxesTree
 
 
 def momentum8bit(
-    learning_rate: Rate, settings: MomentumSettings = MomentumSettings(), *, axes: AxesTree = None
+    learning_rate: Rate,
+    *,
+    momentum: float = MomentumSettings.momentum,
+    weight_decay: float = MomentumSettings.weight_decay,
+    axes: AxesTree = None,
 ) -> Transformation:
     """SGD with momentum in 8 bits: 1.02 bytes per parameter."""
-    return with_learning_rate(trace8bit(settings, axes=axes), learning_rate, settings.weight_decay, axes)
+    settings = MomentumSettings(momentum=momentum, weight_decay=weight_decay)
+    return with_learning_rate(trace8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
