@@ -1,11 +1,12 @@
 """Who was started together, by what each scheduler says; and that a lone process stays alone."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from jaxmem.distributed import cluster
-from jaxmem.distributed.cluster import Cluster, find
+from jaxmem.distributed.cluster import Cluster, find, visible_gpus
 from jaxmem.errors import UserError
 
 WORDS = ("JAX_COORDINATOR", "JAX_NUM_PROC", "JAX_PROCESS_ID", "JAX_LOCAL", "SLURM", "OMPI", "PMI", "KUBERNETES", "JOB_")
@@ -103,6 +104,19 @@ def test_gpus_of_a_host_are_shared(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, str], gpus: int, devices: tuple[int, ...] | None
 ) -> None:
     assert among(monkeypatch, SLURM | change, gpus).devices == devices
+
+
+@pytest.mark.parametrize(("shown", "count"), [("", 0), ("3", 1), ("0, 2,", 2), ("GPU-1a,GPU-2b", 2)])
+def test_visible_gpus_are_counted_without_the_driver(monkeypatch: pytest.MonkeyPatch, shown: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert visible_gpus() == count
+
+
+def test_all_gpus_of_the_driver_are_visible_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for address in ("0000:17:00.0", "0000:3d:00.0"):
+        (tmp_path / address).mkdir()
+    monkeypatch.setattr(cluster, "Path", lambda _: tmp_path)
+    assert visible_gpus() == 2
 
 
 def test_gpus_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxmem.kernels import choice, triton_launch
 from jaxmem.kernels.choice import Operation, triton_refusal
+from jaxmem.kernels.triton_launch import load_programs
 
 
 def named(name):
@@ -32,6 +36,46 @@ def test_a_named_implementation_that_does_not_support_the_call_is_an_error():
 def test_triton_needs_a_gpu_from_ampere_on(capability, reason):
     why = triton_refusal(capability)
     assert why is None if reason is None else reason in why
+
+
+def test_triton_needs_jax_triton(monkeypatch):
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+    assert "requires jax-triton" in triton_refusal(90)
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    with pytest.raises(ValueError, match="grouped_matmul: the triton implementation requires jax-triton"):
+        load_programs("jaxmem.kernels.grouped_matmul.triton_programs")
+
+
+@pytest.mark.parametrize(("platform", "number"), [("gpu", 90), ("cpu", None)])
+def test_the_capability_is_that_of_the_device(platform, number):
+    assert choice.capability(SimpleNamespace(platform=platform, compute_capability="9.0")) == number
+
+
+def test_both_spellings_of_jax_triton(monkeypatch):
+    """0.4 renames two arguments, and takes the unused parameters by name."""
+    told = []
+
+    def newer(*_, out_type, **options):
+        told.append(options | {"outputs": out_type})
+        return [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+    def older(*_, out_shape, **options):
+        told.append(options | {"outputs": out_shape})
+        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
+
+    kernel = lambda: None  # noqa: E731
+    kernel.arg_names = ["x", "y", "unused", "s"]
+    how = triton_launch.Launch(grid=(1,), static=None, in_place=(0,))
+    array = jnp.zeros(4)
+    monkeypatch.setattr(triton_launch, "on_each_platform", lambda *_, gpu, **__: gpu)
+    for call in (newer, older):
+        monkeypatch.setattr(triton_launch, "_triton_call", lambda call=call: call)
+        outputs = triton_launch.launch(kernel, [array], [jax.ShapeDtypeStruct((2,), jnp.float32)], how)
+        assert [x.shape for x in outputs] == [(2,), (4,)]
+    assert [options["input_output_aliases"] for options in told] == [{0: 1}, {0: 1}]
+    assert told[0]["backend_options"]["ptx_version"] == triton_launch.PTX
+    assert "unused" in told[0]
+    assert told[1]["enable_fp_fusion"] is True
 
 
 def test_an_implementation_is_imported_when_it_is_called():

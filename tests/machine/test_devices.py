@@ -95,3 +95,24 @@ def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)
     devices.cache_compiled_programs(tmp_path)
     assert told == {"jax_compilation_cache_dir": str(tmp_path / ".compiled")}
+
+
+def test_gpus_are_those_that_the_driver_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.nvidia_gpus() == []
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 512, 81559'\n")
+    program.chmod(0o755)
+    [card] = devices.nvidia_gpus()
+    assert (card["name"], card["driver"]) == ("NVIDIA H100 80GB HBM3", "580.65.06")
+    assert (card["memory_in_use"], card["memory"]) == (512 << 20, 81559 << 20)
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert devices.nvidia_gpus() == []
+
+
+def test_wsl_cannot_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": 24 << 30}])
+    monkeypatch.setattr(devices, "Path", lambda file: SimpleNamespace(exists=lambda: file == "/dev/dxg"))
+    with pytest.raises(UserError, match=r"memory\.spill=unified does not support WSL"):
+        devices.spill_to_host()

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import subprocess
 import sys
 
 import pytest
@@ -73,6 +74,12 @@ def test_a_gpu_that_jax_does_not_see(monkeypatch: pytest.MonkeyPatch, changes: d
     assert cure in check["cure"]
 
 
+def test_a_driver_whose_program_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    cure = doctor._gpu_check(machine(devices=[], driver=None))["cure"]
+    assert cure == "nvidia-smi fails; check the installation of the NVIDIA driver"
+
+
 def test_no_gpu_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
     assert doctor._gpu_check(machine(devices=[], driver=None))["cure"].startswith("this machine has no NVIDIA driver")
@@ -103,6 +110,12 @@ def test_a_jax_that_does_not_start_is_a_line_not_a_traceback(monkeypatch: pytest
     )
     assert doctor._see_devices({}) == ([], "RuntimeError: no device")
 
+    def hangs(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(doctor.subprocess, "run", hangs)
+    assert doctor._see_devices({}) == ([], "jax did not start within two minutes")
+
 
 @pytest.mark.parametrize(("version", "found"), [(None, "is missing"), ("9.1.0.70", "is 9.1.0.70"), ("9.28.0", None)])
 def test_cudnn_that_is_missing_or_too_old_names_the_package(monkeypatch, version, found) -> None:
@@ -112,3 +125,6 @@ def test_cudnn_that_is_missing_or_too_old_names_the_package(monkeypatch, version
     remedy = devices.cudnn_remedy()
     expected = found and f"nvidia-cudnn-cu13 {found}; 9.6 or newer is required; run pip install -U nvidia-cudnn-cu13"
     assert remedy == expected
+    [check] = doctor._cudnn_checks(machine(gpus=[{"name": "NVIDIA L4"}]))
+    assert (check["works"], check["cure"]) == (expected is None, expected)
+    assert doctor._cudnn_checks(machine(gpus=[])) == []
