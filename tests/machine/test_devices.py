@@ -116,3 +116,13 @@ def test_wsl_cannot_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "Path", lambda file: SimpleNamespace(exists=lambda: file == "/dev/dxg"))
     with pytest.raises(UserError, match=r"memory\.spill=unified does not support WSL"):
         devices.spill_to_host()
+
+
+def test_a_program_is_lowered_for_an_absent_gpu_since_jax_0_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", core_count=132)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    with devices.lowering_for(gpu):
+        known = jax.sharding.get_abstract_mesh().abstract_device
+        assert (known.device_kind, known.num_cores, known.platform) == (gpu.device_kind, 132, "gpu")
+    with devices.lowering_for(jax.devices()[0]):
+        assert getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is None
