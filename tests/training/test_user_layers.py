@@ -52,6 +52,29 @@ def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path):
     assert sizes["full"] < 0.6 * sizes["none"]
 
 
+class Renamed(Transformer):
+    """Its list of blocks has another name, within another module."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.decoder = nnx.Dict(layers=self.blocks)
+        del self.blocks
+
+    def all_blocks(self, x, mask):
+        for block in self.decoder.layers:
+            x = block(x, mask)
+        return x
+
+
+def test_a_list_may_have_any_name(tmp_path):
+    renamed = {**LM, "model": Renamed, "layers": "decoder.layers"}
+    raw = settings(tmp_path, mesh={}, memory={"remat": "full", "update": "during"})
+    built = program(config_with(raw, **renamed), jax.devices()[:1])
+    names = built.spec.gradient_names
+    assert sum("decoder.layers" in name for name in names) == 2 * 16  # two blocks of 16 weights
+    built.lower_step()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
