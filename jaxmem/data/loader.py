@@ -72,8 +72,8 @@ class Loader(AbstractContextManager["Loader"]):
         first = int(self._rows[0])
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
         files = min(len(stream.names) for stream in self.corpus.sources)
-        has_user_objects = is_share and columns // count <= files and not self._cfg.data.buckets
-        return [columns // count if has_user_objects else 1, columns]
+        has_own_shard = is_share and columns // count <= files and not self._cfg.data.buckets
+        return [columns // count if has_own_shard else 1, columns]
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""

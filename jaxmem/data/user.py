@@ -66,7 +66,7 @@ class UserLoader(AbstractContextManager["UserLoader"]):
             batch = with_defaults(batch)
         batch = {"mask": np.ones((count, len(self._rows)), np.float32), **batch}
         if batch.keys() != self._spec.keys():
-            names, expected = (", ".join(sorted(arrays.keys() - {"mask"})) for arrays in (batch, self._spec))
+            names, expected = (", ".join(sorted(given.keys() - {"mask"})) for given in (batch, self._spec))
             raise UserError(
                 f"{self._batches.argument}: batch {self._count} has the arrays {names}; expected {expected}"
             )

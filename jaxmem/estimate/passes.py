@@ -204,7 +204,7 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
         if isinstance(model, Decoder):
             if eqn.primitive.name != "scan" or _leaves_layers(out, eqn):
                 continue
-            if out.aval.shape[-1:] == (model.embed,) and not _is_repeatedinput(out, eqn):
+            if out.aval.shape[-1:] == (model.embed,) and not _is_repeated_input(out, eqn):
                 size /= tensor
         saved[getattr(out.aval, "memory_space", DEVICE)] += size  # random keys have no memory space
     return saved
@@ -216,7 +216,7 @@ def _leaves_layers(out: Any, scan: Any) -> bool:
     return out.aval.ndim == 3 and inner.aval.shape == out.aval.shape
 
 
-def _is_repeatedinput(out: Any, scan: Any) -> bool:
+def _is_repeated_input(out: Any, scan: Any) -> bool:
     """Whether a value that each layer saves is the input of a matmul. `tensor` shards the sequence of the residual
     stream between layers; a matmul's input is gathered."""
     body = scan.params["jaxpr"].jaxpr

@@ -175,7 +175,7 @@ class Attention(nnx.Module):
     def _project(
         self, modules: Modules, x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
-        """Queries, keys and values of all heads, or of the group of heads whose weights are in `own`."""
+        """Queries, keys and values of all heads, or of the group of heads whose weights are in `modules`."""
         of_q, of_k, of_v = fold_keys(keys, 3)
         q = self._split_heads(modules["q"](x, of_q), "heads", modules.get("q_norm"), angles)
         k = self._split_heads(modules["k"](x, of_k), "kv_heads", modules.get("k_norm"), angles)

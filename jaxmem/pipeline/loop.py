@@ -111,8 +111,8 @@ class _Run:
         sums = state.gradients, state.results.outside, state.results.sums
         gradients, outside, sums = run_if(every["loss"] >= 0, loss, sums, self._per_item)
         if self._table.has_backward:
-            embed = partial(self._embedding_gradient, every["gradient"], state.backward)
-            outside = run_if(every["gradient"] >= 0, embed, outside, self._per_item)
+            embedding_gradient = partial(self._embedding_gradient, every["gradient"], state.backward)
+            outside = run_if(every["gradient"] >= 0, embedding_gradient, outside, self._per_item)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
         gradients = self._receive("received_gradients", -1, row, state.backward, gradients)
         results = state.results._replace(outside=outside, sums=sums)

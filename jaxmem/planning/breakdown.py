@@ -100,9 +100,9 @@ class Breakdown:
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
         """Arguments and results, which are in memory during the entire step."""
         inputs = {
-            allocation.number: allocation
-            for allocation in self.module.entry.instructions
-            if allocation.opcode == "parameter"
+            instruction.number: instruction
+            for instruction in self.module.entry.instructions
+            if instruction.opcode == "parameter"
         }
         for allocation in self.allocations:
             if allocation.on_host != on_host:

@@ -59,7 +59,7 @@ def rows(spec: Spec) -> range:
 def place(
     order: np.ndarray | None, rows_here: range, spec: Spec, batch: Mapping[str, np.ndarray]
 ) -> dict[str, jax.Array]:
-    """The arrays of a batch on their devices. `own`: the rows of this process, which `batch` contains. `order`: the
+    """The arrays of a batch on their devices. `rows_here`: the rows of this process, which `batch` has. `order`: the
     position at each index of the sequence; losses are sums over tokens, so their order does not matter."""
     if order is not None:  # reference log-probabilities have a value per row and no sequence dimension
         batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}

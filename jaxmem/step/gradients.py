@@ -149,7 +149,7 @@ class _LocalGradients:
         self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *arrays: Params
     ) -> tuple[Params, Sums]:
         """Gradients with respect to `at` of the sum of the losses of all groups. If `at_axis` is None, all groups share
-        `at`. If `at_axis` is 0, `at` is [groups, ...], like the trees in `own`."""
+        `at`. If `at_axis` is 0, `at` is [groups, ...], like the trees in `arrays`."""
 
         def every(at: Params, *arrays_of_groups: Any) -> tuple[jax.Array, Sums]:
             in_axes = (at_axis, *[0] * len(arrays), 0, 0)

@@ -80,7 +80,7 @@ def backward(
     *,
     gathered: bool = False,
 ) -> tuple[Tree, ...]:
-    """dq, dk and dv in float32, and None. `own`: q, k, v and extras, as in `forward`."""
+    """dq, dk and dv in float32, and None. `inputs`: q, k, v and extras, as in `forward`."""
     axis = shard.axis
 
     def gradients(rows: tuple[Tree, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
