@@ -58,6 +58,11 @@ CONFIGS = {
 }
 OWN = ("mine.yaml", "tune.yaml")  # what a page calls the config that it shows
 QUESTION = {"prompt": "The sky is", "choices": [" blue", " green"], "answer": 0}
+PUBLISHED = {
+    "name": "MaxText, small", "source": "https://example.org", "software": "MaxText", "date": "2024", "program": "xla",
+    "target": "h100-80gb", "config": {f"model.{key}": size for key, size in MODEL.items()},
+    "published": {"seconds": 1.0}, "why": "It is a small model.",
+}  # fmt: skip
 # Run in this process, which has started jax already, and has interpreters of GPU kernels.
 HERE = ("plan", "fit", "report", "scripts/bench/kernels.py")
 # What is typed stays as it is; these only do less of it.
@@ -73,6 +78,7 @@ LESS = {
     "scripts/demo.py": ["zero=0"],
     "scripts/finetune.py": ["train.steps=2", "train.evaluate_every=2", "data.sequence_length=64"],
     "scripts/own_model.py": ["train.steps=2"],
+    "scripts/bench/published.py": ["--rows", "rows.yaml"],
 }
 
 
@@ -150,6 +156,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text(cut_down({**own}))
     for name in ("scripts", "tests"):
         (place / name).symlink_to(ROOT / name)
+    base = {"name": "published", "data.source": "tokens", "data.path": "unused", "train.steps": 1}
+    (place / "rows.yaml").write_text(yaml.safe_dump({"base": base, "rows": [PUBLISHED]}))
     (place / "FILE").write_text(f"{json.dumps(QUESTION)}\n" * 10)
     write_tokenizer(sorted((ROOT / "jaxmem").rglob("*.py")), place / "data/llama3")
     for name in CHATS:
