@@ -83,8 +83,8 @@ def _backward_order(
         if names[:1] != ("layer",):
             entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
             continue
-        in_model_of_script = 1  # whose lists have any name
-        depth = next((n for n, step in enumerate(path) if step.key.startswith("blocks")), in_model_of_script)
+        # Lists of a script's model may have other names; those within one module count as one stack.
+        depth = next((n for n, step in enumerate(path) if step.key.startswith("blocks")), 1)
         stack, layers_of_stack = stacks.setdefault(path[:depth], len(stacks)), split_stack(path_name(path))[1]
         layers = partial.get(path, range(lengths[path]))
         entries += [
