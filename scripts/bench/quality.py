@@ -206,11 +206,12 @@ def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
 
 
 def train_all(methods: Sequence[str], model: Path) -> None:
+    """Shorter runs first, then those of each seed, so that an interrupted call leaves methods that can be compared."""
     corpus = write_corpus()
-    for method in methods:
-        while missing := [run for run in runs_of(method) if run.record() is None]:
-            print(f"{missing[0].name}: {len(missing)} runs left of {method}", flush=True)
-            train(missing[0], model, corpus)
+    while missing := [run for method in methods for run in runs_of(method) if run.record() is None]:
+        run = min(missing, key=lambda run: (run.steps, run.seed))
+        print(f"{run.name}: {len(missing)} runs known to be missing", flush=True)
+        train(run, model, corpus)
 
 
 STATE = ("parameters", "quantization", "master", "gradients", "optimizer")  # of a plan, without activations
