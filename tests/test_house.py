@@ -44,7 +44,11 @@ SOURCES = {
 
 
 MODULES = {module.removesuffix(".__init__"): path for path, module in SOURCES.items()}
-TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def imported(path: Path, module: str, within: ast.AST | None = None) -> set[str]:
@@ -100,7 +104,7 @@ def top_level(nodes: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 def lazy_modules(package: str) -> dict[str, str]:
     """The module of each name that a package imports lazily: `lazy_names`, or a literal dict of `module:name`."""
     found = {}
-    for node in ast.walk(TREES[package]):
+    for node in ast.walk(tree(package)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names":
             for keyword in node.keywords:
                 names = ast.literal_eval(keyword.value).split()
@@ -117,7 +121,7 @@ def lazy_modules(package: str) -> dict[str, str]:
 def imports(module: str) -> frozenset[str]:
     """The modules of jaxmem that importing a module loads by itself; a lazy name of a package loads its module."""
     found = set()
-    for node in top_level(TREES[module].body):
+    for node in top_level(tree(module).body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
             continue

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from jaxmem import data
 from jaxmem.config.sections import Config
@@ -29,6 +28,8 @@ def take(cfg: Config, count: int | None = None, **options: Any) -> list[Batch]:
 
 
 def test_the_images_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits  # 3 s, which every process that collects the tests would spend
+
     found, reference = Digits(), load_digits()
     np.testing.assert_array_equal(found.images, reference.images)
     np.testing.assert_array_equal(found.labels, reference.target)

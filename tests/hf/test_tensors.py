@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
+from jaxmem.config.hf_modules import Fused
 from jaxmem.errors import UserError
 from jaxmem.hf.tensors import OutputTensor, Tensors, open_file, write_tensors
 
@@ -85,6 +86,19 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path, shard: int) -
         np.testing.assert_array_equal(found[name], x)
     part = Tensors(tmp_path).read("a", X["a"].shape, (slice(1, 2), slice(0, 2)))
     np.testing.assert_array_equal(part, X["a"][1:2, 0:2])
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True], ids=["joined", "interleaved"])
+def test_a_device_reads_its_part_of_a_fused_tensor(tmp_path: Path, is_interleaved: bool) -> None:
+    gate, up = np.arange(48, dtype=np.float32).reshape(2, 8, 3)
+    rows = np.stack([gate, up], axis=1).reshape(16, 3) if is_interleaved else np.concatenate([gate, up])
+    save_file({"mlp.fused": rows}, tmp_path / "model.safetensors")
+    tensors = Tensors(tmp_path)
+    shapes = {"mlp.gate": gate.shape, "mlp.up": up.shape}
+    tensors.split({"fused": Fused(("gate", "up"), dim=0, is_interleaved=is_interleaved)}, shapes)
+    for name, values in {"mlp.gate": gate, "mlp.up": up}.items():
+        part = tensors.read(name, values.shape, (slice(4, 6), slice(1, 3)))
+        np.testing.assert_array_equal(part, values[4:6, 1:3])
 
 
 def changed(place: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:

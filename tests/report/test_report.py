@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from jaxmem.config import save_config
 from jaxmem.errors import UserError
@@ -168,6 +167,8 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
 def test_the_figure_shows_the_bands_and_the_peak_of_the_plan(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from matplotlib.figure import Figure  # 2 s, which every process that collects the tests would spend
+
     drawn: list[Figure] = []
     save = Figure.savefig
 
