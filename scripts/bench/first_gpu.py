@@ -31,7 +31,7 @@ from jaxmem.config.load import read_config  # noqa: E402
 from jaxmem.machine import devices  # noqa: E402
 from scripts import chat  # noqa: E402
 from scripts.bench.contest import Row  # noqa: E402
-from scripts.bench.kernel_rows import PACKAGES, BenchSelection, bench_kernels  # noqa: E402
+from scripts.bench.kernels import PACKAGES, BenchSelection, bench_kernels  # noqa: E402
 from scripts.bench.operations import PAPER_SHAPES  # noqa: E402
 from scripts.bench.steps import STEPS, measure_apart  # noqa: E402
 from scripts.course.table import Table, gib  # noqa: E402

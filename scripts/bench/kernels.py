@@ -1,95 +1,257 @@
 """The speed of kernels on this device, compared with other implementations, and the errors of their results.
 
-python scripts/bench/kernels.py long llama3-8b                 # attention, compared with cuDNN
-python scripts/bench/kernels.py --operation adam8_update       # another operation
-python scripts/bench/kernels.py long --check                   # only the results, with every option
-"""
+    python scripts/bench/kernels.py long llama3-8b                 # attention, compared with cuDNN
+    python scripts/bench/kernels.py --operation adam8_update       # another operation
+    python scripts/bench/kernels.py long --check                   # only the results, with every option
 
+`first_gpu.py` measures the same, and keeps the rows. On a GPU each shape is measured in a separate process
+(`contest.py`): first the results, written to outputs initialized with NaN, then the times. Each row reports one pass of
+a contestant as soon as it is known: the check and its error; then the times, and their ratios to other contestants and
+to a matmul or copy in the same turns; or the reason why it has no times. A contestant that hangs or ends its process is
+left out from then on. On a CPU all shapes are tiny and run in this process, which tests the benchmark, but not the
+speed."""
+
+import argparse
+import datetime as dt
+import itertools
+import statistics
 import sys
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import typer
+import jax
 
-from jaxmem.cli.options import Json
-from jaxmem.cli.start import show
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, nearest
 from jaxmem.machine import devices
-from jaxmem.typing import JsonDict
+from scripts.bench import contest
+from scripts.bench.contest import CEILING, MAX_ERROR, Contestant, Row, Say, ceilings, error_line, take_turns
+from scripts.bench.operations import OPERATIONS
+from scripts.bench.work import BenchOperation
 
-Shapes = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SHAPE]...", help="Names of shapes, e.g. long or llama3-8b. [default: a standard set]"),
-]
-Operation = Annotated[
-    str | None,
-    typer.Option(metavar="OPERATION", help="attention (default), adam8_update, int8_add or sliding_max."),
-]
-Only = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Measure only this implementation or pass, e.g. mosaic or 'mosaic forward'; may be repeated.",
-    ),
-]
-Without = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Leave out this implementation, e.g. jax.nn; may be repeated.")
-]
-Seconds = Annotated[float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per shape, in seconds.")]
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    *("nvidia-cublas", "nvidia-cuda-nvcc", "triton", "jax-triton"),
+)
 
 
-def bench_kernels(
-    shapes: Shapes = None,
-    operation: Operation = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Check results without measuring, with each option of a kernel (e.g. a window)."),
-    ] = False,
-    only: Only = None,
-    without: Without = None,
-    seconds: Seconds = 5.0,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Append each row to FILE as a line of JSON as soon as it is measured."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Check kernels, and compare their speed with other implementations, e.g. cuDNN."""
+@dataclass(frozen=True)
+class BenchSelection:
+    """The shapes and contestants that a command measures; (): the default shapes of the operation, all contestants."""
+
+    shapes: tuple[str, ...] = ()
+    operation: str = "attention"
+    only: tuple[str, ...] = ()  # contestants, or single passes of them
+    without: tuple[str, ...] = ()
+    seconds: float = 5.0  # approximate time for each shape or kernel
+
+    def has(self, name: str, of: str, without: Sequence[str]) -> bool:
+        """Whether a contestant's pass is selected. A name selects all names that begin with its words: `jax.nn` also
+        selects `jax.nn xla`, and `mosaic` all passes of mosaic.
+
+        >>> BenchSelection().has("jax.nn xla", "forward", ["jax.nn"])
+        False
+        >>> BenchSelection(only=("mosaic forward",)).has("mosaic", "forward", ())
+        True
+        """
+        words = f"{name} {of} "
+        is_named = not self.only or any(words.startswith(f"{name} ") for name in self.only)
+        return is_named and not any(words.startswith(f"{name} ") for name in without)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measurement of one shape of an operation."""
+
+    operation: str
+    shape: str
+    selection: BenchSelection
+    dry: bool = False
+    check: bool = False  # only check results, with every option
+
+    @property
+    def sizes(self) -> Any:
+        return OPERATIONS[self.operation].shape(self.shape, dry=self.dry)
+
+
+def bench_kernels(selection: BenchSelection, *, check: bool = False) -> Iterator[Row]:
+    """The device, then each row as soon as it is known. `check`: only check the results, with every option."""
+    operation = check_selection(selection)
+    here = device_row()
+    shapes = selection.shapes or operation.usual or operation.shapes
+    jobs = (Job(selection.operation, name, selection, here["dry_run"], check) for name in shapes)
+    yield here
+    yield from run_jobs(measured, jobs, list(selection.without), here)
+
+
+def device_row() -> Row:
+    """The device. A GPU is queried in a short process, because jax would keep most of its memory allocated."""
+    limit = contest.MAX_TURN_SECONDS if devices.has_nvidia_gpu() else None
+    here = next(contest.isolated_rows(device_facts, None, without=[], limit=limit))
+    if "why_not" in here:
+        raise UserError(f"bench: {here['why_not']}")
+    return here
+
+
+def run_jobs(work: contest.RowSource, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
+    """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
+    previous job has ended."""
+    limit = None if here["dry_run"] else contest.MAX_TURN_SECONDS
+    for job in jobs:
+        for row in contest.isolated_rows(work, job, without=without, limit=limit):
+            yield {"operation": job.operation, "shape": job.shape} | row
+
+
+def check_selection(selection: BenchSelection) -> BenchOperation:
+    """The operation; an error if a selected name does not exist."""
+
+    def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
+        for name in names:
+            if name not in known and not any(f"{prefix_name} ".startswith(f"{name} ") for prefix_name in prefixes):
+                raise UserError(f"unknown {kind} {name}{nearest(name, known)}")
+
+    check("operation", [selection.operation], OPERATIONS)
+    operation = OPERATIONS[selection.operation]
+    contestants = [*operation.implementations, *operation.others]
+    passes = [f"{contestant} {of}" for contestant in contestants for of in operation.passes]
+    check("shape", selection.shapes, operation.shapes)
+    check("contestant", (*selection.only, *selection.without), contestants, passes)
+    return operation
+
+
+# ---------------------------------------------------------------- in the process that measures
+
+
+def device_facts(_: None, **__: Any) -> Iterator[Row]:
+    """The device, the versions of its software, and the time."""
+    device = jax.devices()[0]
+    gpus = devices.nvidia_gpus()
+    yield {
+        "device": device.device_kind,
+        "dry_run": device.platform == "cpu",
+        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "driver": gpus[0]["driver"] if gpus else None,
+        "gpus": gpus,
+        "versions": devices.package_versions(PACKAGES),
+    }
+
+
+def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    """The errors of all contestants, then their times."""
+    checked = [row for row in done if "check" in row]
+    for row in _checks(job, checked, without, say):
+        checked.append(row)
+        yield row
+    if job.check:
+        return
+    refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
+    contestants: list[Contestant] = []
+    operation_rows = OPERATIONS[job.operation]
+    work = operation_rows.work(job.sizes)
+    for name, of in itertools.product((*operation_rows.implementations, *operation_rows.others), work.passes):
+        if not job.selection.has(name, of, without) or (name, of) in refused:
+            continue
+        say(f"{name} {of}")
+        work_pass = work.passes[of]
+        try:
+            contestants.append(
+                Contestant(name, of, work_pass.compiled(name, work), amount=work_pass.amount, unit=work.unit)
+            )
+        except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
+            yield {"contestant": name, "pass": of, "why_not": error_line(error)}
+    for row in _timed(job, contestants, checked, say):
+        yield {"sizes": job.sizes._asdict()} | row
+
+
+def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    operation_rows = OPERATIONS[job.operation]
+    known = {(row["check"], row["contestant"], row["pass"]) for row in done}
+    if operation_rows.checks is None:
+        checks = {"as it is": lambda: operation_rows.work(job.sizes)}
+    else:
+        checks = operation_rows.checks(job.sizes)
+    for check in checks if job.check else list(checks)[:1]:
+        say(f"float64 {check}")
+        work = checks[check]()
+        for of, work_pass in work.passes.items():
+            names = [name for name in operation_rows.implementations if job.selection.has(name, of, without)]
+            names = [name for name in names if (check, name, of) not in known]
+            if not names:
+                continue
+            say(f"float64 {of}")
+            expected = work_pass.expected(work)
+            for name in names:
+                say(f"{name} {of}")
+                row = {"contestant": name, "pass": of, "check": check}
+                try:
+                    error = work_pass.error(name, work, expected)
+                except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
+                    yield row | {"why_not": error_line(refusal)}
+                else:
+                    yield row | {"right": error <= MAX_ERROR, "error": error if error < float("inf") else None}
+
+
+def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:
+    """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
+    of the implementations in plain JAX."""
+    operation_rows = OPERATIONS[job.operation]
+    compared = {"reference", operation_rows.plain, *operation_rows.others}
+    limits = {ceiling.unit: ceiling for ceiling in ceilings(256 if job.dry else 8192)} if contestants else {}
+    take_turns([*contestants, *limits.values()], job.selection.seconds, say)
+    for contestant in [*contestants, *limits.values()][::-1]:
+        row = {"contestant": contestant.name, "pass": contestant.of}
+        if contestant.failed is not None:
+            yield row | {"why_not": contestant.failed}
+            continue
+        peers = [peer for peer in contestants if peer.of == contestant.of and peer.name in compared and not peer.failed]
+        ratios = {
+            peer.name: statistics.median(
+                theirs / ours for theirs, ours in zip(peer.seconds, contestant.seconds, strict=False)
+            )
+            for peer in peers
+            if peer.name != contestant.name
+        }
+        limit = limits[contestant.unit]
+        if contestant is not limit and limit.failed is None:
+            ratios[CEILING] = contestant.rate / limit.rate
+        checks = [row for row in checked if (row["contestant"], row["pass"]) == (contestant.name, contestant.of)]
+        right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
+        yield row | contestant.times() | {"ratios": ratios} | right
+
+
+# ---------------------------------------------------------------- the program
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="such as long or llama3-8b; default: a standard set")
+    parser.add_argument("--operation", default="attention", help=f"one of {', '.join(OPERATIONS)}")
+    parser.add_argument("--check", action="store_true", help="only check results, with each option of a kernel")
+    name = {"action": "append", "default": [], "metavar": "NAME"}
+    parser.add_argument("--only", **name, help="measure only this implementation or pass, e.g. 'mosaic forward'")
+    parser.add_argument("--without", **name, help="leave out this implementation or pass, e.g. jax.nn")
+    parser.add_argument("--seconds", type=float, default=5.0, help="approximate time per shape")
+    options = parser.parse_args(arguments)
     devices.use_cpu_without_gpu()
-    from scripts.bench import kernel_rows
-    from scripts.bench.kernel_rows import BenchSelection
-
-    selection = BenchSelection(tuple(shapes or ()), operation, tuple(only or ()), tuple(without or ()), seconds)
+    names = [tuple(given) for given in (options.only, options.without)]
+    selection = BenchSelection(tuple(options.shapes), options.operation, *names, options.seconds)
     try:
-        here, *rows = _collect(kernel_rows.bench_kernels(selection, check=check, write=write), as_json)
+        for row in bench_kernels(selection, check=options.check):
+            print(line_of(row), flush=True)
     except UserError as error:
         sys.exit(f"error: {error}")
-    if as_json:
-        show(here | {"rows": rows})
 
 
-def _collect(rows: Iterable[JsonDict], as_json: bool) -> list[JsonDict]:
-    """The rows. Each is printed when it is known, except with `--json`."""
-    collected = []
-    for row in rows:
-        collected.append(row)
-        if not as_json:
-            _print_row(row)
-    return collected
-
-
-def _print_row(row: JsonDict) -> None:
+def line_of(row: Row) -> str:
     if "operation" not in row:
         dry = ": a dry run on small shapes; its speeds have no meaning" if row["dry_run"] else ""
         driver = "" if row["driver"] is None else f", driver {row['driver']}"
-        print(f"{row['device']}{driver}, {row['time']}{dry}", flush=True)
-        return
+        return f"{row['device']}{driver}, {row['time']}{dry}"
     who = f"{row['operation']:14} {row['shape']:18} {row.get('contestant', ''):14} {row.get('pass', ''):8}"
-    print(f"{who} {_describe(row)}".rstrip(), flush=True)
+    return f"{who} {_describe(row)}".rstrip()
 
 
-def _describe(row: JsonDict) -> str:
+def _describe(row: Row) -> str:
     checked = f", {row['check']}" if "check" in row else ""
     if "why_not" in row:
         return f"not{checked}: {row['why_not']}"
@@ -103,4 +265,4 @@ def _describe(row: JsonDict) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(bench_kernels)
+    main()

@@ -19,7 +19,6 @@ from jaxmem.kernels.quantized_update import UPDATE_SHAPES, UpdateShape
 from jaxmem.quant import quantize
 from jaxmem.typing import JsonDict, Tree
 from scripts.bench.work import BenchOperation, BenchPass, BenchWork, Run
-from scripts.course import sliding_max as windows
 
 EXACT_POSITIONS = 1024  # largest number of positions that are compared with float64
 # Largest size in bytes of float32 scores for these implementations, which store all scores several times.
@@ -161,16 +160,6 @@ def _int8_add(shape: UpdateShape) -> BenchWork:
     return BenchWork((q.codes, q.scale, update, seeds), {"update": add}, "GB/s")
 
 
-def _sliding_max(shape: windows.SlidingMaxShape) -> BenchWork:
-    (x,) = _draws((shape.numbers,), dtype=jnp.float32)
-
-    def exact(x: Any) -> Tree:
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
-
-    forward = BenchPass(_calls(windows.sliding_max, window=shape.window), exact, 2 * x.nbytes / 1e9, step=2**-24)
-    return BenchWork((x,), {"forward": forward}, "GB/s")
-
-
 def _small_blocks(shape: UpdateShape) -> UpdateShape:
     dims = (16, 2 * shape.block)
     return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
@@ -193,11 +182,4 @@ OPERATIONS = {
     ),
     "adam8_update": _update(_adam8),
     "int8_add": _update(_int8_add),
-    "sliding_max": BenchOperation(
-        windows.IMPLEMENTATIONS,
-        windows.SHAPES,
-        lambda shape: shape._replace(numbers=2000),
-        _sliding_max,
-        passes=("forward",),
-    ),
 }

@@ -1,10 +1,8 @@
 """What `python scripts/bench/kernels.py` prints."""
 
-import json
-
 import pytest
 
-from scripts.bench.kernels import bench_kernels
+from scripts.bench import kernels
 
 
 def test_rows_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,12 +15,18 @@ def test_rows_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         {"contestant": "mosaic", "pass": "backward", "why_not": "compute capability is 8.0"},
     ]
     rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
-    monkeypatch.setattr("scripts.bench.kernel_rows.bench_kernels", lambda *_, **__: iter([here, *rows]))
-    bench_kernels(as_json=True)
-    assert json.loads(capsys.readouterr().out) == here | {"rows": rows}
-    bench_kernels()
+    selections = []
+    monkeypatch.setattr(kernels, "bench_kernels", lambda selection, **_: selections.append(selection) or [here, *rows])
+    kernels.main(["long", "--only", "mosaic", "--only", "triton forward"])
+    assert selections == [kernels.BenchSelection(("long",), only=("mosaic", "triton forward"))]
     out = capsys.readouterr().out
+    assert out.startswith("cpu, now: a dry run on small shapes")
     assert "triton         forward  right, float16, error 0.4 steps" in out
     assert "mosaic         forward  WRONG, float16, error infinite" in out
     assert "1.500 (1.250 to 1.750) TFLOP/s  1.04 x jax.nn cudnn" in out
     assert "not: compute capability is 8.0" in out
+
+
+def test_unknown_names_end_the_program() -> None:
+    with pytest.raises(SystemExit, match=r"error: unknown operation atention.*attention"):
+        kernels.main(["--operation", "atention"])

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from scripts.bench import contest
-from scripts.bench import kernel_rows as kernels
+from scripts.bench import contest, kernels
 
 WORK = """
     import os, time
