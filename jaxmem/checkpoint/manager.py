@@ -20,7 +20,6 @@ from jaxmem.checkpoint.record import (
     check_leaves,
     checksum,
     damaged,
-    in_names_of,
     make_record,
     named_leaves,
     read_record,
@@ -326,7 +325,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _arrays(self, step: int, abstract: Tree, saved: JsonDict) -> Tree:
         path = self.directory / str(step)
-        leaves = in_names_of(saved, named_leaves(abstract))
+        leaves = named_leaves(abstract)
         check_leaves(path, saved, leaves)
         restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
         args = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)

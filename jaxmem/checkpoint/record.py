@@ -8,7 +8,7 @@ array on the device, no temporary array, and eight bytes of result.
 
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -55,26 +55,6 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
     """The arrays of a tree by path, such as params.layers.q.weight."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def in_names_of(saved: Collection[str], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of a state by their names in a checkpoint, in the same order.
-
-    Earlier versions stored the arrays of optimizer state under each parameter, `leaves.PARAMETER.m.value.codes`; the
-    name is now `arrays.m_codes.PARAMETER`.
-
-    >>> in_names_of(["opt_state.0.leaves.up.inner.m.value.codes"], {"opt_state.0.arrays.inner_m_codes.up": 1})
-    {'opt_state.0.leaves.up.inner.m.value.codes': 1}
-    """
-    earlier = {}
-    for name in saved:
-        optimizer, _, path = name.partition(".leaves.")
-        parameter_and_array, _, part = path.rpartition(".value")
-        words = parameter_and_array.split(".")
-        for cut in range(1, len(words)):  # between the name of the parameter and that of the array
-            array = "_".join(words[cut:]) + part.replace(".", "_")
-            earlier[f"{optimizer}.arrays.{array}.{'.'.join(words[:cut])}"] = name
-    return {name if name in saved else earlier.get(name, name): leaf for name, leaf in leaves.items()}
 
 
 def check_leaves(checkpoint: epath.Path, saved: JsonView, expected: JsonView) -> None:
