@@ -5,7 +5,6 @@ model.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -27,12 +26,12 @@ KINDS = ("LORA", "PROMPT_TUNING")
 COMMON = (
     "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
 )  # fmt: skip
-FROM_BASE = ("pissa", "olora")  # initialized from the base weights; they are read as adapters of twice the rank
+FROM_BASE = ("pissa", "olora", "corda")  # initializations from the base weights, which they change
 # Settings that change the outputs of an adapter, and the values that are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "bias": ("none", "all", "lora_only"),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", *FROM_BASE),  # others change the base
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 UNDERSTOOD = {
     *COMMON, "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "target_modules",
@@ -55,12 +54,6 @@ def is_prompt(directory: str | Path) -> bool:
     return _read(directory)[1].get("peft_type") == "PROMPT_TUNING"
 
 
-def initialization(directory: str | Path) -> str | None:
-    """The initialization if it starts from the base weights (one of `FROM_BASE`), otherwise None."""
-    method = _read(directory)[1].get("init_lora_weights")
-    return method if method in FROM_BASE else None
-
-
 def adapter_fields(directory: str | Path, model: Decoder) -> tuple[JsonDict, list[str]]:
     """The fields of `adapter` and the patterns of `optimizer.trainable` that a directory describes, for a base
     model."""
@@ -78,10 +71,7 @@ def _read(directory: str | Path) -> tuple[Path, JsonDict]:
     file = Path(directory).expanduser() / CONFIG
     if not file.is_file():
         raise UserError(f"adapter.hf={directory} contains no {CONFIG}; use a directory that PEFT saved")
-    settings = read_json(file)
-    if str(settings.get("init_lora_weights")).startswith("pissa_niter_"):  # PiSSA with an approximate SVD
-        settings["init_lora_weights"] = "pissa"
-    return file, settings
+    return file, read_json(file)
 
 
 def _prompt_fields(settings: JsonView) -> tuple[JsonDict, list[str]]:
@@ -94,6 +84,11 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
         raise UnsupportedError(
             f"target_parameters={abridge(names)} (adapters of parameters, such as the experts of gpt-oss) is not "
             "supported; use an adapter of linear layers only"
+        )
+    if str(settings.get("init_lora_weights")).startswith(FROM_BASE):
+        raise UnsupportedError(
+            f"init_lora_weights={json.dumps(settings['init_lora_weights'])} changes the base model; save the adapter "
+            "with PEFT's path_initial_model_for_weight_conversion, which makes it a LoRA of the unchanged base"
         )
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     modules = modules_of(model)
@@ -108,24 +103,21 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
     alpha = read(settings, "lora_alpha", Number, 8)
     ranks = _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
-    factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
-    # alpha grows with the rank, so that the scale of the adapters stays the same.
-    alpha_factor = math.sqrt(factor) if read(settings, "use_rslora", bool, False) else factor
-    own_alphas = {target: alpha_factor * alphas[target.name] for target in targets if target.name in alphas}
+    alpha_by_target = {target: alphas[target.name] for target in targets if target.name in alphas}
     bias = settings.get("bias", "none")
     biased = {"none": [], "all": modules, "lora_only": targets}[bias]
     trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
     trained |= {f"{module.path}.bias": None for module in biased if module.has_bias}
     fields = {
         "kind": "dora" if read(settings, "use_dora", bool, False) else "lora",
-        "rank": factor * rank,
-        "alpha": alpha_factor * alpha,
-        "alpha_pattern": _by_pattern(own_alphas, modules) or None,
+        "rank": rank,
+        "alpha": alpha,
+        "alpha_pattern": _by_pattern(alpha_by_target, modules) or None,
         "rslora": read(settings, "use_rslora", bool, False),
         "lora_bias": read(settings, "lora_bias", bool, False),
         "token_indices": _token_indices(settings),
         "dropout": read(settings, "lora_dropout", Fraction, 0.0),
-        "targets": _by_pattern({target: factor * ranks.get(target.name, rank) for target in targets}, modules),
+        "targets": _by_pattern({target: ranks.get(target.name, rank) for target in targets}, modules),
     }
     return fields, list(trained)
 

@@ -23,7 +23,7 @@ from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.names import count_layers, split_stack
-from jaxmem.config.peft import ADAPTER, CONFIG, base_directory, initialization
+from jaxmem.config.peft import ADAPTER, CONFIG, base_directory
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_chat_template
 from jaxmem.hf.names import (
@@ -39,7 +39,6 @@ from jaxmem.hf.names import (
     tensor_shapes,
 )
 from jaxmem.hf.peft_config import adapter_json
-from jaxmem.hf.peft_initialized import InitializedTensors
 from jaxmem.hf.reader import read_arrays, read_weights
 from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
@@ -219,21 +218,10 @@ def read_adapter(program: Program) -> dict[WeightPath, Any]:
     stacks = _low_rank_stacks(params, adapter, model.execution.layer_indices)
     weights = list(_adapter_weights(params, stacks, model.execution.layer_indices))
     known = {*tensor_shapes(decoder_weights(base_of(params))), "lm_head.weight"}
-    method = initialization(adapter.hf)
-    if method is not None and base.quantization is not None:
-        raise UserError(
-            f"adapter.hf={adapter.hf} is initialized from the base model by {method}, which does not support the "
-            f"quantized model.hf={base.hf}; use the model without quantization"
-        )
     has_experts = any(module_names(params)[name].count("{}") > 1 for name in stacks)
-    if has_experts and (method is not None or adapter.shared_a):
-        given = "adapter.shared_a=true" if method is None else f"experts with init_lora_weights={method}"
-        use = "remove adapter.shared_a" if method is None else "use an adapter with another initialization"
-        raise UserError(f"adapter.hf={adapter.hf} does not support {given}; {use}")
-    if method is None or base.hf is None:
-        tensors = Tensors(adapter.hf, ADAPTER)
-    else:
-        tensors = InitializedTensors(adapter.hf, base.hf, method, stacks)
+    if has_experts and adapter.shared_a:
+        raise UserError(f"adapter.hf={adapter.hf} does not support adapter.shared_a=true; remove adapter.shared_a")
+    tensors = Tensors(adapter.hf, ADAPTER)
     tensors.expect(tensor_shapes(weights), lambda name: base_tensor_name(name) in known, CONFIG)
     return read_arrays(tensors, weights, model.axes, program.layout)
 

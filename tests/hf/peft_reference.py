@@ -52,11 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tokens": {
         "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"], "trainable_token_indices": TOKENS,
     },
-    "pissa": {
-        "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 3},
-        "init_lora_weights": "pissa",
-    },
-    "olora": {"r": 2, "lora_alpha": 3, "target_modules": ["o_proj", "up_proj"], "init_lora_weights": "olora"},
     # In transformers 5 the routed experts are no linear layers, so these are shared experts and an MLP without experts.
     "shared": {"r": 2, "lora_alpha": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
 }  # fmt: skip
