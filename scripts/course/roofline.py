@@ -1,18 +1,29 @@
 """The largest kernels of a step under the rooflines of two GPUs; their memories and warps; a matmul in tiles."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from jaxmem.config import load_config
 from jaxmem.machine.gpus import GPUS, Gpu
-from jaxmem.planning.hlo import Instruction, is_kernel
-from jaxmem.planning.targets import parse_target, shared_memory, threads_and_lanes
-from scripts.course import Findings, main
-from scripts.course.gpu import REGISTERS, SIZE, TILES, TYPES, Kernel, kernels, matmul_bytes, memory_levels
+from jaxmem.planning import Target
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.hlo import Instruction, dot_flops, is_kernel
+from jaxmem.planning.targets import parse_target, shared_memory, target_devices, threads_and_lanes
+from jaxmem.planning.timeline import moved_bytes, timeline
+from jaxmem.step import program
+from scripts.course import Findings, common, main
 from scripts.course.panels import LinePlot
 from scripts.course.table import Row, Table, gib
 
 TARGETS = ("a100-80gb", "h100-80gb")
+STEP = common.CONFIGS["roofline"]["step"]
 LARGEST = 10
+SIZE = 8192  # rows and columns of the matrices of the matmul in tiles
+TILES = (16, 32, 64, 128, 256)
+TYPES = {"float32": 4, "bfloat16": 2}  # bytes per element
+REGISTERS = 65536 * 4  # bytes of registers per multiprocessor
+BANKS = 32 * 4  # bytes per clock from a multiprocessor's shared memory
 WARP = 32  # threads
 # KiB of the array that L1 and shared memory divide, by compute capability (CUDA programming guide).
 L1 = {"8.0": 192, "8.6": 128, "8.9": 128, "9.0": 256, "10.0": 256, "12.0": 128}
@@ -38,6 +49,16 @@ ARITHMETIC = {
     "add", "and", "divide", "exponential", "log", "maximum", "minimum", "multiply", "negate", "power", "reduce",
     "rsqrt", "shift-left", "shift-right-logical", "sqrt", "subtract", "tanh", "xor",
 }  # fmt: skip
+
+
+class Kernel(NamedTuple):
+    """An instruction of a compiled step, over all of its executions."""
+
+    instruction: Instruction
+    runs: float
+    seconds: float  # estimated
+    flops: int  # of matmuls
+    bytes: int
 
 
 @dataclass
@@ -109,6 +130,40 @@ def multiprocessor(gpu: Gpu) -> Row:
         "float32, TFLOP/s of the GPU": vector_flops(gpu) / 1e12,
         "bfloat16 on tensor cores, TFLOP/s": gpu.bf16_tflops,
     }
+
+
+def memory_levels(gpu: Gpu) -> list[Row]:
+    """The memories from the nearest to the farthest, with the speed per GPU in one direction."""
+    levels = [
+        ("registers", gpu.cores * REGISTERS, None),
+        ("shared memory", gpu.cores * shared_memory(gpu), gpu.cores * BANKS * gpu.clock_ghz),
+        ("L2 cache", int(gpu.l2_mib * 2**20), None),
+        ("its memory", gpu.memory, gpu.bandwidth_gb_s),
+        ("another GPU of its host", gpu.memory, gpu.link_gb_s),
+        ("its share of host memory", gpu.host_memory, gpu.host_link_gb_s),
+        ("another host", None, gpu.network_gb_s),
+    ]
+    return [
+        {
+            "memory": name,
+            "size, MiB": size and size / 2**20,
+            "GB/s": speed,
+            "operations per byte": speed and gpu.flops / (speed * 1e9),
+        }
+        for name, size, speed in levels
+    ]
+
+
+def kernels(aim: Target) -> Iterator[Kernel]:
+    """The kernels of a step, compiled for one GPU."""
+    built = program(load_config(STEP), target_devices(aim, 1000 * aim.memory)[:1])
+    module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
+    for instruction, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
+        if instruction.opcode in ("while", "call", "conditional"):  # their bodies are counted
+            continue
+        flops = sum(map(dot_flops, (instruction, *(instruction.inner() if instruction.is_fusion else ()))))
+        runs = float(module.executions[instruction.computation])
+        yield Kernel(instruction, runs, runs * seconds, round(runs * flops), round(runs * moved_bytes(instruction)))
 
 
 def total(step: Iterable[Kernel]) -> Mapping[str, Total]:
@@ -188,6 +243,15 @@ def roof(gpu: Gpu, totals: Mapping[str, Total]) -> LinePlot:
         "xy",
         height=5.5,
     )
+
+
+def matmul_bytes(size: int, tile: int, width: int) -> float:
+    """Bytes that a matmul of square matrices in tiles reads and writes; its result is written once.
+
+    >>> matmul_bytes(4096, 1, 4) / matmul_bytes(4096, 64, 4) > 60
+    True
+    """
+    return width * (2 * size**3 / tile + size**2)
 
 
 def tiles() -> list[Row]:

@@ -14,7 +14,7 @@ import jaxmem.training.run  # noqa: F401
 from jaxmem.cli import main
 from jaxmem.data import text
 from jaxmem.planning import result
-from scripts.course import docstrings, finetune, memory
+from scripts.course import docstrings, memory
 
 SERVER = multiprocessing.get_context("forkserver")
 
@@ -46,9 +46,6 @@ def _do_less() -> None:
     """A part of the standard library is text enough. Tours have no settings: fewer updates, and fewer rows."""
     files = text.stdlib_files()[::30]
     text.TextFiles.default_files = docstrings.stdlib_files = lambda *_: files
-    for config in (finetune.PRETRAIN, finetune.FINETUNE):
-        config["optimizer"]["warmup"], config["train"]["steps"], config["batch"]["global_size"] = 0, 2, 4
-    finetune.QUESTIONS = 4
     result.predict = lambda _: Counter()  # a sixth of the time of such a run; tests/planning predicts
     rows = memory.ROWS[0], memory.ROWS[-3]
     memory.measure.__defaults__ = (memory.BASE, rows)

@@ -34,9 +34,9 @@ from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
 from jaxmem.step import Program
 from scripts.bench import contest
-from scripts.course.docstrings import write_conversations, write_tokenizer
 from tests.docs import started
 from tests.docs.conftest import own_scripts, written
+from tests.support.conversations import write_conversations, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,27 +4,14 @@ which the other files hold against float64. Attention's are in its own file."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.kernels import Moments8, adam8_update, int8_add
 from jaxmem.kernels.codes import dynamic_code
-from scripts.course.sliding_max import sliding_max
 
 EXAMPLES = 2  # each compiles two programs or three
 SIZES = st.integers(1, 40)
-
-
-def compared(run, others, arrays, tolerance=2e-5):
-    """`run(way)(*arrays)` of these and of the reference, in one program."""
-    found = jax.jit(lambda *arrays: {way: run(way)(*arrays) for way in (*others, "reference")})(*arrays)
-    wanted = found.pop("reference")
-    assert set(found) == set(others)
-    for way, got in found.items():
-        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max(), err_msg=way)
 
 
 def normal(rng, *shape):
@@ -82,13 +69,3 @@ def test_int8_add(data):
     apart = np.abs(np.asarray(one, int) - np.asarray(other, int))
     assert apart.max(initial=0) <= 1  # where the draw is just what decides
     assert apart.mean() < 0.01
-
-
-@settings(max_examples=EXAMPLES)
-@given(st.data())
-@pytest.mark.parametrize("way", ["straight", "shared"])
-def test_sliding_max(way, data):
-    numbers = data.draw(st.integers(1, 700))
-    window = data.draw(st.integers(1, numbers))
-    x = normal(np.random.default_rng(data.draw(st.integers(0, 9))), numbers)
-    compared(lambda way: lambda x: sliding_max(x, window, implementation=way), (way,), (x,), 0)

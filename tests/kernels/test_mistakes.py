@@ -14,8 +14,6 @@ from jaxmem.kernels import AdamHyperparameters, Moments8, adam8_update, attentio
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS as ATTENTION
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.kernels.validation import PLAIN, describe
-from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
-from scripts.course.sliding_max import sliding_max
 
 KEY = jax.random.key(7)
 
@@ -59,7 +57,6 @@ CALLS = {
         },
         {"axis": -1, "block_size": 64},
     ),
-    "sliding_max": (SLIDING_MAX, sliding_max, {"x": ((10,), "float32")}, {"window": 3}),
 }  # fmt: skip
 REFUSED = {
     "attention": [
@@ -111,18 +108,12 @@ REFUSED = {
         ({"scale": (4, 2)}, "scale has shape (4, 2); with blocks of 64 it should be (4, 1)"),
         ({"scale": "bfloat16"}, "scale is bfloat16; it should be float32"),
     ],
-    "sliding_max": [
-        ({"x": (2, 3)}, "x has shape (2, 3); it should be [numbers], with no empty dimension"),
-        ({"x": "int32"}, "x is int32; it should be float32"),
-        ({"window": 0}, "window is 0; it should be from 1 to 10, the length of x"),
-        ({"window": 2**40}, "window is 1099511627776; it should be from 1 to 10, the length of x"),
-    ],
 }
 CASES = [(operation, *case) for operation, cases in REFUSED.items() for case in cases]
 # Options that are whole numbers, numbers, or True and False.
 WHOLE = {
     "attention": ("window",), "adam8_update": ("axis", "block_size"),
-    "int8_add": ("axis", "block_size"), "sliding_max": ("window",),
+    "int8_add": ("axis", "block_size"),
 }  # fmt: skip
 NUMBERS = {
     "attention": ("scale", "soft_cap"), "adam8_update": ("beta1", "beta2", "epsilon"),
@@ -196,7 +187,7 @@ def test_a_plain_tuple_is_no_state():
 @pytest.mark.parametrize(("operation", "name"), [(o, name) for o, names in WHOLE.items() for name in names])
 def test_what_is_no_whole_number_is_named(operation, name):
     values = [*NO_NUMBER, 2.5, 3.0, np.float32(3), jnp.float32(3)]
-    values += [] if name == "window" and operation != "sliding_max" else [None]
+    values += [] if name == "window" else [None]
     said = lambda change: f"{name} is {describe(change[name])}; it should be a whole number"  # noqa: E731
     refused(operation, said, *({name: value} for value in values))
     traced = f"{operation}: {name} is traced, int32(); it should be a whole number"

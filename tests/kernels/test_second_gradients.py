@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import Moments8, adam8_update, attention
-from scripts.course.sliding_max import sliding_max
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((6, 16)), jnp.float32)
@@ -27,10 +26,6 @@ LOSSES = {
     ),
 }
 NONE = {
-    "sliding_max": (
-        lambda x, way: sliding_max(x.reshape(-1), 5, implementation=way),
-        {"straight": "sliding_max_straight", "shared": "sliding_max_shared"},
-    ),
     "adam8_update": (
         lambda x, way: adam8_update(x, STATE, jnp.ones(2), block_size=16, implementation=way)[0],
         {"triton": "adam8_update"},

@@ -25,20 +25,15 @@ from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.planning.compile import without_cache
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import quantize
-from scripts.course.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
-from scripts.course.sliding_max import sliding_max
 from tests.support.tiers import cases
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 # Compute capabilities 8.0, 9.0 (10.0 has the same shared memory) and 12.0 (as 8.6 and 8.9).
 TARGETS = ("a100-40gb", "h100-80gb", "rtx5090-32gb")
-KERNELS = {"triton", "shared", "straight"}  # implementations that are not plain JAX
 UPDATES = {"adam8_update", "int8_add"}
 GROUPED = {"grouped_matmul", "grouped_matmul_of_inputs", "grouped_matmul_of_weights"}
-WINDOWS = {"sliding_max_straight", "sliding_max_shared"}
 CALL = "triton_kernel_call"  # jax-triton's kernels in HLO
-# The dimension of blocks that are updated, and the kernels of a program.
-PROGRAMS = {"rows": (-1, UPDATES | WINDOWS), "columns": (-2, UPDATES)}
+AXES = {"rows": -1, "columns": -2}  # the dimension of blocks that are updated
 
 
 def updates(way, weight, blocks):
@@ -49,28 +44,19 @@ def updates(way, weight, blocks):
     return new, int8_add(blocks.codes, blocks.scale, u, seeds, **options)
 
 
-def program(ways, kernels, weight, blocks, numbers):
-    """Operations by these implementations; attention and grouped matmuls have tests of their own."""
-    made = [updates(way, weight, blocks) for way in ways & set(ADAM8_UPDATE)]
-    if kernels >= WINDOWS:
-        made += [sliding_max(numbers, 64, implementation=way) for way in ways & set(SLIDING_MAX)]
-    return made
-
-
-def compiled(ways, along, target, options):
-    axis, kernels = PROGRAMS[along]
+def compiled(way, along, target):
     mesh = Mesh(np.array(target_devices(parse_target(target), 8 * 2**30)[:1]), ("one",))
     place, whole = NamedSharding(mesh, PartitionSpec()), PartitionSpec()
 
     def made():
         w = jnp.zeros((INPUTS, OUTPUTS), jnp.float32)
-        return w.astype(jnp.bfloat16), quantize(w, "int8", 128, axis), w[0]
+        return w.astype(jnp.bfloat16), quantize(w, "int8", 128, AXES[along])
 
-    run = functools.partial(program, set(ways), kernels)
+    run = functools.partial(updates, way)
     cut = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), jax.eval_shape(made))
     with without_cache():  # jax cannot read a program for devices that are not installed from its cache
-        return jax.jit(cut).lower(*arguments).compile(compiler_options={"xla_gpu_autotune_level": "0", **options})
+        return jax.jit(cut).lower(*arguments).compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
 
 @pytest.mark.parametrize(
@@ -82,18 +68,17 @@ def compiled(ways, along, target, options):
 )
 def test_every_kernel_fits_each_gpu(along, target, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
-    compiled(KERNELS, along, target, {})
+    compiled("triton", along, target)
 
     found = spills(tmp_path, target)
-    assert set(found) == PROGRAMS[along][1]
+    assert set(found) == UPDATES
     assert all(set(stores) == {"0"} for stores in found.values()), found
 
 
 @pytest.mark.exhaustive
 def test_plain_jax_has_no_kernel_call():
-    ways = {*ADAM8_UPDATE, *SLIDING_MAX} - KERNELS
-    assert ways == {"reference"}
-    assert CALL not in compiled(ways, "rows", TARGETS[0], {}).as_text()
+    assert {*ADAM8_UPDATE} == {"reference", "triton"}
+    assert CALL not in compiled("reference", "rows", TARGETS[0]).as_text()
 
 
 def lowered(run, target, *shapes):
@@ -177,8 +162,6 @@ def spills(directory, target):
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for entry in re.findall(r"\.entry (\w+)", text):
             found[entry] = re.findall(r"(\d+) bytes spill stores", said)
-            if entry in WINDOWS:  # numbers go between threads through shared memory
-                assert ("ld.shared" in text) == (entry == "sliding_max_shared")
     return found
 
 

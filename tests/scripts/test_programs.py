@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 import jaxmem
+from jaxmem.data.text import stdlib_files
 from jaxmem.inference.export import export_model
 from scripts import finetune, own_model, plan, train
-from scripts.course.docstrings import source_files, write_conversations, write_tokenizer
+from tests.support.conversations import write_conversations, write_tokenizer
 
 TINY = {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 2, "kv_heads": 2, "head_dim": 16}
 
@@ -55,8 +56,7 @@ def test_plans_are_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.exhaustive
 def test_a_model_is_fine_tuned_exported_and_answers(config: Path, tmp_path: Path) -> None:
-    files, _ = source_files()
-    write_tokenizer(files[:50], tmp_path / "tokenizer")
+    write_tokenizer(stdlib_files()[:50], tmp_path / "tokenizer")
     chats = tmp_path / "chats.jsonl"
     write_conversations({f"What is {n}?": f"A number, {n}." for n in range(40)}, chats)
     jaxmem.train(jaxmem.load_config(config, [f"data.tokenizer={tmp_path}/tokenizer", "model.vocab=512"]))

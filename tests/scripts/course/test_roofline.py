@@ -8,8 +8,8 @@ import pytest
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.hlo import Frame
 from scripts.course import STOPS, roofline
-from scripts.course.gpu import Kernel
 from scripts.course.panels import LinePlot
+from scripts.course.roofline import Kernel
 
 
 def instruction(function: str, opcode: str = "fusion", inner: Any = (), elements: int = 1) -> Any:
@@ -55,3 +55,19 @@ def test_a_multiprocessor() -> None:
     for gpu in GPUS.values():
         row = roofline.multiprocessor(gpu)
         assert row["shared at most, KiB"] < row["L1 and shared memory, KiB"]
+
+
+def test_tiles_of_twice_the_size_halve_the_bytes_and_need_four_times_the_shared_memory() -> None:
+    small, large = (row for row in roofline.tiles() if row["tiles"] in (64, 128))
+    for dtype in ("float32", "bfloat16"):
+        assert small[f"{dtype}, GiB"] == pytest.approx(2 * large[f"{dtype}, GiB"], rel=0.02)
+        assert large[f"{dtype}, KiB"] == 4 * small[f"{dtype}, KiB"]
+
+
+def test_the_nearer_a_memory_the_faster_and_the_smaller() -> None:
+    for gpu in GPUS.values():
+        levels = {row["memory"]: row for row in roofline.memory_levels(gpu)}
+        speeds = [row["GB/s"] for row in levels.values() if row["GB/s"]]
+        assert speeds == sorted(speeds, reverse=True)
+        sizes = [levels[name]["size, MiB"] for name in ("shared memory", "L2 cache")]
+        assert max(sizes) < levels["its memory"]["size, MiB"]
