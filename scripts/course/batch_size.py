@@ -14,7 +14,8 @@ from scripts.course import Findings, common, main
 from scripts.course.panels import Bars, LinePlot
 from scripts.course.table import Table, gib
 
-BASE, POLICIES = common.CONFIGS["batch_size"]["base"], common.rows_of("batch_size", "policies")
+BASE = common.CONFIGS["batch_size"]["base"]
+POLICIES = common.rows_of("batch_size", "policies")
 BATCHES = (1, 4, 16, 64, 256, 512)  # sequences
 MOST = 4096  # the search ends at this number of sequences
 CARDS = {"10 GB": "rtx3080-10gb", "24 GB": "rtx4090-24gb", "80 GB": "h100-80gb"}
@@ -93,7 +94,6 @@ def _compile(aim: Target) -> list[JsonDict]:
             "sequences": largest[name],
             "estimated, GiB": gib(estimate_batch(aim, POLICIES[name], largest[name]).total),
             "compiled, GiB": gib(plan["bytes_per_device"]["total"]),
-            "measured, GiB": gib(plan["measured"]),
         }
         for name, plan in plans.items()
     ]

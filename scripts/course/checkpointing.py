@@ -12,14 +12,12 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.names import BOUNDARY
-from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import CPU
 from jaxmem.models.attention import Tokens
 from jaxmem.models.rope import angles
-from jaxmem.planning import Target
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
-from jaxmem.planning.targets import local_target, parse_target, target_devices
+from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.stack import StackOptions, apply_call, stack_call
 from jaxmem.stack.schedule import schedule
@@ -59,7 +57,6 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
             "host, GiB": gib(row["host"]),
             "estimated, s": row["seconds"],
             "overlapped, %": 100 * row["hidden"] if row["host"] else None,
-            "measured, s": row["measured"],
         }
         for name, row in offloaded.items()
     ]
@@ -117,7 +114,7 @@ def backward(
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
     assert isinstance(cfg, Decoder)
-    aim = _local_target(parse_target(target))
+    aim = parse_target(target)
     dtype = jnp.dtype(jnp.float32 if aim.is_cpu else jnp.bfloat16)
     execution = models.Execution(dtype=dtype, stack=StackOptions(policy, host=host))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
@@ -156,14 +153,6 @@ def backward(
         "seconds": timed.seconds,
         "measured": measured,
     }
-
-
-def _local_target(aim: Target) -> Target:
-    """This machine's first device if it is the target's kind of GPU."""
-    if aim.gpu is None or not devices.has_nvidia_gpu():  # jax need not start
-        return aim
-    first = jax.devices()[0]
-    return local_target([first]) if gpus.find(first.device_kind) == aim.gpu else aim
 
 
 if __name__ == "__main__":

@@ -15,16 +15,14 @@ import jax
 import numpy as np
 import yaml
 
-from jaxmem.config import Config, load_config
+from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.machine import devices, gpus
-from jaxmem.planning import Target
+from jaxmem.machine import devices
 from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
 from jaxmem.typing import JsonDict, JsonView, Tree
-from scripts.bench.steps import measure_apart
 
 Overrides = Mapping[str, Sequence[str]]  # name of a row -> overrides
 CONFIGS: JsonView = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
@@ -51,37 +49,18 @@ def require_gpus(topic: str, target: str, count: int) -> str:
 
 
 def plans(target: str, base: JsonView, rows: Overrides) -> dict[str, JsonDict]:
-    """For each row the output of `jaxmem plan --json` for its step, compiled without a memory limit, and `measured`:
-    bytes per device of one step on this machine, or None if it did not run. Rows are compiled in parallel, and
-    cached."""
-    aim = parse_target(target)
+    """For each row the output of `jaxmem plan --json` for its step, compiled without a memory limit. Rows are compiled
+    in parallel, and cached."""
     cfgs = {name: load_config(dict(base), overrides) for name, overrides in rows.items()}
-    compiled = compile_plans(aim, cfgs)
-    return {name: {**compiled[name], "measured": _measured(aim, cfg, compiled[name])} for name, cfg in cfgs.items()}
-
-
-def compile_plans(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, JsonDict]:
     names = {id(cfg): name for name, cfg in cfgs.items()}
-    answers = {}
-    with CompilerPool(aim) as compilers:
+    compiled = {}
+    with CompilerPool(parse_target(target)) as compilers:
         for cfg, answer in compilers.ask_all(compilers.plan, cfgs.values()):
+            name = names[id(cfg)]
             if isinstance(answer, RefusedError):
-                raise UserError(f"{names[id(cfg)]}: {answer}")
-            answers[names[id(cfg)]] = answer
-    return answers
-
-
-def is_this_machine(gpu: gpus.Gpu | None, count: int) -> bool:
-    """Whether this machine has exactly these GPUs. This asks the driver, because jax would reserve their memory."""
-    names = [gpus.find(gpu_info["name"], gpu_info["memory"]) for gpu_info in devices.nvidia_gpus()] if gpu else []
-    return len(names) == count and all(name is not None and gpu is not None and name.name == gpu.name for name in names)
-
-
-def _measured(aim: Target, cfg: Config, plan: JsonView) -> int | None:
-    fits = plan["bytes_per_device"]["total"] <= aim.memory - gpus.reserved(aim.count)
-    if not (fits and is_this_machine(aim.gpu, aim.count)):
-        return None
-    return measure_apart(cfg.model_dump(mode="json")).get("measured")
+                raise UserError(f"{name}: {answer}")
+            compiled[name] = answer
+    return {name: compiled[name] for name in rows}
 
 
 def compile_for(device: Any, run: Callable[..., Any], *arguments: Tree) -> Compiled:

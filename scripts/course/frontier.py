@@ -122,7 +122,6 @@ def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
             "predicted, GiB": gib(row["predicted"]),
             "compiled, GiB": gib(plans[method]["bytes_per_device"]["total"]),
             "limit, GiB": gib(row["limit"]),
-            "measured, GiB": gib(plans[method]["measured"]),
         }
         for method, row in ends.items()
     ]

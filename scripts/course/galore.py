@@ -41,7 +41,6 @@ def _row(name: str, plan: JsonView) -> Row:
         "other, GiB": gib(parts["total"] - weights - state),
         "total, GiB": gib(parts["total"]),
         "bytes per parameter": parts["total"] / plan["model"]["parameters"],
-        "measured, GiB": gib(plan["measured"]),
     }
 
 

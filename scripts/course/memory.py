@@ -72,7 +72,6 @@ def _row(technique: Technique, plan: JsonDict, overrides: Sequence[str]) -> Row:
         PREDICTED: predicted and predicted / parameters,
         COMPILED: parts["total"] / parameters,
         GIB: gib(parts["total"]),
-        "measured, GiB": gib(plan["measured"]),
         "parameters": parameters,
         "parts": parts,
         "overrides": list(overrides),

@@ -24,8 +24,7 @@ python scripts/course/shardings.py  # tables, and a figure in runs/tour
 A file explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that enables the
 technique and the files that implement it. A file that takes about a minute or more on two cores says so first. Some
 have options (`--help`); those that compile a step do so for another GPU with `--target a100-80gb`. Compiled steps are
-cached. If the machine has the GPUs that a file compiles for, steps that fit also run, and the column `measured` has
-their peak memory.
+cached.
 
 These pages were written by `python scripts/course/pages.py`.
 

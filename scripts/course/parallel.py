@@ -47,7 +47,6 @@ def _row(base: JsonDict, name: str, plan: JsonView) -> Row:
         "step, s": plan["estimated_step_seconds"],
         "idle, %": 100 * pipeline.bubble or None,
         "most bytes": max(sent, key=lambda kind: sent[kind]["wire_bytes"]),
-        "measured, GiB": gib(plan["measured"]),
     }
 
 

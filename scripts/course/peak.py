@@ -1,21 +1,18 @@
 """The memory of a GPU over a training step, compiled, under several policies; and what its peak consists of."""
 
-from jaxmem.config import load_config
-from jaxmem.planning.targets import parse_target
 from jaxmem.report.charts import COLOURS
 from jaxmem.typing import JsonView
 from scripts.course import Findings, common, main
 from scripts.course.panels import Areas
 from scripts.course.table import Row, Table, gib
 
-BASE, POLICIES = common.CONFIGS["peak"]["base"], common.rows_of("peak", "policies")
+BASE = common.CONFIGS["peak"]["base"]
+POLICIES = common.rows_of("peak", "policies")
 
 
 def measure(target: str) -> Findings:
     kind = common.require_gpus("peak", target, 1)
-    plans = common.compile_plans(
-        parse_target(f"{kind}:1"), {name: load_config(BASE, part) for name, part in POLICIES.items()}
-    )
+    plans = common.plans(f"{kind}:1", BASE, POLICIES)
     memories = {name: plans[name]["memory"] for name in POLICIES}
     rows = {name: _row(name, memory) for name, memory in memories.items()}
     top = 1.1 * max(row["peak, GiB"] for row in rows.values())

@@ -47,7 +47,6 @@ def _row(base: JsonView, name: str, overrides: Iterable[str], plan: JsonView) ->
         "trainable, GiB": gib(trainable),
         "activations, GiB": gib(parts["activations"]),
         "total, GiB": gib(parts["total"]),
-        "measured, GiB": gib(plan["measured"]),
         "FLOP, times the minimum": plan["flops_per_device"] / plan["ideal_flops_per_device"],
     }
 

@@ -17,7 +17,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def plans(_target: str, _base: Any, rows: Any) -> dict[str, Any]:
         asked.update(rows)
-        return {name: {"bytes_per_device": {"total": GIB}, "measured": None} for name in rows}
+        return {name: {"bytes_per_device": {"total": GIB}} for name in rows}
 
     monkeypatch.setattr(common, "plans", plans)
     return asked

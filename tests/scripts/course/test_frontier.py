@@ -33,7 +33,7 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         return {**found, "predicted": estimate(method, layers, aim.count), "limit": aim.memory}
 
     monkeypatch.setattr(frontier, "_row_of_shape", by_formula)
-    held = {"bytes_per_device": {"total": 20 * GIB}, "measured": None}
+    held = {"bytes_per_device": {"total": 20 * GIB}}
     monkeypatch.setattr(common, "plans", lambda _target, _base, rows: dict.fromkeys(rows, held))
     targets = ("a100-40gb", "h100-80gb", "h100-80gb:8x8")
     found = frontier.measure("rtx4090-24gb", targets)

@@ -31,8 +31,7 @@ def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None
     """Weights and the optimizer's state are arguments of the step; its gradients are not."""
 
     def here(target: str, base: Any, rows: dict[str, Any]) -> dict[str, Any]:
-        plans = {name: step_plan(load_config(base, own), parse_target(target), None) for name, own in rows.items()}
-        return {name: {**plan, "measured": None} for name, plan in plans.items()}
+        return {name: step_plan(load_config(base, own), parse_target(target), None) for name, own in rows.items()}
 
     monkeypatch.setattr(common, "plans", here)  # and not in processes of their own
     assert len(jax.devices()) == 8  # started, or the first row would decide how many there are
