@@ -329,14 +329,14 @@ FAULTS = {
         "jaxmem/estimate/state.py",
         "-(-size // count)",
         "size // count",
-        "tests/estimate",
+        "tests/estimate/test_state.py",
     ),
     "gathered": Fault(
         "the estimate of gathered weights is that of their shards",
         "jaxmem/estimate/state.py",
         "int(used * gathered) if",
         "int(stored * gathered) if",
-        "tests/estimate tests/planning/test_volume.py",
+        "tests/estimate/test_state.py",
     ),
     # ------------------------------------------------------------------ search
     "phases": Fault(
