@@ -13,7 +13,7 @@ save the inputs of some layers only (boundaries), and recompute the others. For 
 
 With slots_K and constant, one of the boundaries is the input of the running layer.
 
-`jaxmem.stack.schedule` derives from a split (see `Split`) the order in which layers run. Imports no jax.
+`jaxmem.stack.recompute_plan` derives from a split (see `Split`) the order in which layers run. Imports no jax.
 """
 
 import math

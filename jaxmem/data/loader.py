@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -29,6 +29,27 @@ from jaxmem.errors import UserError
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
 State = dict[str, Any]
+
+
+class Shards(NamedTuple):
+    """How the columns of a batch are divided among shards of the files: equally, in their order."""
+
+    count: int
+    width: int  # columns of all shards together
+
+    @property
+    def columns(self) -> int:
+        """The columns of a shard."""
+        return self.width // self.count
+
+    def shard_of(self, row: Any) -> Any:
+        """The shard that a row of the batch reads from, or those of an array of rows."""
+        return row % self.width // self.columns
+
+    def row_in_shard(self, row: int) -> int:
+        """The number of a row among the rows of its shard, row-major over [accumulate, columns]."""
+        micro_batch, column = divmod(row, self.width)
+        return micro_batch * self.columns + column % self.columns
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -63,9 +84,9 @@ class Loader(AbstractContextManager["Loader"]):
         self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
         self._start = self._batches.get_state()
 
-    def _choose_shards(self, columns: int) -> list[int] | None:
-        """The number of shards of the files, and the columns that are divided among them; None without streaming. Each
-        process has its own shard if it has its own rows, and there are at least as many files as processes."""
+    def _choose_shards(self, columns: int) -> Shards | None:
+        """The shards of the files; None without streaming. Each process has its own shard if it has its own rows, and
+        there are at least as many files as processes."""
         if self._split != "train" or not self._cfg.data.streaming:
             return None
         count = len(self._rows)
@@ -73,35 +94,25 @@ class Loader(AbstractContextManager["Loader"]):
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
         files = min(len(stream.names) for stream in self.corpus.sources)
         has_own_shard = is_share and columns // count <= files and not self._cfg.data.buckets
-        return [columns // count if has_own_shard else 1, columns]
+        return Shards(columns // count if has_own_shard else 1, columns)
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""
         cfg = self._cfg
-        data = self._cfg.data
+        data = cfg.data
         corpus = self.corpus
         size = cfg.batch.global_size
-        columns = cfg.batch.global_size // cfg.batch.accumulate
-        rows_here = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows
-        count, width = self._shards or (1, columns)
-        share = width // count  # row a * width + b belongs to shard b // share, and is row a * share + b % share of it
+        columns = size // cfg.batch.accumulate
+        rows_here = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows  # [accumulate, rows of a process]
+        shards = self._shards or Shards(1, columns)
         if self._shards:
             for stream in corpus.sources:
                 stream.used.clear()
-            records = {
-                shard: _streamed(cfg, corpus, (shard, count))
-                for shard in np.unique(rows_here % width // share).tolist()
-            }
+            shards_here = np.unique(shards.shard_of(rows_here)).tolist()
+            records = {shard: _streamed(cfg, corpus, (shard, shards.count)) for shard in shards_here}
         else:
             order = corpus.order(self._split)
-            epochs = data.epochs if self._split == "train" else 1
-            total = epochs * len(order) if epochs is not None else sys.maxsize
-            per_record = corpus.sources[0].documents_per_record
-            if self._split == "train" and total * per_record < size:
-                raise UserError(
-                    f"data.epochs={epochs} of {len(order)} records is less than one batch of batch.global_size="
-                    f"{size}; decrease batch.global_size or increase data.epochs"
-                )
+            total = self._records_to_read(len(order))
             if not cfg.reads_text:
                 from jaxmem.data.images import ImageRows, ImageSource
 
@@ -112,11 +123,24 @@ class Loader(AbstractContextManager["Loader"]):
         if data.buckets:
             return BucketRows(records[0], rows_here, size, data.lengths)
         most = data.documents_per_row if data.packing else None
-        streams = []
-        for row in rows_here.ravel().tolist():
-            turn, column = divmod(row, width)
-            streams.append(RowStream(records[column // share], turn * share + column % share, size // count, most))
+        streams = [
+            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), size // shards.count, most)
+            for row in rows_here.ravel().tolist()
+        ]
         return TextRows(streams, rows_here, data.sequence_length)
+
+    def _records_to_read(self, records: int) -> int:
+        """The number of records until the split ends. `records`: of one epoch."""
+        is_train = self._split == "train"
+        epochs = self._cfg.data.epochs if is_train else 1
+        total = epochs * records if epochs is not None else sys.maxsize
+        size = self._cfg.batch.global_size
+        if is_train and total * self.corpus.sources[0].documents_per_record < size:
+            raise UserError(
+                f"data.epochs={epochs} of {records} records is less than one batch of batch.global_size="
+                f"{size}; decrease batch.global_size or increase data.epochs"
+            )
+        return total
 
     @property
     def _batches(self) -> Any:
@@ -141,7 +165,7 @@ class Loader(AbstractContextManager["Loader"]):
         position = self._batches.get_state()
         state = {"step": position["step"], "global_size": self._cfg.batch.global_size} | position
         if self._shards:
-            state["shards"] = self._shards
+            state["shards"] = list(self._shards)
             state["files"] = [
                 [i, *known_length]
                 for i, stream in enumerate(self.corpus.sources)
@@ -158,8 +182,9 @@ class Loader(AbstractContextManager["Loader"]):
             )
         for source, file, length in state.get("files", ()):
             self.corpus.sources[source].lengths[file] = length
-        if self._shards != state.get("shards"):
-            self._shards = state["shards"]
+        saved = state.get("shards")
+        if self._shards != (saved and Shards(*saved)):
+            self._shards = Shards(*state["shards"])
             self._open[0].close()
             self._open[0] = _built_ahead(self._build())
         self._batches.set_state(state)

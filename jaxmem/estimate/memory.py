@@ -9,6 +9,7 @@ second, each further config a millisecond, so a search can compare thousands of 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
-from jaxmem.sharding.share import share_of
+from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.execution import repeats_forward
@@ -60,9 +61,12 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     """The estimate for a config whose mesh is resolved, on devices of which `per_host` share a host."""
     passes = passes_of(cfg, platform)
     state = state_of(cfg, platform)
-    sizes = _Activations(cfg, platform)
     size_of = DeviceBytes(cfg)
-    kinds = sizes.at_peak(passes.saved)
+    dtype = compute_dtype(cfg.precision, platform)
+    width = dtype.itemsize
+    sizes = DecoderSizes(cfg, cfg.model, dtype) if isinstance(cfg.model, Decoder) else None
+    saved = _bytes_of_micro_batch(cfg, passes.saved)
+    kinds = {SAVED: saved} | (sizes.at_peak(saved) if sizes else {})
     parts: dict[str, int] = {}  # bytes of the state on the device, by part
     offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
     for part, role in STATE.items():
@@ -85,26 +89,26 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         kinds["weights: copies"] = size_of("weights", transposed)
     activations = sum(kinds.values())
     if is_during:
-        needs_all = sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
+        needs_all = sizes is None or sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
         updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
-        widening = FLOAT32 // sizes.width if cfg.batch.accumulate > 1 else 1
+        widening = FLOAT32 // width if cfg.batch.accumulate > 1 else 1
         gradients = (
             _update_during(size_of, updated, widening, activations)
             if cfg.mesh.stage == 1
             else _update_in_stages(size_of, state, pipelined_layers(cfg.model), cfg.batch.accumulate)
         )
     else:
-        gradients = _update_after(size_of, state, cfg.batch.accumulate, sizes.width, activations)
+        gradients = _update_after(size_of, state, cfg.batch.accumulate, width, activations)
     all_state = sum(parts.values()) + sum(offloaded.values())
-    parts |= {"gradients": gradients, "activations": activations, "batch": sizes.batch}
+    parts |= {"gradients": gradients, "activations": activations, "batch": _batch_bytes(cfg)}
     seconds = None
     if gpu:
         # Quantized weights are dequantized after the all-gather; others are cast before it.
-        gathered = state.stored_bytes if cfg.precision.is_quantized else sizes.width
-        traffic = size_of.traffic(state.weights, sizes.width, gathered)
+        gathered = state.stored_bytes if cfg.precision.is_quantized else width
+        traffic = size_of.traffic(state.weights, width, gathered)
         time = StepTime(cfg, gpu, per_host, passes, traffic, parts, offloaded["optimizer"], offloaded["weights"])
         seconds = time.seconds
-    host = sizes.saved(passes.offloaded) + sum(offloaded.values()) + all_state
+    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + all_state
     return Estimate(parts, kinds, seconds, host)
 
 
@@ -154,103 +158,162 @@ def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: 
     return max((sum(outside) + layer) * widening, sum(outside) + max(outside, default=0) - activations)
 
 
-class _Activations:
-    """Activations of one device and one micro-batch in the compute dtype; sizes in bytes."""
+def _batch_bytes(cfg: Config) -> int:
+    """Bytes of a batch on one device."""
+    shards = cfg.mesh.row_shards * cfg.mesh.context
+    arrays = batch_spec(cfg).values()
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize // shards for shape, dtype, _ in arrays)
 
-    def __init__(self, cfg: Config, platform: str) -> None:
-        mesh = cfg.mesh
-        model = cfg.model
-        memory = cfg.memory
-        share = share_of(cfg)
-        dtype = compute_dtype(cfg.precision, platform)
-        self.cfg = cfg
-        self.share = share
-        self.rows = share.rows
-        self.has_all_logits = True
-        self.width = dtype.itemsize
-        split = mesh.row_shards * mesh.context
-        spec = batch_spec(cfg).values()
-        self.batch = sum(math.prod(size) * np.dtype(dtype).itemsize // split for size, dtype, _ in spec)
-        if isinstance(model, Decoder):
-            tokens = self.rows * cfg.row_length
-            width = self.width
-            tensor = mesh.tensor
-            heads, mlp, vocab = (share.shards(axis) for axis in ("heads", "mlp", "vocab"))
-            groups = self.head_groups = head_groups(memory, share, dtype)
-            self.residual = tokens * model.embed * width
-            self.queries = tokens * model.heads * model.head_dim * width / heads / groups
-            self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
-            self.hidden = tokens * model.mlp * width / tensor
-            self.chunked = 0.0  # additional bytes of an MLP that is computed in chunks
-            if chunk := mlp_chunk(memory, share, dtype):
-                self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
-                # The residual stream and its gradient before and after the MLP; weight gradients, summed in float32.
-                sums = 0 if cfg.trainable_patterns else 3 * model.embed * model.mlp / mlp * FLOAT32
-                self.chunked = sums + 3 * self.residual / tensor
-            self.chunk = loss_chunk(memory, share, dtype) or 0
-            self.has_all_logits = self.chunk == share.vocab
-            scattered = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
-            # Whether the gradients of each layer are communicated in order (`sharding.gather_with_input`).
-            self.in_order = scattered and tensor == 1 and tokens >= MIN_TOKENS_PER_ROW * model.embed
-            self.head_waits = self._head_waits(model, scattered)
-            self.logits = tokens * vocab / tensor * self.chunk * width
-            self.features = self.residual * vocab / tensor  # the input of the output projection
-            self.head = model.embed * self.chunk * width
-            attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-            units = model.mlp / mlp  # hidden units whose weights a device multiplies with
-            if model.experts is not None:
-                # `blockwise`: for the tokens of all devices along `expert`, the inputs, and in float32 the gradients of
-                # inputs and outputs. `triton`: for each chosen expert of each token, the output, its gradient, and
-                # three arrays of hidden units; with `mesh.expert`, for one chunk, plus inputs, outputs and the
-                # gradients of both for all tokens.
-                self.hidden = tokens * model.embed * (width + 2 * FLOAT32) * mesh.expert / 4
-                if memory.experts == "triton":
-                    chosen = tokens * model.experts.top_k * (MAX_LOAD_RATIO if mesh.expert > 1 else 1)
-                    self.hidden = chosen * (3 * model.mlp / mlp + 2 * model.embed) * width / 4
-                    self.hidden += tokens * mesh.expert * model.embed * width if mesh.expert > 1 else 0
-                units *= 1 if cfg.trainable_patterns else model.experts.count / mesh.expert
-                if (dense := model.experts.dense_mlp) is not None:
-                    # The gradients of a group of layers of both kinds are computed together.
-                    combine = sum if len(model.stacks[-1]) > 1 else max
-                    units = combine((units, dense / mlp))
-                    self.hidden = combine((self.hidden, tokens * dense * width / tensor))
-            self.layer = model.embed * (attention / heads + 3 * units) * width
-            largest = max(model.heads * model.head_dim / heads, units)
-            self.matrix = model.embed * largest * width  # the largest matrix of a layer
 
-    def _head_waits(self, model: Decoder, scattered: bool) -> bool:
+def _bytes_of_micro_batch(cfg: Config, row: int) -> int:
+    """Bytes of saved activations of a micro-batch. `row`: bytes of one sequence."""
+    return int(row * share_of(cfg).rows * passes_in_memory(cfg))
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Bytes of the arrays of a decoder on one device, for one micro-batch, in the compute dtype."""
+
+    cfg: Config
+    model: Decoder
+    dtype: np.dtype  # the compute dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+    @cached_property
+    def share(self) -> DeviceShare:
+        return share_of(self.cfg)
+
+    @cached_property
+    def tokens(self) -> float:
+        return self.share.rows * self.cfg.row_length
+
+    @property
+    def residual(self) -> float:
+        """The residual stream."""
+        return self.tokens * self.model.embed * self.width
+
+    @cached_property
+    def head_groups(self) -> int:
+        return head_groups(self.cfg.memory, self.share, self.dtype)
+
+    @property
+    def queries(self) -> float:
+        return self._of_heads(self.model.heads)
+
+    @property
+    def keys(self) -> float:
+        return self._of_heads(self.model.kv_heads)
+
+    def _of_heads(self, heads: int) -> float:
+        shards = self.share.shards("heads")
+        return self.tokens * heads * self.model.head_dim * self.width / shards / self.head_groups
+
+    @cached_property
+    def mlp_chunk(self) -> int | None:
+        return mlp_chunk(self.cfg.memory, self.share, self.dtype)
+
+    @property
+    def hidden(self) -> float:
+        """The hidden units of the MLP, or a quarter of what experts need instead."""
+        model = self.model
+        mesh = self.cfg.mesh
+        experts = model.experts
+        if experts is None:
+            hidden = self.tokens * model.mlp * self.width / mesh.tensor
+            chunk = self.mlp_chunk
+            return hidden * (chunk * mesh.context * mesh.tensor / self.cfg.data.sequence_length) if chunk else hidden
+        if self.cfg.memory.experts == "triton":
+            # For each chosen expert of each token, the output, its gradient, and three arrays of hidden units; with
+            # `mesh.expert`, for one chunk, plus inputs, outputs and the gradients of both for all tokens.
+            chosen = self.tokens * experts.top_k * (MAX_LOAD_RATIO if mesh.expert > 1 else 1)
+            hidden = chosen * (3 * model.mlp / self.share.shards("mlp") + 2 * model.embed) * self.width / 4
+            hidden += self.tokens * mesh.expert * model.embed * self.width if mesh.expert > 1 else 0
+        else:
+            # For the tokens of all devices along `expert`, the inputs, and in float32 the gradients of inputs and
+            # outputs.
+            hidden = self.tokens * model.embed * (self.width + 2 * FLOAT32) * mesh.expert / 4
+        if experts.dense_mlp is None:
+            return hidden
+        return self._of_both_kinds(hidden, self.tokens * experts.dense_mlp * self.width / mesh.tensor)
+
+    @property
+    def chunked(self) -> float:
+        """Additional bytes of an MLP that is computed in chunks: the residual stream and its gradient before and after
+        the MLP; weight gradients, summed in float32."""
+        if not self.mlp_chunk:
+            return 0.0
+        weights = 3 * self.model.embed * self.model.mlp / self.share.shards("mlp")
+        sums = 0 if self.cfg.trainable_patterns else weights * FLOAT32
+        return sums + 3 * self.residual / self.cfg.mesh.tensor
+
+    @property
+    def units(self) -> float:
+        """The hidden units whose weights a device multiplies with."""
+        experts = self.model.experts
+        units = self.model.mlp / self.share.shards("mlp")
+        if experts is None:
+            return units
+        units *= 1 if self.cfg.trainable_patterns else experts.count / self.cfg.mesh.expert
+        if experts.dense_mlp is None:
+            return units
+        return self._of_both_kinds(units, experts.dense_mlp / self.share.shards("mlp"))
+
+    def _of_both_kinds(self, sparse: float, dense: float) -> float:
+        """The gradients of a group of layers of both kinds are computed together."""
+        return sparse + dense if len(self.model.stacks[-1]) > 1 else max(sparse, dense)
+
+    @cached_property
+    def loss_chunk(self) -> int:
+        """The vocabulary entries whose logits exist together."""
+        return loss_chunk(self.cfg.memory, self.share, self.dtype) or 0
+
+    @property
+    def has_all_logits(self) -> bool:
+        return self.loss_chunk == self.share.vocab
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether gradients are reduce-scattered."""
+        return self.cfg.zero >= 2 and self.cfg.mesh.fsdp * self.cfg.mesh.context > 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the gradients of each layer are communicated in order (`sharding.gather_with_input`)."""
+        has_many_tokens = self.tokens >= MIN_TOKENS_PER_ROW * self.model.embed
+        return self.is_scattered and self.cfg.mesh.tensor == 1 and has_many_tokens
+
+    @property
+    def head_waits(self) -> bool:
         """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if this
         gradient and the gradient of the features are both communicated: with ring attention, with logits in slices, or
         with offloaded optimizer state and one micro-batch (observed with fsdp)."""
         cfg = self.cfg
         mesh = cfg.mesh
         fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
-        sliced = self.chunk < model.vocab
-        return scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
-
-    def saved(self, row: int) -> int:
-        """Bytes of saved activations of a micro-batch. `row`: bytes of one sequence."""
-        return int(row * self.rows * passes_in_memory(self.cfg))
+        sliced = self.loss_chunk < self.model.vocab
+        return self.is_scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
 
     def at_peak(self, saved: int) -> dict[str, int]:
         """Bytes by kind at the larger of two moments: the loss, or the backward pass of one layer. Activations that are
-        fetched from host memory count as intermediates of that layer. `saved`: the saved bytes of one sequence."""
-        kinds = {SAVED: self.saved(saved)}
-        model = self.cfg.model
+        fetched from host memory count as intermediates of that layer. `saved`: bytes of the saved activations."""
         mesh = self.cfg.mesh
-        if not isinstance(model, Decoder):
-            return kinds
-        layer = self._layer(model)
+        layer = self.layer
         if self.chunked and saved and mesh.tensor == mesh.stage == 1 and repeats_forward(self.cfg.memory.remat):
             # Before the first backward pass of a layer, XLA transposes the saved activations of all layers into the
             # order that the matmuls of the chunks prefer, unless they are gathered before their use (`tensor`).
-            layer = max(layer, sum(kinds.values()) + 2 * self.residual)
-        logits = self.logits
-        head = self.head
+            layer = max(layer, saved + 2 * self.residual)
+        vocab_shards = self.share.shards("vocab")
+        logits = self.tokens * vocab_shards / mesh.tensor * self.loss_chunk * self.width
+        head = self.model.embed * self.loss_chunk * self.width  # the part of the output matrix for these logits
         # The logits and the weight of a slice, their gradients, and the gradient of the features in float32.
         if not self.has_all_logits:
-            logits += 2 * head + FLOAT32 / self.width * self.features + (self.features - self.residual)
-            return kinds | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
+            features = self.residual * vocab_shards / mesh.tensor  # the input of the output projection
+            logits += 2 * head + FLOAT32 / self.width * features + (features - self.residual)
+            return {"logits": int(logits)} if logits > layer else {"intermediates": int(layer)}
         if mesh.stage > 1:  # in a pipeline logits are recomputed for their gradient, with a float32 copy
             logits += FLOAT32 / self.width * logits
         # With one micro-batch, logits and the intermediates of a layer coexist too, unless the MLP runs in chunks and
@@ -258,23 +321,31 @@ class _Activations:
         is_single = self.cfg.batch.accumulate == mesh.stage == 1
         waits = is_single and not self.in_order and (saved > 0 or not self.chunked)
         if waits or self.head_waits:
-            return kinds | {"logits": int(logits + head), "intermediates": int(layer)}
+            return {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:
-            return kinds | {"logits": int(logits + head)}
-        return kinds | {"logits": int(head), "intermediates": int(layer)}
+            return {"logits": int(logits + head)}
+        return {"logits": int(head), "intermediates": int(layer)}
 
-    def _layer(self, model: Decoder) -> float:
-        """Bytes of the backward pass of one layer: arrays that exist throughout it, and the larger of the additional
-        arrays of the MLP and of attention."""
+    @property
+    def layer(self) -> float:
+        """The backward pass of one layer: arrays that exist throughout it, and the larger of the additional arrays of
+        the MLP and of attention."""
+        model = self.model
+        shards = self.share.shards("heads")
+        attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+        weights = model.embed * (attention / shards + 3 * self.units) * self.width
+        largest_matrix = model.embed * max(model.heads * model.head_dim / shards, self.units) * self.width
         wide = FLOAT32 / self.width
-        throughout = self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
+        throughout = weights + (largest_matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
         throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         mlp = 4 * self.hidden + self.chunked
-        return throughout + max(mlp, self._context(model, wide), self._cudnn(model))
+        return throughout + max(mlp, self.context_attention, self.cudnn_workspace)
 
-    def _cudnn(self, model: Decoder) -> float:
-        """Bytes that cuDNN allocates in the backward pass of attention."""
+    @property
+    def cudnn_workspace(self) -> float:
+        """What cuDNN allocates in the backward pass of attention."""
         cfg = self.cfg
+        model = self.model
         if cfg.memory.attention != "cudnn":
             return 0
         is_ring = cfg.mesh.context > 1 and cfg.mesh.context_method != "ulysses"
@@ -283,16 +354,18 @@ class _Activations:
         kv_heads = max(1, model.kv_heads // split)
         segments = cfg.data.max_segments if cfg.data.packing else 1
         length = cfg.row_length // (cfg.mesh.context if is_ring else 1)
-        rows = math.ceil(self.rows * cfg.mesh.context)
+        rows = math.ceil(self.share.rows * cfg.mesh.context)
         call = cudnn.CudnnCall(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
         return cudnn.workspace(cudnn.backward_part(call), self.width)
 
-    def _context(self, model: Decoder, wide: float) -> float:
-        """Additional bytes of attention over `context`. With `ulysses` these are the shards of the heads; otherwise
-        keys, values and their gradients that are being sent, and the queries, the output and their gradients."""
-        cfg = self.cfg
-        if cfg.mesh.context_method == "ulysses" and cfg.mesh.context > 1:
-            return 4 * self.queries + 2 * self.keys + self._cudnn(model)
-        if cfg.mesh.context == 1 or model.window:
+    @property
+    def context_attention(self) -> float:
+        """What attention over `context` adds. With `ulysses` these are the shards of the heads; otherwise keys, values
+        and their gradients that are being sent, and the queries, the output and their gradients."""
+        mesh = self.cfg.mesh
+        if mesh.context == 1:
             return 0
-        return 2 * (1 + wide) * self.keys + (3 + wide) * self.queries
+        if mesh.context_method == "ulysses":
+            return 4 * self.queries + 2 * self.keys + self.cudnn_workspace
+        wide = FLOAT32 / self.width
+        return 0 if self.model.window else 2 * (1 + wide) * self.keys + (3 + wide) * self.queries

@@ -97,8 +97,17 @@ def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Tree, read_onl
 
 def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axes) -> Tree:
     """Applies `function` to some rows of a matrix at a time, in place, so that no device dequantizes more than 8 M
-    elements at once. `matrix` and `read_only` are trees of arrays and QTensors with the same shape, these axes, and
-    blocks along one dimension. A stack of layers is one loop over the parts of all layers."""
+    elements at once. A stack of matrices is one loop over the parts of all layers.
+
+    Args:
+        function: computes the new part.
+        matrix: a tree of arrays and QTensors that have the same shape, and blocks along one dimension.
+        read_only: a tree like `matrix`, of which `function` receives the same rows.
+        axes: their logical axes.
+
+    Returns:
+        The new `matrix`.
+    """
     is_stack = axes[:1] == ("layer",)
     zero = jnp.zeros((), jnp.int32)
     rows = int(is_stack)  # the dimension of rows
@@ -108,41 +117,63 @@ def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axe
     along = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
     parts = _parts(math.prod(shape), units, _devices(axes[rows:]))
-    if parts > 1 and not any(x.shape[rows] % units for x in jax.tree.leaves((matrix, read_only))):
-        loop = partial(_update_strided_rows, function, rows, units, parts)
-        return _per_shard(loop, matrix, read_only) if is_stack else loop(matrix, read_only, zero)
-    update_layer = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
-    return update_layers(update_layer, matrix, read_only) if is_stack else update_layer(matrix, read_only, zero)
+    if parts == 1 or any(x.shape[rows] % units for x in jax.tree.leaves((matrix, read_only))):
+        update_layer = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
+        return update_layers(update_layer, matrix, read_only) if is_stack else update_layer(matrix, read_only, zero)
+    if is_stack:
+        return _per_shard(partial(_update_rows_of_stack, function, units, parts), matrix, read_only)
+    return _update_rows_of_matrix(function, units, parts, matrix, read_only)
 
 
-def _update_strided_rows(
-    function: PartFunction, rows: int, units: int, parts: int, matrix: Tree, read_only: Tree, first: jax.Array
+def _update_rows_of_stack(
+    function: PartFunction, units: int, parts: int, stack: Tree, read_only: Tree, first: jax.Array
 ) -> Tree:
-    """`rows`: the dimension of rows, which has `units` rows or blocks of rows. `first`: the index of the first layer.
+    """Updates matrices [layer, rows, ...], of which `first` is the index of the first one."""
 
-    The rows of a part are strided, so that on a mesh that shards rows each device has some of its own rows in every
-    part."""
+    def update(part: Tree, read_only: Tree, place: list[jax.Array]) -> Tree:
+        layer, index = place
+        return function(part, read_only, first + layer, index)
+
+    layers = jax.tree.leaves(stack)[0].shape[0]
+    return _update_strided(update, {0: layers, 2: parts}, units, stack, read_only)
+
+
+def _update_rows_of_matrix(function: PartFunction, units: int, parts: int, matrix: Tree, read_only: Tree) -> Tree:
+    """Updates a matrix [rows, ...]."""
+    first = jnp.zeros((), jnp.int32)
+    update = lambda part, read_only, place: function(part, read_only, first, *place)  # noqa: E731
+    return _update_strided(update, {1: parts}, units, matrix, read_only)
+
+
+def _update_strided(
+    function: Callable[[Tree, Tree, list[jax.Array]], Tree], grid: Grid, units: int, matrix: Tree, read_only: Tree
+) -> Tree:
+    """Overwrites each part with `function(part, part of read_only, place of the part in the grid)`.
+
+    The dimension of rows, of `units` rows or blocks of rows, becomes [units // parts, parts, rows of a unit], and
+    `grid` has the middle one. So the rows of a part are strided: on a mesh that shards rows, each device has some of
+    its own rows in every part."""
     arrays, form = jax.tree.flatten(matrix)
     read_only_arrays, read_only_form = jax.tree.flatten(read_only)
-    grid = {0: arrays[0].shape[0], 2: parts} if rows else {1: parts}
+    parts = grid[max(grid)]
+    rows = max(grid) - 1
 
     def cut(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:rows], units // parts, parts, x.shape[rows] // units, *x.shape[rows + 1 :])
-
-    def join(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def shorten(x: Tree) -> Tree:
         is_along_rows = isinstance(x, QTensor) and x.axis == -x.ndim
         return dataclasses.replace(x, size=x.size // parts) if is_along_rows else x
 
-    def part_of(form: Any, arrays: list[jax.Array]) -> Tree:
-        return jax.tree.map(shorten, jax.tree.unflatten(form, map(join, arrays)), is_leaf=is_quantized)
+    def join(form: jax.tree_util.PyTreeDef, arrays: list[jax.Array]) -> Tree:
+        """A part as a matrix [rows, ...]."""
+        joined = [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in arrays]
+        return jax.tree.map(shorten, jax.tree.unflatten(form, joined), is_leaf=is_quantized)
 
     def step(part: list[jax.Array], i: jax.Array) -> list[jax.Array]:
-        *layer, number = _place(grid, i)
-        read = part_of(read_only_form, [_read(grid, x, i) for x in cut_read_only])
-        new = function(part_of(form, part), read, sum(layer, first), number)
+        place = _place(grid, i)
+        read = join(read_only_form, [_read(grid, x, i) for x in cut_read_only])
+        new = function(join(form, part), read, place)
         return [x.reshape(old.shape) for x, old in zip(jax.tree.leaves(new), part, strict=True)]
 
     cut_read_only = [cut(x) for x in read_only_arrays]

@@ -92,7 +92,7 @@ class StageLayers:
                 assert self._derivative is not None
                 x, saved = self._derivative.forward(weights, x, layer_input, call.shared)
                 return x, put_layer(ring, slot * group + place, call.save(saved)), following
-            ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.first, jnp.int32)[place], call.save(x))
+            ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.forward_slots, jnp.int32)[place], call.save(x))
             return call.run(weights, x, layer_input, call.shared)[0], ring, following
 
         begin = x, ring, self._fetch(call, jnp.int32(0), round_index)
@@ -122,7 +122,7 @@ class StageLayers:
             else:
                 read = partial(self._weights_and_input, current, round_index)
                 ring = recompute(current, ring, place, slot * plan.slots, read)
-                x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.at, jnp.int32)[place]))
+                x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.backward_slots, jnp.int32)[place]))
                 derivative = layer_derivative(current.run, *known, x)
             dw, g = derivative(g)
             gradients, g = self._add(gradients, place, row, dw, g)

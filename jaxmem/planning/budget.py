@@ -31,7 +31,7 @@ from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.share import share_of
-from jaxmem.stack.schedule import schedule
+from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.step import program
 
 MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits
@@ -192,6 +192,6 @@ def _by_name(
 
 def _by_schedule(layers: Sequence[Layer]) -> Iterator[tuple[str, int, int]]:
     for slots in range(1, max((layer.count for layer in layers), default=0)):
-        plans: list[tuple[Layer, Any]] = [(layer, schedule(f"slots_{slots}", layer.count)) for layer in layers]
+        plans: list[tuple[Layer, Any]] = [(layer, recompute_plan(f"slots_{slots}", layer.count)) for layer in layers]
         saved = sum(layer.boundary * (plan.slots if plan else 1) for layer, plan in plans)
         yield f"slots_{slots}", saved, sum(layer.forward * plan.runs for layer, plan in plans if plan)

@@ -4,7 +4,7 @@ The weights of all layers are stacked, so that a layer is compiled once for any 
 
     call.py          a stack that is about to be applied, and its settings
     apply.py         one layer after the other
-    remat.py         activation checkpointing; schedule.py and scheduled.py also recompute the inputs of layers
+    remat.py         activation checkpointing; recompute_plan.py, scheduled.py: recomputing the inputs of layers too
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
     interception.py  replacing the computation of a stack within a network that cannot name its parts
 """

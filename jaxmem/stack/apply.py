@@ -25,8 +25,8 @@ from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is
 from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
 from jaxmem.stack.call import DEFAULTS, StackCall, StackOptions, create_layers
 from jaxmem.stack.interception import intercepted
+from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.stack.remat import Forms, policy
-from jaxmem.stack.schedule import schedule
 from jaxmem.typing import Tree
 
 # (module, x, input of this layer, shared inputs) -> (x, output of this layer)
@@ -86,9 +86,9 @@ def _apply(call: StackCall, forms: Forms) -> tuple[Tree, Tree]:
     """Applies a stack, or a range of it."""
     call = checkpointed(call, call.layers, forms)
     if call.plan is not None:
-        from jaxmem.stack.scheduled import by_schedule
+        from jaxmem.stack.scheduled import by_plan
 
-        return by_schedule(with_streams(call))
+        return by_plan(with_streams(call))
     if hooks_in_place(call.weights):
         return _scan_with_hooks(call)
     return jax.lax.scan(
@@ -167,7 +167,7 @@ def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fe
         and not fetches_ahead
         and (options.host == (BOUNDARY,) or (fetches and not options.host))
     )
-    call = replace(call, plan=schedule("every_1" if ahead else options.remat, layers))
+    call = replace(call, plan=recompute_plan("every_1" if ahead else options.remat, layers))
     if call.plan is None:
         is_offloaded_later = fetches_ahead and call.on_host
         run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run

@@ -10,8 +10,8 @@ import jax
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding.host import to_device, to_host
+from jaxmem.stack.recompute_plan import RecomputePlan
 from jaxmem.stack.remat import Remat
-from jaxmem.stack.schedule import Schedule
 from jaxmem.typing import Tree
 
 Path = tuple[Any, ...]
@@ -56,7 +56,7 @@ class StackCall:
     shared: Tree = None
     options: StackOptions = DEFAULTS
     streamed: frozenset[Path] = frozenset()  # weights that layers copy from host memory in groups, if they are there
-    plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves
+    plan: RecomputePlan | None = None  # the boundaries to save; None: all, and the activations that `run` saves
 
     @property
     def layers(self) -> int:

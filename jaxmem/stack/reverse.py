@@ -23,7 +23,7 @@ from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.apply import checkpointed, with_streams
 from jaxmem.stack.call import Run, StackCall
-from jaxmem.stack.schedule import Schedule
+from jaxmem.stack.recompute_plan import RecomputePlan
 from jaxmem.stack.scheduled import available_after, fetch_layer, first_pass, layer_with, recompute, scan_layers
 from jaxmem.typing import Tree
 
@@ -211,14 +211,14 @@ def _saving(call: StackCall, at: Callable[[Tree], Tree], micro: int) -> ForwardP
     return ForwardPass(call, merge_micro_batches(y, micro), micro, at, residuals, begin, of_layer.load)
 
 
-def _recomputing(call: StackCall, plan: Schedule, at: Callable[[Tree], Tree], micro: int) -> ForwardPass:
+def _recomputing(call: StackCall, plan: RecomputePlan, at: Callable[[Tree], Tree], micro: int) -> ForwardPass:
     """Some layers save their input; that of the others is recomputed by running earlier layers, which have not been
     updated yet."""
     y, _, slots = first_pass(call, plan)
 
     def residuals(layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
         slots = recompute(replace(call, weights=weights), slots, layer)
-        return call.load(take_layer(slots, jnp.asarray(plan.at, jnp.int32)[layer])), slots
+        return call.load(take_layer(slots, jnp.asarray(plan.backward_slots, jnp.int32)[layer])), slots
 
     return ForwardPass(call, y, micro, at, residuals, lambda: slots, partial(layer_derivative, call.run))
 

@@ -1,13 +1,13 @@
-"""Applying a stack with a schedule of saved and recomputed boundaries.
+"""Applying a stack with a plan of saved and recomputed boundaries.
 
-Weights are indexed inside of the loop; passing slices would copy them. In addition to the slots of the schedule, the
+Weights are indexed inside of the loop; passing slices would copy them. In addition to the slots of the plan, the
 backward pass stores the intermediates of one layer and its gradient. Weights in host memory are copied one layer ahead.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxmem.kernels.scopes import run_count
 from jaxmem.sharding import GROUPS, current
 from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
 from jaxmem.sharding.weights import (
+    HookedWeight,
     StoredWeight,
     hooks_in_place,
     is_in_place,
@@ -25,18 +26,18 @@ from jaxmem.sharding.weights import (
     without_hooks_in_place,
 )
 from jaxmem.stack.call import Run, StackCall
-from jaxmem.stack.schedule import Schedule
+from jaxmem.stack.recompute_plan import RecomputePlan
 from jaxmem.typing import Tree
 
 
-def first_pass(call: StackCall, plan: Schedule) -> tuple[Tree, Tree, Tree]:
+def first_pass(call: StackCall, plan: RecomputePlan) -> tuple[Tree, Tree, Tree]:
     """Returns (x, stacked outputs, saved boundaries)."""
 
     def step(slots: Tree, input_and_slot: tuple[Tree, Tree], weights: Tree, x: Tree) -> tuple[Tree, Tree, Tree]:
-        of_layer, slot = input_and_slot
+        layer_input, slot = input_and_slot
         boundary = call.save(x)
         slots = slots if plan.saves_all else put_layer(slots, slot, boundary)
-        x, output = call.run(weights, x, of_layer, call.shared)
+        x, output = call.run(weights, x, layer_input, call.shared)
         return x, slots, (output, boundary if plan.saves_all else None)
 
     def empty_slots() -> Tree:
@@ -47,7 +48,7 @@ def first_pass(call: StackCall, plan: Schedule) -> tuple[Tree, Tree, Tree]:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), call.x)
 
     slots = None if plan.saves_all else empty_slots()
-    inputs = call.inputs, jnp.asarray(plan.first, jnp.int32)
+    inputs = call.inputs, jnp.asarray(plan.forward_slots, jnp.int32)
     x, slots, (outputs, boundaries) = scan_layers(step, slots, call.weights, call.x, inputs)
     return x, outputs, boundaries if plan.saves_all else slots
 
@@ -77,9 +78,9 @@ def recompute(
     """The slots after the recomputation that the plan has before the backward pass of a layer. `first`: the first of
     these slots. `read`: layer -> its weights and its input; None: from the stack."""
     plan = call.plan
-    if plan is None or not plan.again:
+    if plan is None or not plan.steps:
         return slots
-    steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
+    steps = jnp.asarray(plan.steps, jnp.int32).reshape(-1, 3)
     begin, end = (jnp.asarray(x, jnp.int32)[layer] for x in (plan.begin, plan.end))
 
     def again(i: jax.Array, slots: Tree) -> Tree:
@@ -88,19 +89,30 @@ def recompute(
         x, _ = call.run(weights, call.load(take_layer(slots, first + source)), layer_input, call.shared)
         return put_layer(slots, first + target, call.save(x))
 
-    with jax.named_scope(run_count(plan.runs, len(plan.at))):
+    with jax.named_scope(run_count(plan.runs, len(plan.backward_slots))):
         return jax.lax.fori_loop(begin, end, again, slots)
 
 
-def by_schedule(call: StackCall) -> tuple[Tree, Tree]:
+class _Carry(NamedTuple):
+    """What the backward pass of a layer passes to that of the layer before it."""
+
+    slots: Tree  # saved boundaries
+    x: Tree  # the input of the layer, loaded ahead; None unless every boundary is saved
+    fetched: Tree  # the weights of the layer that are in host memory, copied ahead
+    g: Tree  # the gradient of the layer's output x
+    of_shared: Tree  # the sum of the gradients of `shared`
+    results: list[jax.Array]  # the results of the hooks, stacked
+
+
+def by_plan(call: StackCall) -> tuple[Tree, Tree]:
     """Applies a stack and returns (x, stacked outputs); the backward pass follows `call.plan`."""
-    plan, run = call.plan, call.run
+    plan = call.plan
     assert plan is not None
 
     @jax.custom_vjp
     def apply(weights: Tree, x: Tree, inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
         def step(_: None, layer_input: Tree, weights: Tree, x: Tree) -> tuple[Tree, None, Tree]:
-            x, output = run(weights, x, layer_input, shared)
+            x, output = call.run(weights, x, layer_input, shared)
             return x, None, output
 
         x, _, outputs = scan_layers(step, None, weights, x, inputs)
@@ -116,39 +128,45 @@ def by_schedule(call: StackCall) -> tuple[Tree, Tree]:
         weights = without_hooks_in_place(stored)
         saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
 
-        def step(carry: tuple[Tree, ...], of_step: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, Tree]]:
-            slots, ahead, fetched, g, of_shared, results = carry
-            layer, at, of_output = of_step
-            slots = recompute(saved_call, slots, layer)
-            x = ahead if plan.saves_all else call.load(take_layer(slots, at))
+        def step(carry: _Carry, of_step: tuple[jax.Array, jax.Array, Tree]) -> tuple[_Carry, tuple[Tree, Tree]]:
+            layer, slot, of_output = of_step
+            slots = recompute(saved_call, carry.slots, layer)
+            x = carry.x if plan.saves_all else call.load(take_layer(slots, slot))
             # The previous layer is copied while this layer computes.
-            ahead = call.load(take_layer(slots, jnp.maximum(at - 1, 0))) if plan.saves_all else None
-            following = fetch_layer(weights, layer - 1)
-            derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), shared)
-            of_weights, g, of_input, of_layer_shared = derivative(g, of_output)
+            previous_x = call.load(take_layer(slots, jnp.maximum(slot - 1, 0))) if plan.saves_all else None
+            previous = fetch_layer(weights, layer - 1)
+            layer_weights = layer_with(weights, layer, carry.fetched)
+            derivative = _derivative(call.run, layer_weights, x, take_layer(inputs, layer), shared)
+            of_weights, g, of_input, of_layer_shared = derivative(carry.g, of_output)
+            results = carry.results
             if hooked:
-                layer_gradients = zip(hooked, results, jax.tree.leaves(of_weights), strict=True)
-                results = [put_layer(x, layer, w.hook(g, take_layer(x, layer))) for w, x, g in layer_gradients]
+                results = _write_results(hooked, results, layer, of_weights)
                 of_weights = None
-            of_shared = jax.tree.map(jnp.add, of_shared, of_layer_shared)
-            return (slots, ahead, following, g, of_shared, results), (of_weights, of_input)
+            of_shared = jax.tree.map(jnp.add, carry.of_shared, of_layer_shared)
+            return _Carry(slots, previous_x, previous, g, of_shared, results), (of_weights, of_input)
 
         zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
-        numbers, slots_at = (jnp.asarray(values, jnp.int32) for values in (range(call.layers), plan.at))
-        ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
-        results = [w.argument for w in hooked]
-        carry = (slots, ahead, fetch_layer(weights, last), gradients[0], zeros, results)
-        carry, (of_weights, of_inputs) = jax.lax.scan(step, carry, (numbers, slots_at, gradients[1]), reverse=True)
-        *_, g, of_shared, results = carry
+        layers = jnp.asarray(range(call.layers), jnp.int32)
+        backward_slots = jnp.asarray(plan.backward_slots, jnp.int32)
+        x = call.load(take_layer(slots, jnp.int32(plan.backward_slots[-1]))) if plan.saves_all else None
+        begin = _Carry(slots, x, fetch_layer(weights, last), gradients[0], zeros, [w.argument for w in hooked])
+        end, (of_weights, of_inputs) = jax.lax.scan(step, begin, (layers, backward_slots, gradients[1]), reverse=True)
         if hooked:
-            gradients_of_hooked = [w.gradient(x) for w, x in zip(hooked, results, strict=True)]
-            of_weights = jax.tree.unflatten(
-                jax.tree.structure(inexact_leaves(stored), is_leaf=is_in_place), gradients_of_hooked
-            )
-        return _gradients_like(stored, of_weights), g, of_inputs, of_shared
+            of_hooked = [w.gradient(result) for w, result in zip(hooked, end.results, strict=True)]
+            form = jax.tree.structure(inexact_leaves(stored), is_leaf=is_in_place)
+            of_weights = jax.tree.unflatten(form, of_hooked)
+        return _gradients_like(stored, of_weights), end.g, of_inputs, end.of_shared
 
     apply.defvjp(forward, backward)
     return apply(call.weights, call.x, call.inputs, call.shared)
+
+
+def _write_results(
+    hooked: list[HookedWeight], results: list[jax.Array], layer: jax.Array, gradients: Tree
+) -> list[jax.Array]:
+    """`results`, with those of one layer written in place. Until then, a layer has the arguments of its hooks there."""
+    of_weights = zip(hooked, results, jax.tree.leaves(gradients), strict=True)
+    return [put_layer(result, layer, w.hook(g, take_layer(result, layer))) for w, result, g in of_weights]
 
 
 def _derivative(run: Run, *arguments: Tree) -> Callable[[Tree, Tree], tuple[Tree, ...]]:
@@ -179,12 +197,12 @@ def _gradients(run: Run, arguments: Tree, g: Tree) -> Tree:
 
 
 def inexact_leaves(tree: Tree, values: Tree = None) -> Tree:
-    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others. With
+    """The leaves that have a gradient: floating-point arrays, and the proxies of stored weights; None for others. With
     `values`, a tree of the same structure, the leaves of that tree at the same places."""
 
     def of(leaf: Tree, value: Tree) -> Tree:
-        at = proxy_of(leaf)
-        return proxy_of(value) if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
+        proxy = proxy_of(leaf)
+        return proxy_of(value) if proxy is not None and jnp.issubdtype(proxy.dtype, jnp.inexact) else None
 
     return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_weight)
 

@@ -1,15 +1,15 @@
 """The forward and backward pass of a network, part by part.
 
 A network is a sequence of parts (`models.network`): stacks of layers, operations with an embedding or output matrix,
-and functions in between. `ForwardByParts` computes them one after the other. Its backward pass goes through them in
-reverse order. A stack passes the gradient of each layer to a visitor. The gradient of an embedding or output matrix
-that no other part uses never exists completely: slices of it are computed on request. Frozen parameters have no
+and functions in between. `forward_by_parts` computes them one after the other. `ForwardByParts.backward` goes through
+them in reverse order. A stack passes the gradient of each layer to a visitor. The gradient of an embedding or output
+matrix that no other part uses never exists completely: slices of it are computed on request. Frozen parameters have no
 gradient, but gradients are propagated through them.
 """
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxmem.optim.groups import merge, select
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack import ForwardPass, forward
+from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
@@ -46,7 +47,7 @@ class PassedStack:
 
     def weights(self, trainable: Tree) -> Tree:
         """All weights, with the trainable weights replaced by `trainable`, which is at the path of the stack."""
-        return merge(self.result.call.weights, _at(trainable, self.path))
+        return merge(self.result.call.weights, _subtree(trainable, self.path))
 
 
 @dataclass(frozen=True)
@@ -65,60 +66,47 @@ class PassedFunctions:
     flow: Flow
 
 
-class ForwardByParts:
-    """One forward pass over a batch, followed by any number of backward passes."""
+Passed = PassedStack | PassedMatrix | PassedFunctions
 
+
+@dataclass(frozen=True)
+class Outside:
+    """The parameters outside of stacks. `proxies` are the arrays to differentiate with respect to."""
+
+    model: ModelSpec
+    params: Params  # of the complete network
+    outside: Params
+    proxies: Params
+
+    def run(self, parts: Sequence[NetworkPart], proxies: Params, flow: Flow) -> Any:
+        """The result of functions, differentiable with respect to `proxies`."""
+        outside = flatten_dict(with_gradients(self.outside, proxies))
+        network = self.model.network(unflatten_dict(flatten_dict(self.params) | outside))
+        return run_parts(network, parts, flow)
+
+    def read_by(self, functions: PassedFunctions) -> set[Path]:
+        """The paths of the parameters that functions use."""
+        traced = jax.make_jaxpr(partial(self.run, functions.parts))(self.proxies, functions.flow).jaxpr
+        inputs = {x for equation in traced.eqns for x in equation.invars if isinstance(x, Var)}
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self.proxies)]
+        return {tuple(key.key for key in path) for path, x in zip(paths, traced.invars, strict=False) if x in inputs}
+
+
+@dataclass(frozen=True)
+class ForwardByParts:
+    """A forward pass over a batch, which any number of backward passes may follow."""
+
+    passed: Sequence[Passed]  # up to the last stack or matrix
+    outside: Outside  # `proxies` has None for the matrices in `sliced`
+    sliced: Collection[Path]  # the matrices whose gradients are computed in slices
+    frozen: Collection[Path]
+    last_parameters: Params  # those that only functions after the last stack or matrix use: usually the final norm
+    loss_derivative: Callable[[jax.Array], tuple[Params, Flow]]  # of the functions after the last stack or matrix
     sums: Sums
 
-    def __init__(self, spec: StateSpec, params: Params, batch: Batch, keys: jax.Array, micro_batches: int) -> None:
-        self._model, self._params = spec.model, params
-        trainable = spec.model.select(params)
-        # A new network for each part: a pass may change the random number generators of a script's model.
-        network = partial(spec.model.network, params)
-        parts = parts_of(objective(spec.cfg), network(), params, batch, keys)
-        stack_paths = [part.path for part in parts if isinstance(part, Layers)]
-        self._outside = _without(params, stack_paths)  # parameters outside of stacks
-        self._at = differentiable(_without(trainable, stack_paths), spec.gradient_dtype)
-        self._frozen = {path for path, w in flatten_dict(trainable).items() if w is None}
-
-        self._passed: list[PassedStack | PassedMatrix | PassedFunctions] = []
-        flow = Flow(None)
-        functions = PassedFunctions((), flow)
-        for part in parts:
-            passed: PassedStack | PassedMatrix | None = None
-            if isinstance(part, Layers):
-                weights = _at(trainable, part.path)
-                learns = jax.tree.map(lambda w: w is not None, weights, is_leaf=lambda w: w is None or is_quantized(w))
-                stack = forward(part.call(network(), flow), learns, spec.gradient_dtype, micro_batches)
-                passed = PassedStack(part.path, stack, unflatten_dict({part.path: weights}))
-            elif isinstance(part, MatrixPart) and (result := part.separate(network(), flow)) is not None:
-                passed = PassedMatrix(part.path, result)
-            if passed is None:
-                flow = part.run(network(), flow)
-                functions = PassedFunctions((*functions.parts, part), functions.flow)
-            else:
-                flow = flow._replace(x=passed.result.y)
-                self._passed += [functions, passed] if functions.parts else [passed]
-                functions = PassedFunctions((), flow)
-
-        self.stacks = [passed for passed in self._passed if isinstance(passed, PassedStack)]
-        matrices = dict.fromkeys(passed.path for passed in self._passed if isinstance(passed, PassedMatrix))
-        read_before = {
-            path for passed in self._passed if isinstance(passed, PassedFunctions) for path in self._reads(passed)
-        }
-        # These matrices are used in no function, so their gradients are computed in slices, by request.
-        read = read_before | self._reads(functions)
-        self._sliced = [path for path in matrices if path not in read]
-        self._at = _replaced(self._at, dict.fromkeys(self._sliced))
-        # The parameters that only the functions after the last stack or matrix use: usually the final norm. A matrix
-        # that a lookup uses too (tied embeddings) is not one of them: only the lookup completes its gradient.
-        self.last_parameters = _without(self._at, [*read_before, *matrices])
-
-        def loss(at: Params, flow: Flow) -> tuple[jax.Array, Sums]:
-            sums = self._run(functions.parts, at, flow)
-            return trained_sum(sums), sums
-
-        _, self._loss_derivative, self.sums = jax.vjp(loss, self._at, functions.flow, has_aux=True)
+    @property
+    def stacks(self) -> list[PassedStack]:
+        return [passed for passed in self.passed if isinstance(passed, PassedStack)]
 
     def backward(
         self,
@@ -136,10 +124,10 @@ class ForwardByParts:
             The gradients of the parameters outside of stacks, without the matrices whose gradients are computed in
             slices; and for each of these, by its path, a function that computes slices of the gradient.
         """
-        grads, g = self._loss_derivative(1.0 / jnp.maximum(self.sums["count"], 1.0))
+        grads, g = self.loss_derivative(1.0 / jnp.maximum(self.sums["count"], 1.0))
         _, g = jax.lax.optimization_barrier((on_last_gradients(select(grads, self.last_parameters)), g))
         uses: dict[Path, list[tuple[VocabOpResult, jax.Array]]] = {}  # of the matrices, with the gradients of results
-        for passed in reversed(self._passed):
+        for passed in reversed(self.passed):
             if isinstance(passed, PassedStack):
                 g = g._replace(x=stack_backward(passed, g.x))
             elif isinstance(passed, PassedMatrix):
@@ -147,35 +135,98 @@ class ForwardByParts:
                 grads = self._with_complete_gradient(grads, passed, g.x)
                 g = g._replace(x=passed.result.input_gradient(g.x))
             else:
-                _, derivative = jax.vjp(partial(self._run, passed.parts), self._at, passed.flow)
+                _, derivative = jax.vjp(partial(self.outside.run, passed.parts), self.outside.proxies, passed.flow)
                 of_functions, g = derivative(g)
                 grads = jax.tree.map(jnp.add, grads, of_functions)
         in_slices: dict[Path, SliceGradient] = {
-            path: partial(_slice_gradient, uses[path]) for path in self._sliced if path not in self._frozen
+            path: partial(_slice_gradient, uses[path]) for path in self.sliced if path not in self.frozen
         }
-        return _without(grads, self._sliced), in_slices
+        return _without(grads, self.sliced), in_slices
 
     def _with_complete_gradient(self, grads: Params, passed: PassedMatrix, g: jax.Array) -> Params:
         """`grads` plus the gradient of a matrix that functions use too."""
         path = passed.path
-        if path in self._sliced or path in self._frozen:
+        if path in self.sliced or path in self.frozen:
             return grads
-        total = _at(grads, path)
-        gradient = passed.result.weight_gradient(g, _at(self._params, path))
+        total = _subtree(grads, path)
+        gradient = passed.result.weight_gradient(g, _subtree(self.outside.params, path))
         return _replaced(grads, {path: total + gradient.astype(total.dtype)})
 
-    def _run(self, parts: Sequence[NetworkPart], at: Params, flow: Flow) -> Any:
-        """The result of functions, differentiable with respect to the parameters `at`."""
-        outside = flatten_dict(with_gradients(self._outside, at))
-        network = self._model.network(unflatten_dict(flatten_dict(self._params) | outside))
-        return run_parts(network, parts, flow)
 
-    def _reads(self, functions: PassedFunctions) -> set[Path]:
-        """The parameters outside of stacks that functions use."""
-        traced = jax.make_jaxpr(partial(self._run, functions.parts))(self._at, functions.flow).jaxpr
-        inputs = {x for equation in traced.eqns for x in equation.invars if isinstance(x, Var)}
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._at)]
-        return {tuple(key.key for key in path) for path, x in zip(paths, traced.invars, strict=False) if x in inputs}
+def forward_by_parts(
+    spec: StateSpec, params: Params, batch: Batch, keys: jax.Array, micro_batches: int
+) -> ForwardByParts:
+    """The forward pass of the network and of its loss.
+
+    Args:
+        spec: the specification of the step.
+        params: all parameters.
+        batch: arrays [rows, ...], in the order of `merge_micro_batches`.
+        keys: the random key of each row.
+        micro_batches: the number of micro-batches that the rows are from.
+    """
+    model = spec.model
+    trainable = model.select(params)
+    network = partial(model.network, params)
+    parts = parts_of(objective(spec.cfg), network(), params, batch, keys)
+    stacks = [part.path for part in parts if isinstance(part, Layers)]
+    proxies = differentiable(_without(trainable, stacks), spec.gradient_dtype)
+    outside = Outside(model, params, _without(params, stacks), proxies)
+
+    def run_stack(part: Layers, flow: Flow) -> PassedStack:
+        weights = _subtree(trainable, part.path)
+        learns = jax.tree.map(lambda w: w is not None, weights, is_leaf=lambda w: w is None or is_quantized(w))
+        result = forward(part.call(network(), flow), learns, spec.gradient_dtype, micro_batches)
+        return PassedStack(part.path, result, unflatten_dict({part.path: weights}))
+
+    passed, last = run_forward(parts, network, run_stack)
+    functions = [part for part in passed if isinstance(part, PassedFunctions)]
+    read_before = {path for function in functions for path in outside.read_by(function)}
+    matrices = list(dict.fromkeys(matrix.path for matrix in passed if isinstance(matrix, PassedMatrix)))
+    # No function uses these matrices, so their gradients are computed in slices, by request.
+    read = read_before | outside.read_by(last)
+    sliced = [path for path in matrices if path not in read]
+    proxies = _replaced(proxies, dict.fromkeys(sliced))
+
+    def loss(proxies: Params, flow: Flow) -> tuple[jax.Array, Sums]:
+        sums = outside.run(last.parts, proxies, flow)
+        return trained_sum(sums), sums
+
+    _, loss_derivative, sums = jax.vjp(loss, proxies, last.flow, has_aux=True)
+    return ForwardByParts(
+        passed,
+        replace(outside, proxies=proxies),
+        sliced,
+        frozen={path for path, w in flatten_dict(trainable).items() if w is None},
+        # A matrix that a lookup uses too (tied embeddings) is not one of them: only the lookup completes its gradient.
+        last_parameters=_without(proxies, [*read_before, *matrices]),
+        loss_derivative=loss_derivative,
+        sums=sums,
+    )
+
+
+def run_forward(
+    parts: Sequence[NetworkPart], network: Callable[[], Any], run_stack: Callable[[Layers, Flow], PassedStack]
+) -> tuple[list[Passed], PassedFunctions]:
+    """Runs all parts but the functions after the last stack or matrix. Returns the former and the latter. `network`
+    returns a new network for each part: a pass may change the random number generators of a script's model."""
+    passed: list[Passed] = []
+    functions = PassedFunctions((), Flow(None))  # since the last stack or matrix
+    flow = functions.flow
+    for part in parts:
+        separate: PassedStack | PassedMatrix | None = None
+        if isinstance(part, Layers):
+            separate = run_stack(part, flow)
+        elif isinstance(part, MatrixPart) and (result := part.separate(network(), flow)) is not None:
+            separate = PassedMatrix(part.path, result)
+        if separate is None:
+            functions = PassedFunctions((*functions.parts, part), functions.flow)
+            flow = part.run(network(), flow)
+        else:
+            passed += [functions, separate] if functions.parts else [separate]
+            flow = flow._replace(x=separate.result.y)
+            functions = PassedFunctions((), flow)
+    return passed, functions
 
 
 def parts_of(
@@ -195,7 +246,7 @@ def _slice_gradient(uses: list[tuple[VocabOpResult, jax.Array]], weight: Any, *w
     return reduce(jnp.add, (result.weight_gradient(g, weight, *which) for result, g in uses))
 
 
-def _at(tree: Tree, path: Path) -> Tree:
+def _subtree(tree: Tree, path: Path) -> Tree:
     return reduce(operator.getitem, path, tree)
 
 

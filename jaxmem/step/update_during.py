@@ -26,7 +26,7 @@ from jaxmem.sharding import is_axes
 from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.stack import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
-from jaxmem.step.by_parts import ForwardByParts, PassedStack
+from jaxmem.step.by_parts import ForwardByParts, PassedStack, forward_by_parts
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, VocabUpdate, add_squares
@@ -44,7 +44,7 @@ def update_during_backward(
         batch, key = jax.tree.map(lambda x: x[0], (batch, keys))
     else:
         batch, key = merge_micro_batches((batch, keys), micro_batches)
-    network = ForwardByParts(spec, state.params, batch, key, micro_batches)
+    network = forward_by_parts(spec, state.params, batch, key, micro_batches)
     # The groups of each stack, one per weight.
     groups = {stack.path: [spec.group(w) for w in single_weights(stack.trainable)] for stack in network.stacks}
     params, states, squares = list[Tree](), list[Tree](), list[Tree]()

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxmem.stack.schedule import schedule
+from jaxmem.stack.recompute_plan import recompute_plan
 from scripts.course import Findings, main
 from scripts.course.panels import DARK, PALE, Cells
 from scripts.course.table import Table
@@ -54,15 +54,15 @@ def measure(layers: int) -> Findings:
 
 def frames(policy: str, layers: int) -> Iterator[str]:
     """The state of the input of each layer in each tick of a forward and a backward pass: a letter of KEY."""
-    plan = schedule(policy, layers)
+    plan = recompute_plan(policy, layers)
     assert plan is not None
     slots: dict[int, int] = {0: 0}  # slot -> the layer whose input it has
     for layer in range(layers):
         yield _frame(layers, slots, layer, "F")
         if layer + 1 < layers:
-            slots[plan.first[layer + 1]] = layer + 1
+            slots[plan.forward_slots[layer + 1]] = layer + 1
     for layer in reversed(range(layers)):
-        for again, _, target in plan.again[plan.begin[layer] : plan.end[layer]]:
+        for again, _, target in plan.steps[plan.begin[layer] : plan.end[layer]]:
             yield _frame(layers, slots, again, "R")
             slots[target] = again + 1
         yield _frame(layers, slots, layer, "B")

@@ -20,7 +20,7 @@ from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.stack import StackOptions, apply_call, stack_call
-from jaxmem.stack.schedule import schedule
+from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
 from scripts.course.panels import LinePlot
@@ -86,7 +86,7 @@ def measure(target: str, depths: Sequence[int] = DEPTHS) -> Findings:
 
 def _row(policy: str, by_layers: Mapping[int, Row], none: Mapping[int, Row]) -> Row:
     deep = max(by_layers)
-    plan = schedule(policy, deep)
+    plan = recompute_plan(policy, deep)
     return {
         "remat": policy,
         "boundaries": "all activations" if policy == "none" else plan.slots if plan else deep,

@@ -14,8 +14,8 @@ from jaxmem.quant import quantize
 from jaxmem.sharding import gather
 from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack import StackCall, StackOptions, apply_call, stack_call, stacked
-from jaxmem.stack.schedule import schedule
-from jaxmem.stack.scheduled import by_schedule
+from jaxmem.stack.recompute_plan import recompute_plan
+from jaxmem.stack.scheduled import by_plan
 from scripts.course.checkpointing import FORMULAS, backward
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
@@ -24,20 +24,20 @@ POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", 
 @pytest.mark.parametrize("layers", [2, 3, 5, 16, 61, 126])
 def test_every_layer_finds_its_own_input(layers):
     for remat in POLICIES:
-        plan = schedule(remat, layers)
+        plan = recompute_plan(remat, layers)
         slots = [None] * plan.slots
         for layer in range(layers):
-            slots[plan.first[layer]] = layer
+            slots[plan.forward_slots[layer]] = layer
         for layer in reversed(range(layers)):
-            for number, source, target in plan.again[plan.begin[layer] : plan.end[layer]]:
+            for number, source, target in plan.steps[plan.begin[layer] : plan.end[layer]]:
                 assert slots[source] == number
                 slots[target] = number + 1
-            assert slots[plan.at[layer]] == layer
+            assert slots[plan.backward_slots[layer]] == layer
 
 
 def test_slots_and_runs_are_those_of_the_formulas():
     for layers in (16, 64, 256):
-        plans = {remat: schedule(remat, layers) for remat in POLICIES}
+        plans = {remat: recompute_plan(remat, layers) for remat in POLICIES}
         assert plans["sqrt"].slots < FORMULAS["sqrt"](layers) + 1
         assert plans["sqrt"].runs < layers
         assert plans["recursive"].slots == 1 + math.log2(layers)
@@ -96,10 +96,10 @@ def test_gradients_of_quantized_weights_are_those_of_a_plain_scan():
         if plan is None:
             y, _ = jax.lax.scan(lambda x, weight: run(weight, x, None, None), x, stored)
         else:
-            y, _ = by_schedule(StackCall(run, stored, x, None, None, plan=plan))
+            y, _ = by_plan(StackCall(run, stored, x, None, None, plan=plan))
         return jnp.sum(y * y)
 
-    gradients = [jax.grad(loss, (0, 1))(jnp.zeros((5, 4, 4)), x, plan) for plan in (None, schedule("sqrt", 5))]
+    gradients = [jax.grad(loss, (0, 1))(jnp.zeros((5, 4, 4)), x, plan) for plan in (None, recompute_plan("sqrt", 5))]
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *gradients)
 
 
@@ -115,6 +115,6 @@ def test_memory_and_arithmetic_of_a_decoder_compiled_for_a_gpu():
         expected = FORMULAS[one["policy"]](64) * full["boundary"]
         assert abs(one["temporaries"] - expected) <= 0.15 * expected + one_layer
     # What runs again is what the schedule says: loops whose length XLA does not know count as often as they run.
-    forward = [(one["flops"] - 4 * full["flops"]) / schedule(one["policy"], 64).runs for one in (sqrt, recursive)]
+    forward = [(one["flops"] - 4 * full["flops"]) / recompute_plan(one["policy"], 64).runs for one in (sqrt, recursive)]
     assert forward[0] == pytest.approx(forward[1], rel=0.02)
     assert 16 * forward[0] == pytest.approx(full["flops"] / 3, rel=0.2)

@@ -50,7 +50,7 @@ FAULTS = {
     # ------------------------------------------------------------------ stack
     "schedule": Fault(
         "a recomputed layer reads the boundary of the layer before",
-        "jaxmem/stack/schedule.py",
+        "jaxmem/stack/recompute_plan.py",
         "slot + min(i, 1), slot + 1)",
         "slot, slot + 1)",
         "tests/stack",
@@ -58,7 +58,7 @@ FAULTS = {
     "shared": Fault(
         "the gradient of shared inputs is that of one layer",
         "jaxmem/stack/scheduled.py",
-        "of_shared = jax.tree.map(jnp.add, of_shared, of_layer_shared)",
+        "of_shared = jax.tree.map(jnp.add, carry.of_shared, of_layer_shared)",
         "of_shared = of_layer_shared",
         "tests/stack tests/step/test_step.py",
     ),

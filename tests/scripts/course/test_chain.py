@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jaxmem.stack.schedule import schedule
+from jaxmem.stack.recompute_plan import recompute_plan
 from scripts.course.chain import KEY, POLICIES, animation, frames, inference, measure, play
 
 
@@ -17,7 +17,7 @@ def test_a_layer_runs_only_with_its_input(policy: str, layers: int) -> None:
         ran = next((n for n, letter in enumerate(before) if letter in "FR"), None)
         for n, letter in enumerate(now):
             assert letter == "." or before[n] != "." or n == (ran is not None and ran + 1)
-    plan = schedule(policy, layers)
+    plan = recompute_plan(policy, layers)
     assert plan is not None
     assert sum("R" in frame for frame in chain) == plan.runs
     assert max(layers - frame.count(".") for frame in chain) == plan.slots
