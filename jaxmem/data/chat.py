@@ -182,8 +182,8 @@ class ChatEncoder:
             else:  # other text of the answer comes first
                 header = prompt[_common_prefix(prompt, self._render(chat, earlier).text) :].rstrip()
                 previous_end = self._changed_span(chat, number - 1, text)[1] if number else 0
-                if header and (at := text.rfind(header, previous_end, start)) >= 0:
-                    start = at + len(header)
+                if header and (header_start := text.rfind(header, previous_end, start)) >= 0:
+                    start = header_start + len(header)
         after = len(text) - len(text[end:].lstrip())
         following = self._special.match(text, after)
         if following is None:  # the rest of a tool call is in between

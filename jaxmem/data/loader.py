@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from jaxmem.errors import UserError
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
 State = dict[str, Any]
+RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
 
 class Shards(NamedTuple):
@@ -42,7 +43,7 @@ class Shards(NamedTuple):
         """The columns of a shard."""
         return self.width // self.count
 
-    def shard_of(self, row: Any) -> Any:
+    def shard_of(self, row: RowNumber) -> RowNumber:
         """The shard that a row of the batch reads from, or those of an array of rows."""
         return row % self.width // self.columns
 

@@ -64,18 +64,18 @@ def empty_rows(*shape: int) -> Batch:
     return {**{name: np.zeros(shape, np.int32) for name in INT_ARRAYS}, "mask": np.zeros(shape, np.float32)}
 
 
-def write_document(document: Document, offset: int, row: Batch, at: int, segment: int) -> int:
-    """Writes the tokens of a document that fit, from `offset` on, into a row at index `at`. Returns their number."""
+def write_document(document: Document, offset: int, row: Batch, index: int, segment: int) -> int:
+    """Writes the tokens of a document that fit, from `offset` on, into a row from `index` on. Returns their number."""
     left = document.tokens[offset:]
-    used = min(len(row["inputs"]) - at, len(left))
+    used = min(len(row["inputs"]) - index, len(left))
     known = min(used, len(left) - 1)  # inputs whose next token belongs to the same record
     if used:
         is_target = document.is_target
-        row["inputs"][at : at + used] = left[:used]
-        row["targets"][at : at + known] = left[1 : known + 1]
-        row["mask"][at : at + known] = 1 if is_target is None else is_target[offset + 1 : offset + known + 1]
-        row["positions"][at : at + used] = np.arange(used)
-        row["segment_ids"][at : at + used] = segment
+        row["inputs"][index : index + used] = left[:used]
+        row["targets"][index : index + known] = left[1 : known + 1]
+        row["mask"][index : index + known] = 1 if is_target is None else is_target[offset + 1 : offset + known + 1]
+        row["positions"][index : index + used] = np.arange(used)
+        row["segment_ids"][index : index + used] = segment
     return used
 
 
@@ -108,14 +108,14 @@ class RowStream:
 
     def fill(self, row: Batch) -> None:
         """Writes the next row into arrays of zeros; the rest of the row is padding."""
-        at = 0
+        index = 0
         segment = 0
         length = len(row["inputs"])
-        while at < length and not self.has_ended:
+        while index < length and not self.has_ended:
             if self._document is None:
                 self._document = self.records.document(self.next_document)
             left = len(self._document.tokens) - self.offset
-            if self._document.is_indivisible and at and left > length - at:
+            if self._document.is_indivisible and index and left > length - index:
                 return
             if left and segment == self._most:
                 return
@@ -126,8 +126,8 @@ class RowStream:
                     f"{MAX_EMPTY} consecutive records have no token to train on; "
                     "check the data, data.on_invalid and data.on_overlong"
                 )
-            used = write_document(self._document, self.offset, row, at, segment)
-            at += used
+            used = write_document(self._document, self.offset, row, index, segment)
+            index += used
             self.offset += used
             if self._most is None or used == left:
                 self.seek(self.finished + 1, 0)

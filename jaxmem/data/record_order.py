@@ -112,9 +112,9 @@ class _BlockShuffle:
     def __getitem__(self, index: int) -> tuple[int, int]:
         epoch, place = divmod(index, self._count)
         blocks, ends = self._blocks(epoch)
-        at = int(np.searchsorted(ends, place, side="right"))
-        block = int(blocks[at])
-        within = self._within(epoch, block)[place - int(ends[at]) + int(self._lengths[block])]
+        turn = int(np.searchsorted(ends, place, side="right"))
+        block = int(blocks[turn])
+        within = self._within(epoch, block)[place - int(ends[turn]) + int(self._lengths[block])]
         return 0, int(self._starts[block]) + int(within)
 
 

@@ -170,8 +170,8 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     def both(params: Tree, batch: Any, *inputs: Tree) -> tuple[Any, Any]:
         """Saved values, and gradients."""
 
-        def forward(at: Any, *inputs: Tree) -> Any:
-            return run(with_gradients(params, at, built.model.selection.partial_stacks), batch, *inputs)
+        def forward(proxies: Any, *inputs: Tree) -> Any:
+            return run(with_gradients(params, proxies, built.model.selection.partial_stacks), batch, *inputs)
 
         y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
         return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))

@@ -75,13 +75,13 @@ def _state(shape: Config) -> StateLeaves:
         for name, (path, leaf), can_offload in zip(axes, leaves_there, jax.tree.leaves(offloadable), strict=True):
             part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
             parts[part] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
-    at = jax.eval_shape(lambda params: differentiable(params, spec.gradient_dtype), spec.state.params)
+    proxies = jax.eval_shape(lambda params: differentiable(params, spec.gradient_dtype), spec.state.params)
 
-    def leaves(axes: AxesTree, at: Any) -> tuple[StateLeaf, ...]:
-        pairs = zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(at), strict=True)
+    def leaves(axes: AxesTree, proxies: Any) -> tuple[StateLeaf, ...]:
+        pairs = zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(proxies), strict=True)
         return tuple(StateLeaf(axes, x.shape, x.dtype.itemsize) for axes, x in pairs)
 
-    return StateLeaves(leaves(model.axes, at), leaves(model.select(model.axes), model.select(at)), parts)
+    return StateLeaves(leaves(model.axes, proxies), leaves(model.select(model.axes), model.select(proxies)), parts)
 
 
 class DeviceBytes:

@@ -186,8 +186,8 @@ class SlicedLoss:
         loss = self._prefetching(weight)
         if (y := intercepted(VocabOp(weight, x, partial(self.separate, x, weight, labels)))) is not None:
             return y
-        at = weights.proxy_of(weight)
-        return _sliced(loss, x, at, None if at is weight else weights.stored_of(weight), labels)
+        proxy = weights.proxy_of(weight)
+        return _sliced(loss, x, proxy, None if proxy is weight else weights.stored_of(weight), labels)
 
     def _prefetching(self, weight: weights.Weight) -> "SlicedLoss":
         """If the weight is gathered or in host memory, the next slice is fetched while the current one is used."""
@@ -306,25 +306,25 @@ _Saved = tuple[jax.Array, Any, Any, jax.Array, Statistics]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, stored: Tree, labels: jax.Array) -> jax.Array:
-    return _forward(loss, x, at, stored, labels)[0]
+def _sliced(loss: SlicedLoss, x: jax.Array, proxy: Any, stored: Tree, labels: jax.Array) -> jax.Array:
+    return _forward(loss, x, proxy, stored, labels)[0]
 
 
-def _forward(loss: SlicedLoss, x: jax.Array, at: Any, stored: Tree, labels: jax.Array) -> tuple[jax.Array, _Saved]:
-    weight = at if stored is None else stored
+def _forward(loss: SlicedLoss, x: jax.Array, proxy: Any, stored: Tree, labels: jax.Array) -> tuple[jax.Array, _Saved]:
+    weight = proxy if stored is None else stored
     labels = constrain(labels, "vocab_batch", "vocab_time")
     statistics = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))
     y = loss.terms.loss(statistics.log_partition, statistics.label_logit, lambda: statistics.mean)
-    return y, (x, at, stored, labels, statistics)
+    return y, (x, proxy, stored, labels, statistics)
 
 
 def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
-    x, at, stored, labels, statistics = saved
+    x, proxy, stored, labels, statistics = saved
     # Gathered before the loop over slices; inside of it, XLA would gather the features for each slice.
     x = constrain(x, "vocab_batch", "vocab_time", "embed")
     labels, g = (constrain(array, "vocab_batch", "vocab_time") for array in (labels, g))
-    weight = at if stored is None else stored
-    trainable = at is not None
+    weight = proxy if stored is None else stored
+    trainable = proxy is not None
     slices = loss.slices
     axes = loss.axes
 
@@ -332,13 +332,13 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
         of_weight, of_x = sums
         slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, statistics, g)
         if trainable:
-            slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
+            slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(proxy.dtype)
             # From the last slice to the first: columns masked in one slice are then overwritten by the slice before.
             of_weight = slices.write(of_weight, axes.index("vocab"), j, slices.as_weight(slice_of_weight, axes))
             of_weight = constrain(of_weight, *axes, role="gradients")
         return of_weight, constrain(of_x + slice_of_x, "vocab", "vocab_batch", "vocab_time", None)
 
-    zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients") if trainable else None
+    zeros = constrain(jnp.zeros(proxy.shape, proxy.dtype), *axes, role="gradients") if trainable else None
     empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "vocab_batch", "vocab_time", None)
     of_weight, of_x = loss.fold(partial(loss.fetch, weight, x.dtype), add, (zeros, empty), reverse=True)
     return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None

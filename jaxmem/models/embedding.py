@@ -97,8 +97,8 @@ def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike
     if (y := intercepted(VocabOp(matrix, None, forward))) is not None:
         return y
     stored = stored_of(matrix)
-    at = proxy_of(matrix)
-    if at is None or at is stored:
+    proxy = proxy_of(matrix)
+    if proxy is None or proxy is stored:
         return _lookup(stored, ids, axes, dtype)
 
     @jax.custom_vjp
@@ -106,10 +106,10 @@ def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike
         return _lookup(matrix, ids, axes, dtype)
 
     def back(ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
-        return _matrix_gradient(at.shape, ids, axes, g).astype(at.dtype), None, None
+        return _matrix_gradient(proxy.shape, ids, axes, g).astype(proxy.dtype), None, None
 
-    looked_up.defvjp(lambda at, matrix, ids: (looked_up(at, matrix, ids), ids), back)
-    return looked_up(at, stored, ids)
+    looked_up.defvjp(lambda proxy, matrix, ids: (looked_up(proxy, matrix, ids), ids), back)
+    return looked_up(proxy, stored, ids)
 
 
 @category("embedding")

@@ -174,8 +174,8 @@ def _take_layers(x: Tree, layers: tuple[int, ...]) -> Tree:
 
 
 def _put_layers(x: jax.Array, new: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-    for first, count, at in _runs(layers):
-        x = jax.lax.dynamic_update_slice_in_dim(x, new[at : at + count], first, 0)
+    for first, count, start in _runs(layers):
+        x = jax.lax.dynamic_update_slice_in_dim(x, new[start : start + count], first, 0)
     return x
 
 

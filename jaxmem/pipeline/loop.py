@@ -146,13 +146,14 @@ class _Run:
         y = self._from_stage(last, y)
         if not self._table.has_backward:
             return ring, outside, _add(sums, network.loss(network.outside, y, item)[1])
-        value, back, sums_of_item = jax.vjp(lambda at, y: network.loss(at, y, item), network.outside, y, has_aux=True)
+        loss = lambda proxies, y: network.loss(proxies, y, item)  # noqa: E731
+        value, back, sums_of_item = jax.vjp(loss, network.outside, y, has_aux=True)
         dw, dy = back(jnp.ones_like(value))
         return _put_if(self._stage == last, ring, slot, dy), _add(outside, dw), _add(sums, sums_of_item)
 
     def _embedding_gradient(self, micro: jax.Array, g: Tree, outside: Tree) -> Tree:
         g = self._from_stage(0, g)
-        (dw,) = jax.vjp(lambda at: self._network.embed(at, self._micro(micro)).x, self._network.outside)[1](g)
+        (dw,) = jax.vjp(lambda proxies: self._network.embed(proxies, self._micro(micro)).x, self._network.outside)[1](g)
         return _add(outside, dw)
 
     def _from_stage(self, stage: int, x: Tree) -> Tree:

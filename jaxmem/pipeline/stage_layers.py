@@ -28,12 +28,12 @@ Row = Mapping[str, jax.Array]  # a tick of a stage: the columns of the timetable
 
 @dataclass(frozen=True)
 class LayersOfStage:
-    """The layers of one stage, [group x rounds, ...]. `proxies` returns the arrays to differentiate with respect to,
+    """The layers of one stage, [group x rounds, ...]. `proxies_of` returns the arrays to differentiate with respect to,
     from the weights of a layer. With a visitor, the gradients of a layer are passed to it instead of returned."""
 
     pipeline: Pipeline
     weights: Tree
-    proxies: Callable[[Tree], Tree]
+    proxies_of: Callable[[Tree], Tree]
     visitor: Visitor | None = None
 
 
@@ -58,7 +58,7 @@ class StageLayers:
         self._call = self.prepare(call)
         # Without a plan every layer saves its derivative.
         saves = self._call.plan is None and table.has_backward
-        self._derivative = SavedDerivative.of(self._call.run, layers.proxies, self._example) if saves else None
+        self._derivative = SavedDerivative.of(self._call.run, layers.proxies_of, self._example) if saves else None
 
     def prepare(self, call: StackCall) -> StackCall:
         """The stack with only the layers of this stage. Each layer receives its number as an additional input."""
@@ -186,7 +186,7 @@ class StageLayers:
         visitor_carry = () if self._visitor is None else self._visitor.begin
         if not self._table.has_backward or (self._visitor is not None and self._p.micro_batches == 1):
             return Gradients((), visitor_carry)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.proxies(self._layers.weights))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._layers.proxies_of(self._layers.weights))
         return Gradients(zeros, visitor_carry)
 
     def _example(self) -> tuple[Tree, Tree, Tree, Tree]:
@@ -222,7 +222,7 @@ class StageLayers:
     ) -> tuple[Tree, Tree, Tree, Tree]:
         """The arrays of a layer that are not saved: those to differentiate with respect to, weights and inputs."""
         weights = self._weights(call, place, round_index, fetched)
-        return self._layers.proxies(weights), weights, self._input(call, place, round_index), call.shared
+        return self._layers.proxies_of(weights), weights, self._input(call, place, round_index), call.shared
 
 
 def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:

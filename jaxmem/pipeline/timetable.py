@@ -225,8 +225,8 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
     count = max(begin, 0) + v * m + p - 1
     rows: list[list[WorkItem | None]] = []
     for pair in range(max(count, v * m + p - 1)):
-        rows.append([_at(order, pair - s, FORWARD) for s in range(p)])
-        rows.append([_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
+        rows.append([_item_at(order, pair - s, FORWARD) for s in range(p)])
+        rows.append([_item_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
     rows = [row for row in rows if any(row)]
     table = _table(p, m, v, rows)
     check(table)
@@ -238,7 +238,7 @@ def evaluation(stages: int, micro_batches: int, rounds: int) -> Timetable:
     """The forward passes only."""
     order = [_item(number, stages, rounds) for number in range(rounds * micro_batches)]
     ticks = rounds * micro_batches + stages - 1
-    rows = [[_at(order, tick - s, FORWARD) for s in range(stages)] for tick in range(ticks)]
+    rows = [[_item_at(order, tick - s, FORWARD) for s in range(stages)] for tick in range(ticks)]
     return _table(stages, micro_batches, rounds, rows, has_backward=False)
 
 
@@ -252,7 +252,7 @@ def _item(number: int, p: int, v: int) -> tuple[int, int]:
     return group * p + place, round_index
 
 
-def _at(items: list[tuple[int, int]], number: int, kind: int) -> WorkItem | None:
+def _item_at(items: list[tuple[int, int]], number: int, kind: int) -> WorkItem | None:
     return WorkItem(kind, *items[number]) if 0 <= number < len(items) else None
 
 

@@ -56,15 +56,15 @@ def gather_with_input(
         return x, weight.value.astype(dtype)
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
-    at = proxy_of(weight)
-    stored = None if at is weight else stored_of(weight)
-    if at is not None and stored is not None and vmap_groups():
-        stored = _mapped_like(at, stored)
-    delays = x is not None and at is not None and _delays(x, weight, axes, role)
+    proxy = proxy_of(weight)
+    stored = None if proxy is weight else stored_of(weight)
+    if proxy is not None and stored is not None and vmap_groups():
+        stored = _mapped_like(proxy, stored)
+    delays = x is not None and proxy is not None and _delays(x, weight, axes, role)
 
     @jax.custom_vjp
-    def gathered(at: Tree, stored: Tree, x: Tree) -> tuple[jax.Array, Tree]:
-        w = host.fetch_from_host(at if stored is None else stored)
+    def gathered(proxy: Tree, stored: Tree, x: Tree) -> tuple[jax.Array, Tree]:
+        w = host.fetch_from_host(proxy if stored is None else stored)
         if is_quantized(w):
             w = _dequantize(gather_quantized(w, axes), np.dtype(dtype))
         else:
@@ -77,7 +77,7 @@ def gather_with_input(
 
     def backward(_: None, gradients: tuple[jax.Array, Tree]) -> tuple[jax.Array | None, None, Tree]:
         g, of_x = gradients
-        if at is None:
+        if proxy is None:
             return None, None, of_x
         # First constrain the gradient to partial sums; otherwise XLA may gather the operands of the matmul.
         g = constrain(g, *axes, role=role)
@@ -85,10 +85,10 @@ def gather_with_input(
         g = row_major_if_gathered(constrain(g, *axes, role="gradients"), axes, "gradients", role)
         if delays:
             g, of_x = jax.lax.optimization_barrier((g, of_x))
-        return g.astype(at.dtype), None, of_x
+        return g.astype(proxy.dtype), None, of_x
 
-    gathered.defvjp(lambda at, stored, x: (gathered(at, stored, x), None), backward)
-    w, x = gathered(at, stored, x)
+    gathered.defvjp(lambda proxy, stored, x: (gathered(proxy, stored, x), None), backward)
+    w, x = gathered(proxy, stored, x)
     return x, checkpoint_name(w, GATHERED)
 
 
@@ -103,10 +103,10 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
     return tokens >= MIN_TOKENS_PER_ROW * min(weight.shape)
 
 
-def _mapped_like(at: jax.Array, stored: Tree) -> Tree:
-    """A separate view of a stored weight for each group of rows, like `at`; XLA removes the operation. A shared value
-    would have one gradient, the sum over the groups, and the `at` of each group would receive the complete sum."""
-    first = jax.lax.stop_gradient(at)[(0,) * at.ndim]
+def _mapped_like(proxy: jax.Array, stored: Tree) -> Tree:
+    """A separate view of a stored weight for each group of rows, like `proxy`; XLA removes the operation. A shared
+    value would have one gradient, the sum over the groups, which the proxy of each group would receive."""
+    first = jax.lax.stop_gradient(proxy)[(0,) * proxy.ndim]
     return jax.tree.map(lambda x: jnp.where(False, first.astype(x.dtype), x), stored)
 
 
@@ -128,7 +128,7 @@ def _dequantize(q: QTensor, dtype: np.dtype) -> jax.Array:
 
 
 def _no_derivative(*_: Any) -> Any:
-    raise TypeError("quantized weights have no gradient: differentiate with respect to the `at` of a StoredWeight")
+    raise TypeError("quantized weights have no gradient: differentiate with respect to the proxy of a StoredWeight")
 
 
 _dequantize.defvjp(_no_derivative, _no_derivative)

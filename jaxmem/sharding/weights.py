@@ -4,8 +4,8 @@ A quantized weight has no derivative, but its dequantized values do. A `StoredWe
 zeros that has the shape and dtype of its gradient. `sharding.gather` and the embedding lookup compute with the stored
 weight, and return its gradient as the gradient of the zeros. XLA removes the zeros, since their values are not used.
 
-    at = differentiable(params, jnp.bfloat16)
-    grads = jax.grad(lambda at: loss(with_gradients(params, at)))(at)
+    proxies = differentiable(params, jnp.bfloat16)
+    grads = jax.grad(lambda proxies: loss(with_gradients(params, proxies)))(proxies)
 
 Of a stack of layers only some may be trainable (`layers`). `stack.apply_call` divides it into ranges of layers in
 which every weight is either trainable or frozen.
@@ -95,12 +95,12 @@ class HookedWeight(_LikeStored):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _hooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _argument: jax.Array) -> jax.Array:
+def _hooked(_: Callable[..., jax.Array], value: jax.Array, _proxy: jax.Array, _argument: jax.Array) -> jax.Array:
     return value
 
 
 _hooked.defvjp(
-    lambda _, value, _at, argument: (value, argument), lambda hook, argument, g: (None, hook(g, argument), None)
+    lambda _, value, _proxy, argument: (value, argument), lambda hook, argument, g: (None, hook(g, argument), None)
 )
 
 
@@ -194,16 +194,17 @@ def differentiable(params: Tree, dtype: DTypeLike | None = None) -> Tree:
     return jax.tree.map(proxy, params, is_leaf=_is_weight)
 
 
-def with_gradients(params: Tree, at: Tree, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Tree:
-    """Weights whose gradients are the gradients of `at`; weights with None in `at` are frozen. `partial` maps the path
-    of a stack to its trainable layers, which `at` contains."""
+def with_gradients(params: Tree, proxies: Tree, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Tree:
+    """Weights whose gradients are the gradients of `proxies`; weights with None there are frozen. `partial` maps the
+    path of a stack to its trainable layers, which `proxies` contains."""
 
-    def with_gradient(path: KeyPath, w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
-        if at is not None and path in partial:
-            return StoredWeight(w, at, partial[path])
-        return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)
+    def with_gradient(path: KeyPath, w: jax.Array | QTensor, proxy: jax.Array | None) -> Weight:
+        if proxy is not None and path in partial:
+            return StoredWeight(w, proxy, partial[path])
+        is_proxy = isinstance(w, jax.Array) and proxy is not None and w.dtype == proxy.dtype  # see `differentiable`
+        return proxy if is_proxy else StoredWeight(w, proxy)
 
-    return jax.tree_util.tree_map_with_path(with_gradient, params, at, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(with_gradient, params, proxies, is_leaf=_is_weight)
 
 
 MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original

@@ -108,28 +108,29 @@ def with_streams(call: StackCall) -> StackCall:
 
 
 def _scan_with_hooks(call: StackCall) -> tuple[Tree, Tree]:
-    """A scan over layers whose backward pass writes the results of hooks in place. The forward pass carries the arrays
-    `at`, so the backward pass carries their gradients: first the arguments of the hooks, then their results."""
+    """A scan over layers whose backward pass writes the results of hooks in place. The forward pass carries the
+    proxies, so the backward pass carries their gradients: first the arguments of the hooks, then their results."""
     leaves, form = jax.tree.flatten(call.weights, is_leaf=is_in_place)
     hooked = {n: w for n, w in enumerate(leaves) if is_in_place(w)}
 
     def step(carry: tuple[Tree, Tree], of_layer: tuple[Tree, Tree, jax.Array]) -> tuple[tuple[Tree, Tree], Tree]:
-        (x, at), (stored, layer_input, layer) = carry, of_layer
+        x, proxies = carry
+        stored, layer_input, layer = of_layer
         for n, w in hooked.items():
-            stored[n], at[n] = _hooked_layer(w.hook, stored[n], at[n], layer)
+            stored[n], proxies[n] = _hooked_layer(w.hook, stored[n], proxies[n], layer)
         x, output = call.run(jax.tree.unflatten(form, stored), x, layer_input, call.shared)
-        return (x, at), output
+        return (x, proxies), output
 
     stored = [w.stored if n in hooked else w for n, w in enumerate(leaves)]
     numbers = jnp.arange(call.layers, dtype=jnp.int32)
     begin = call.x, {n: w.proxy for n, w in hooked.items()}
-    (x, at), outputs = jax.lax.scan(step, begin, (stored, call.inputs, numbers))
-    return _with_first_gradient(x, at, {n: w.argument for n, w in hooked.items()}), outputs
+    (x, proxies), outputs = jax.lax.scan(step, begin, (stored, call.inputs, numbers))
+    return _with_first_gradient(x, proxies, {n: w.argument for n, w in hooked.items()}), outputs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _hooked_layer(_: Tree, value: jax.Array, at: jax.Array, _layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return value, at
+def _hooked_layer(_: Tree, value: jax.Array, proxy: jax.Array, _layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return value, proxy
 
 
 def _hooked_layer_backward(hook: Any, layer: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -137,12 +138,12 @@ def _hooked_layer_backward(hook: Any, layer: jax.Array, gradients: tuple[jax.Arr
     return None, put_layer(results, layer, hook(g, take_layer(results, layer))), None
 
 
-_hooked_layer.defvjp(lambda _, value, at, layer: ((value, at), layer), _hooked_layer_backward)
+_hooked_layer.defvjp(lambda _, value, proxy, layer: ((value, proxy), layer), _hooked_layer_backward)
 
 
 @jax.custom_vjp
-def _with_first_gradient(x: Tree, _at: Tree, _gradient: Tree) -> Tree:
-    """Returns `x`. In the backward pass, the gradient of `_at` begins as `_gradient`."""
+def _with_first_gradient(x: Tree, _proxies: Tree, _gradient: Tree) -> Tree:
+    """Returns `x`. In the backward pass, the gradient of `_proxies` begins as `_gradient`."""
     return x
 
 
@@ -214,12 +215,12 @@ class LayerRange:
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
 
-        def run(trainable_leaves: list[Tree], x: Tree, numbered: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def run(proxies: list[Tree], x: Tree, numbered: Tree, shared: Tree) -> tuple[Tree, Tree]:
             number, layer_input = numbered
             frozen, shared_inputs = shared
             layer = [
-                at if frozen_leaf is None else StoredWeight(take_layer(frozen_leaf.stored, number), at)
-                for at, frozen_leaf in zip(trainable_leaves, frozen, strict=True)
+                proxy if frozen_leaf is None else StoredWeight(take_layer(frozen_leaf.stored, number), proxy)
+                for proxy, frozen_leaf in zip(proxies, frozen, strict=True)
             ]
             return call.run(jax.tree.unflatten(form, layer), x, layer_input, shared_inputs)
 

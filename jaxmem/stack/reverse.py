@@ -52,11 +52,11 @@ class ForwardPass:
     call: StackCall
     y: Tree
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
-    differentiable: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
+    proxies_of: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
     # (layer, stacked weights, carry) -> (residuals of the derivative of this layer, carry)
     residuals: Callable[[jax.Array, Tree, Tree], tuple[Tree, Tree]]
     begin: Callable[[], Tree]  # returns the first carry of `residuals`
-    # (differentiable arrays, weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
+    # (proxies, weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
     derivative: Callable[[Tree, Tree, Tree, Tree, Tree], Derivative]
 
     @property
@@ -89,14 +89,14 @@ class ForwardPass:
     def _gradients(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree, g: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
-            return self.derivative(self.differentiable(weights), weights, layer_input, shared, saved)(g)
+            return self.derivative(self.proxies_of(weights), weights, layer_input, shared, saved)(g)
 
         def add(total: Tree, xs: Tree) -> tuple[Tree, Tree]:
             *residuals, g = xs
-            dw, dx = self.derivative(self.differentiable(weights), weights, *residuals)(g)
+            dw, dx = self.derivative(self.proxies_of(weights), weights, *residuals)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.differentiable(weights))
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.proxies_of(weights))
         return jax.lax.scan(add, zeros, (layer_input, shared, saved, g))
 
 
@@ -110,13 +110,13 @@ def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = N
             input of every layer.
     """
     call = with_streams(checkpointed(call, call.layers, fetches_ahead=True))
-    at = differentiable_weights(trainable, dtype)
-    return _saving(call, at, micro) if call.plan is None else _recomputing(call, call.plan, at, micro)
+    proxies_of = differentiable_weights(trainable, dtype)
+    return _saving(call, proxies_of, micro) if call.plan is None else _recomputing(call, call.plan, proxies_of, micro)
 
 
-def layer_derivative(run: Run, at: Tree, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
-    """The derivative of a layer with respect to `at` and its input `x`."""
-    return jax.vjp(lambda at, x: run(with_gradients(weights, at), x, layer_input, shared)[0], at, x)[1]
+def layer_derivative(run: Run, proxies: Tree, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
+    """The derivative of a layer with respect to `proxies` and its input `x`."""
+    return jax.vjp(lambda proxies, x: run(with_gradients(weights, proxies), x, layer_input, shared)[0], proxies, x)[1]
 
 
 @dataclass(frozen=True)
@@ -124,40 +124,40 @@ class SavedDerivative:
     """The derivative of a layer, saved as the arrays that it needs besides weights and inputs."""
 
     run: Run
-    at: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
+    proxies_of: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
     structure: jax.tree_util.PyTreeDef
-    # For each leaf of the derivative, the index of the same array among the leaves of (differentiable arrays, weights,
+    # For each leaf of the derivative, the index of the same array among the leaves of (proxies, weights,
     # inputs of the layer, shared inputs). None: it must be saved.
     sources: tuple[int | None, ...]
 
     @classmethod
     def of(
-        cls, run: Run, at: Callable[[Tree], Tree], example: Callable[[], tuple[Tree, Tree, Tree, Tree]]
+        cls, run: Run, proxies_of: Callable[[Tree], Tree], example: Callable[[], tuple[Tree, Tree, Tree, Tree]]
     ) -> "SavedDerivative":
         """`example` returns arguments of a layer: its weights, x, its input, and the shared inputs."""
 
         def trace() -> tuple[Tree, Derivative]:
             weights, x, layer_input, shared = example()
-            known = at(weights), weights, layer_input, shared
+            known = proxies_of(weights), weights, layer_input, shared
             return known, layer_derivative(run, *known, x)
 
         traced, (known, derivative) = jax.make_jaxpr(trace, return_shape=True)()
-        count, results = len(jax.tree.leaves(known)), traced.jaxpr.outvars
+        count = len(jax.tree.leaves(known))
+        results = traced.jaxpr.outvars
         places = {result: place for place, result in enumerate(results[:count]) if isinstance(result, Var)}
         sources = tuple(places.get(result) if isinstance(result, Var) else None for result in results[count:])
-        return cls(run, at, jax.tree.structure(derivative), sources)
+        return cls(run, proxies_of, jax.tree.structure(derivative), sources)
 
     def forward(self, weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, list[jax.Array]]:
         """Returns the output of the layer and the arrays to save."""
-        y, derivative = jax.vjp(
-            lambda at, x: self.run(with_gradients(weights, at), x, layer_input, shared)[0], self.at(weights), x
-        )
+        run = lambda proxies, x: self.run(with_gradients(weights, proxies), x, layer_input, shared)[0]  # noqa: E731
+        y, derivative = jax.vjp(run, self.proxies_of(weights), x)
         leaves = jax.tree.leaves(derivative)
         return y, [jnp.asarray(leaf) for leaf, source in zip(leaves, self.sources, strict=True) if source is None]
 
-    def load(self, at: Tree, weights: Tree, layer_input: Tree, shared: Tree, saved: list[jax.Array]) -> Derivative:
-        """The derivative, from what was saved. `at`: the arrays to differentiate with respect to."""
-        known = jax.tree.leaves((at, weights, layer_input, shared))
+    def load(self, proxies: Tree, weights: Tree, layer_input: Tree, shared: Tree, saved: list[jax.Array]) -> Derivative:
+        """The derivative, from what was saved."""
+        known = jax.tree.leaves((proxies, weights, layer_input, shared))
         remaining = iter(saved)
         leaves = [next(remaining) if source is None else known[source] for source in self.sources]
         derivative: Derivative = jax.tree.unflatten(self.structure, leaves)
@@ -171,7 +171,7 @@ def differentiable_weights(trainable: Tree, dtype: DTypeLike | None) -> Callable
     )
 
 
-def _saving(call: StackCall, at: Callable[[Tree], Tree], micro: int) -> ForwardPass:
+def _saving(call: StackCall, proxies_of: Callable[[Tree], Tree], micro: int) -> ForwardPass:
     """Every layer saves the residuals of its derivative."""
     batch = (
         split_micro_batches(call.x, micro),
@@ -184,7 +184,7 @@ def _saving(call: StackCall, at: Callable[[Tree], Tree], micro: int) -> ForwardP
         x, inputs, shared = batch if micro == 1 else take_layer(batch, first)
         return layer_with(call.weights, first, fetch_layer(call.weights, first)), x, take_layer(inputs, first), shared
 
-    of_layer = SavedDerivative.of(call.run, at, example)
+    of_layer = SavedDerivative.of(call.run, proxies_of, example)
 
     def step(shared: Tree, layer_input: Tree, weights: Tree, x: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
         y, saved = of_layer.forward(weights, x, layer_input, shared)
@@ -208,10 +208,10 @@ def _saving(call: StackCall, at: Callable[[Tree], Tree], micro: int) -> ForwardP
     def begin() -> Tree:
         return load(jnp.int32(call.layers - 1)) if call.on_host else None
 
-    return ForwardPass(call, merge_micro_batches(y, micro), micro, at, residuals, begin, of_layer.load)
+    return ForwardPass(call, merge_micro_batches(y, micro), micro, proxies_of, residuals, begin, of_layer.load)
 
 
-def _recomputing(call: StackCall, plan: RecomputePlan, at: Callable[[Tree], Tree], micro: int) -> ForwardPass:
+def _recomputing(call: StackCall, plan: RecomputePlan, proxies_of: Callable[[Tree], Tree], micro: int) -> ForwardPass:
     """Some layers save their input; that of the others is recomputed by running earlier layers, which have not been
     updated yet."""
     y, _, slots = first_pass(call, plan)
@@ -220,7 +220,7 @@ def _recomputing(call: StackCall, plan: RecomputePlan, at: Callable[[Tree], Tree
         slots = recompute(replace(call, weights=weights), slots, layer)
         return call.load(take_layer(slots, jnp.asarray(plan.backward_slots, jnp.int32)[layer])), slots
 
-    return ForwardPass(call, y, micro, at, residuals, lambda: slots, partial(layer_derivative, call.run))
+    return ForwardPass(call, y, micro, proxies_of, residuals, lambda: slots, partial(layer_derivative, call.run))
 
 
 def merge_micro_batches(tree: Tree, micro: int) -> Tree:
@@ -244,9 +244,10 @@ def split_micro_batches(tree: Tree, micro: int, dim: int = 0) -> Tree:
         return tree
 
     def split(x: jax.Array) -> jax.Array:
-        before, after = x.shape[:dim], x.shape[dim + 1 :]
         if x.ndim <= dim:  # x is the same for all rows
             return jnp.broadcast_to(x, (micro, *x.shape))
+        before = x.shape[:dim]
+        after = x.shape[dim + 1 :]
         x = jnp.moveaxis(x.reshape(*before, over, micro, -1, *after), dim + 1, 0)
         return x.reshape(micro, *before, -1, *after)
 

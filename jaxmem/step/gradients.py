@@ -66,11 +66,11 @@ def accumulate(
     def add(carry: Tree, micro_batch: tuple[Batch, jax.Array]) -> tuple[Tree, None]:
         (total, all_sums, state), (batch, keys) = carry, micro_batch
         batch = {**batch, STATE: state} if state else batch
-        at = jax.tree.map(jnp.zeros_like, total)
+        proxies = jax.tree.map(jnp.zeros_like, total)
         if local is None:
-            total, sums = jax.grad(added, has_aux=True)(at, params, total, batch, keys)
+            total, sums = jax.grad(added, has_aux=True)(proxies, params, total, batch, keys)
         else:
-            total, sums = local.add(added, at, params, total, batch, keys)
+            total, sums = local.add(added, proxies, params, total, batch, keys)
         state = sums.pop(STATE, None)
         return (total, jax.tree.map(lambda t, x: t + x.astype(t.dtype), all_sums, sums), state), None
 
@@ -93,14 +93,14 @@ def accumulate(
 
 
 def _with_hooks(loss: Loss, axes: AxesTree, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
-    """A loss of (at, weights, sums, batch, keys). Gradient by the zeros `at`: `hook(axes)(weight gradient, sum)`."""
+    """A loss of (proxies, weights, sums, batch, keys), whose gradient is `hook(axes)(weight gradient, sum)`."""
 
-    def hooked_weight(names: Axes, at: jax.Array, stored: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
-        hooked = HookedWeight(stored, at, total, hook(names), in_place)
+    def hooked_weight(names: Axes, proxy: jax.Array, stored: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
+        hooked = HookedWeight(stored, proxy, total, hook(names), in_place)
         return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies the hook layer by layer
 
-    def hooked(at: Params, stored: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        return loss(jax.tree.map(hooked_weight, axes, at, stored, total, is_leaf=is_axes), batch, keys)
+    def hooked(proxies: Params, stored: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        return loss(jax.tree.map(hooked_weight, axes, proxies, stored, total, is_leaf=is_axes), batch, keys)
 
     return hooked
 
@@ -126,42 +126,48 @@ class _LocalGradients:
         self.groups = layout.size(self._over)
 
     def add(
-        self, loss: Callable[..., Any], at: Params, params: Params, total: Params, batch: Batch, keys: jax.Array
+        self, loss: Callable[..., Any], proxies: Params, params: Params, total: Params, batch: Batch, keys: jax.Array
     ) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of a micro-batch, [groups, ...]."""
-        total, sums = self._differentiate(loss, 0, at, batch, keys, self._views_of_groups(params), total)
+        total, sums = self._differentiate(loss, 0, proxies, batch, keys, self._views_of_groups(params), total)
         return self._constrain_groups(total, "gradients"), sums
 
     def add_last(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of the last micro-batch over the groups, sharded like the optimizer
         state."""
         hooked = _with_hooks(loss, self._axes, self.reduce)
-        # The reduced gradients have the dtype of `at`. It is the dtype of communication, not float32, because these
-        # gradients are in memory together with the sums that are not reduced yet.
-        at = differentiable(params, self._dtype)
-        grads, sums = self._differentiate(hooked, None, at, batch, keys, self._views_of_groups(params), total)
+        # The reduced gradients have the dtype of the proxies. It is the dtype of communication, not float32, because
+        # these gradients are in memory together with the sums that are not reduced yet.
+        proxies = differentiable(params, self._dtype)
+        grads, sums = self._differentiate(hooked, None, proxies, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
     def reduce(self, axes: Axes) -> Reduce:
         return Reduce(self._layout, axes, self._over, self._dtype)
 
     def _differentiate(
-        self, loss: Callable[..., Any], at_axis: int | None, at: Params, batch: Batch, keys: jax.Array, *arrays: Params
+        self,
+        loss: Callable[..., Any],
+        proxies_axis: int | None,
+        proxies: Params,
+        batch: Batch,
+        keys: jax.Array,
+        *arrays: Params,
     ) -> tuple[Params, Sums]:
-        """Gradients with respect to `at` of the sum of the losses of all groups. If `at_axis` is None, all groups share
-        `at`. If `at_axis` is 0, `at` is [groups, ...], like the trees in `arrays`."""
+        """Gradients with respect to `proxies` of the sum of the losses of all groups. If `proxies_axis` is None, all
+        groups share `proxies`. If it is 0, they are [groups, ...], like the trees in `arrays`."""
 
-        def every(at: Params, *arrays_of_groups: Any) -> tuple[jax.Array, Sums]:
-            in_axes = (at_axis, *[0] * len(arrays), 0, 0)
+        def every(proxies: Params, *arrays_of_groups: Any) -> tuple[jax.Array, Sums]:
+            in_axes = (proxies_axis, *[0] * len(arrays), 0, 0)
             mapped = jax.vmap(loss, in_axes=in_axes, axis_name=GROUPS, spmd_axis_name=self._over)
-            losses, sums = mapped(at, *arrays_of_groups)
+            losses, sums = mapped(proxies, *arrays_of_groups)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         # Rows are sharded group by group, so no data is moved.
         split = lambda x: x.reshape(self.groups, -1, *x.shape[1:])  # noqa: E731
         batch, keys = jax.tree.map(split, (batch, keys))
         with self._layout.inside_vmap(self._over):
-            return jax.grad(every, has_aux=True)(at, *arrays, batch, keys)
+            return jax.grad(every, has_aux=True)(proxies, *arrays, batch, keys)
 
     def _views_of_groups(self, params: Params) -> Params:
         """[groups, ...]: a view of the weights for each group."""

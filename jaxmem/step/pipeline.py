@@ -143,20 +143,20 @@ def execute(
         layers, stacked = arrays
         scale, values = replicated
         trainable = jax.tree.map(lambda learns, w: w if learns else None, _without(learns, name), outside)
-        at = differentiable(trainable, gradient_dtype)
+        proxies = differentiable(trainable, gradient_dtype)
 
-        def embed(at: Tree, micro: Tree) -> StackCall:
-            network, before, stack, _ = parts(at, micro)
+        def embed(proxies: Tree, micro: Tree) -> StackCall:
+            network, before, stack, _ = parts(proxies, micro)
             return stack.call(network, run_parts(network, before))
 
-        def loss(at: Tree, y: Tree, micro: Tree) -> tuple[jax.Array, Sums]:
-            network, before, _, after = parts(at, micro)
+        def loss(proxies: Tree, y: Tree, micro: Tree) -> tuple[jax.Array, Sums]:
+            network, before, _, after = parts(proxies, micro)
             sums = run_parts(network, after, run_parts(network, before)._replace(x=y))
             return trained_sum(sums) * scale, sums
 
-        def parts(at: Tree, micro: Tree) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
+        def parts(proxies: Tree, micro: Tree) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
             """The network, and its parts before the last stack, this stack, and the parts after it."""
-            weights = {**with_gradients(outside, at), name: layers}
+            weights = {**with_gradients(outside, proxies), name: layers}
             network = model.network(weights)
             parts = parts_of(terms, network, weights, *micro, matrices=False)
             last = max(number for number, part in enumerate(parts) if isinstance(part, Layers))
@@ -166,9 +166,9 @@ def execute(
 
         def count(micro: Tree) -> jax.Array:
             """The count of a micro-batch. It is known before the loop, since it depends on the batch only."""
-            return loss(at, jax.tree.map(jnp.zeros_like, embed(at, micro).x), micro)[1]["count"]
+            return loss(proxies, jax.tree.map(jnp.zeros_like, embed(proxies, micro).x), micro)[1]["count"]
 
-        network = PipelineNetwork(embed, loss, at, batch)
+        network = PipelineNetwork(embed, loss, proxies, batch)
         stage_layers = LayersOfStage(pipeline, layers, differentiable_weights(learns[name], gradient_dtype))
         if visit is None:
             results = run(table, network, stage_layers)

@@ -263,7 +263,7 @@ FAULTS = {
         "positions are counted from the row instead of the document",
         "jaxmem/data/packing.py",
         "= np.arange(used)",
-        "= np.arange(at, at + used)",
+        "= np.arange(index, index + used)",
         "tests/data",
     ),
     "answers": Fault(
