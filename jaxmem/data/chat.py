@@ -87,7 +87,8 @@ class Preferences(ChatRecords):
     pair that is skipped is two rows of padding, which do not contribute to the loss.
     """
 
-    noun, documents_per_record = "pairs", 2
+    noun = "pairs"
+    documents_per_record = 2
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
         super().__init__(paths, source, data, tokenizer)
@@ -108,7 +109,8 @@ class ChatEncoder:
     """Converts conversations to tokens, with a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         self._special = re.compile("|".join(map(re.escape, sorted(tokenizer.special, reverse=True))) or r"(?!)")
         self._named: set[str] = set()
 

@@ -144,7 +144,8 @@ def _message(record: object, key: str) -> Message:
     elif role == "function_call":
         calls = _parsed(content)
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
-        role, content = "assistant", None
+        role = "assistant"
+        content = None
     message |= {"role": ROLES.get(role, role), "content": content}
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _calls(calls)

@@ -45,7 +45,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, origin: str, tokens: Mapping[str, str]) -> None:
         """`origin`: the name of the template's file, for messages. `tokens`: names and texts of special tokens."""
-        self.source, self._origin, self._tokens = source, origin, tokens
+        self.source = source
+        self._origin = origin
+        self._tokens = tokens
         self._request({})
 
     def render(

@@ -33,7 +33,8 @@ class ColumnRows:
     """The rows of files, with random access. `field`: the column of strings to read; None: all columns."""
 
     def __init__(self, paths: Sequence[Path], field: str | None) -> None:
-        self._paths, self._field = paths, field
+        self._paths = paths
+        self._field = field
         splits = sorted({path.parent for path in paths if (path.parent.parent / SPLITS).is_file()})
         if len(splits) > 1:
             names = ", ".join(split.name for split in splits)

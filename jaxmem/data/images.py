@@ -101,7 +101,11 @@ class ImageRows(Rows):
     """Rows of images [accumulate, columns, size, size, channels] and targets."""
 
     def __init__(self, cfg: Config, data: ImageSource, order: Any, rows: np.ndarray, total: int) -> None:
-        self._cfg, self._data, self._order, self._rows, self._total = cfg, data, order, rows, total
+        self._cfg = cfg
+        self._data = data
+        self._order = order
+        self._rows = rows
+        self._total = total
         shape, dtype, _ = batch_spec(cfg)["inputs"]
         self._form = ImageForm(shape[-2], shape[-1], dtype)
 

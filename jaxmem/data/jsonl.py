@@ -103,7 +103,8 @@ class JsonTexts(JsonRecords, TokenizedText):
 
 def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, JsonDict]]:
     """The objects of a file, each with the number of its line. `contents`: what a line is, for errors."""
-    is_empty, number = True, 0
+    is_empty = True
+    number = 0
     try:
         with Path(file).open("rb") as opened:
             while line := opened.readline(MAX_LINE_BYTES):
@@ -166,7 +167,8 @@ class _LineIndex:
         marks = [np.zeros((2, 0), np.int64)]
         empty = [np.zeros(0, np.int64)]
         lines = line_start = 0
-        block, last_byte = -1, 0
+        block = -1
+        last_byte = 0
         for base in range(0, self._size, CHUNK_BYTES):
             chunk = np.frombuffer(self._files.read(self.path, base, min(base + CHUNK_BYTES, self._size)), np.uint8)
             ends = np.flatnonzero(chunk == ord("\n"))

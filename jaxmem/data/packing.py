@@ -84,14 +84,19 @@ class RowStream:
 
     def __init__(self, records: OrderedRecords, row: int, stride: int, most: int | None) -> None:
         """`most`: documents per row; None: rows are not packed."""
-        self.records, self._row, self._stride, self._most = records, row, stride, most
+        self.records = records
+        self._row = row
+        self._stride = stride
+        self._most = most
         self._document: Document | None = None
         self._empty = 0  # consecutive records with nothing to train on
         self.finished = 0  # documents that are used completely
         self.offset = 0  # tokens of the next document that are used already
 
     def seek(self, finished: int, offset: int) -> None:
-        self.finished, self.offset, self._document = finished, offset, None
+        self.finished = finished
+        self.offset = offset
+        self._document = None
 
     @property
     def next_document(self) -> int:
@@ -169,7 +174,9 @@ class TextRows(Rows):
     """Rows of tokens: [micro-batches, rows of this process per micro-batch, length]."""
 
     def __init__(self, streams: Sequence[RowStream], rows: np.ndarray, length: int) -> None:
-        self._streams, self._rows, self._length = streams, rows, length
+        self._streams = streams
+        self._rows = rows
+        self._length = length
 
     @property
     def has_ended(self) -> bool:

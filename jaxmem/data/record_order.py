@@ -92,7 +92,8 @@ class _BlockShuffle:
     either all records, which reads a Parquet row group per record, or a window, whose position is not one number."""
 
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
-        self._lengths, self._seed = lengths, seed
+        self._lengths = lengths
+        self._seed = seed
         self._starts = np.cumsum(lengths) - lengths
         self._count = int(lengths.sum())
         # The rows of a batch are close together, so few blocks are in use at a time (of two epochs where they meet).
@@ -160,7 +161,8 @@ class WeightedSelection:
             later_before, later_after = (round_half_up(k * later_share, total_weight) for k in (before, after))
             if later_after == later_before:
                 return source, before - later_before
-            before, after = later_before, later_after
+            before = later_before
+            after = later_after
         raise AssertionError("unreachable: the last source provides every record that no other source provides")
 
 

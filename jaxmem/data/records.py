@@ -71,7 +71,10 @@ class RecordSource:
     blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, e.g. row groups
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        self.paths, self.source, self.data, self.tokenizer = paths, source, data, tokenizer
+        self.paths = paths
+        self.source = source
+        self.data = data
+        self.tokenizer = tokenizer
         self.counts = RecordCounts(self.noun)
 
     @staticmethod
@@ -141,7 +144,8 @@ class TokenizedText(RecordSource):
                 size += len(piece.text)
             if pieces and (size >= characters or index == len(self) - 1):
                 yield index + 1, self._tokenize([*pieces], [*pieces.values()])
-                pieces, size = {}, 0
+                pieces = {}
+                size = 0
 
     def _tokenize(self, indices: Sequence[int], pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         try:

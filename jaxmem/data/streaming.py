@@ -40,7 +40,8 @@ class StreamedFiles(RecordSource):
         self.noun = reader.noun
         self.documents_per_record = reader.documents_per_record
         super().__init__([], source, data, tokenizer)
-        self._reader, self._files = reader, files
+        self._reader = reader
+        self._files = files
         self.first = 0  # the file that is read first
         self.lengths: dict[int, int] = {}  # training records of each file that has been read
         self.used: dict[tuple[int, int], set[int]] = {}  # the files that each shard still needs
@@ -136,7 +137,10 @@ class FileOrder:
     epoch. Shard i of n reads the files i, i + n, ... of each epoch's order."""
 
     def __init__(self, files: StreamedFiles, shard: tuple[int, int], seed: int, epochs: int | None) -> None:
-        self._files, self._shard, self._seed, self._epochs = files, shard, seed, epochs
+        self._files = files
+        self._shard = shard
+        self._seed = seed
+        self._epochs = epochs
         self._per_epoch = len(range(shard[0], len(files.names), shard[1]))
         self._starts = [0]  # the place of the first record of each visit to a file
         self._newest = -1  # the newest visit that is read

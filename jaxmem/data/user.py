@@ -33,7 +33,10 @@ class UserLoader(AbstractContextManager["UserLoader"]):
                 "train.evaluate_every requires the argument held_out; pass an iterable of batches, or set"
                 " train.evaluate_every=null"
             )
-        self._cfg, self._rows, self._batches, self.corpus = cfg, rows, batches, self
+        self._cfg = cfg
+        self._rows = rows
+        self._batches = batches
+        self.corpus = self
         self._spec = batch_spec(cfg)
         self.rewind()
 

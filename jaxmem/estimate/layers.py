@@ -141,7 +141,8 @@ class _Operations:
 
     def __init__(self, known: Collection[str], stream: tuple[int, int]) -> None:
         """`stream`: the width of the residual stream, and the number of devices that its sequence is sharded over."""
-        self._known, self._stream = known, stream
+        self._known = known
+        self._stream = stream
         self._back = False
         self.operations: list[LayerOperation] = []
 

@@ -29,14 +29,17 @@ from jaxmem.step.execution import pipeline_of
 from jaxmem.step.objective import trained_sum
 from jaxmem.typing import Tree
 
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while", "cond")
+DEVICE = jax.memory.Space.Device
+HOST = jax.memory.Space.Host
+MATMULS = ("dot_general", "conv_general_dilated")
+LOOPS = ("scan", "while", "cond")
 # Primitives of kernels: Pallas for Mosaic GPU, without and with an accumulator; Triton; library calls.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
 _BACKWARD = 0.75  # share of the backward pass in the time of both, with full recompute
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
 # two and a half times the bytes of the matmuls, and there are about three kernels per matmul or write in place.
-TRAFFIC_PER_MATMUL, _KERNELS_PER_MATMUL = 2.5, 3
+TRAFFIC_PER_MATMUL = 2.5
+_KERNELS_PER_MATMUL = 3
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ class StepTime:
     def _weights(self) -> float:
         """Seconds of the communication of weights for one micro-batch: weights are gathered twice and gradients reduced
         once, layer by layer, in the compute dtype."""
-        mesh, weights = self.cfg.mesh, self.weights
+        mesh = self.cfg.mesh
+        weights = self.weights
         layers = layers_per_pass(self.cfg)
         gathered = self._ring(2 * weights["gathered"], self._split, mesh.tensor, 2 * layers)
         within = gathered + self._ring(weights["scattered"], self._split, mesh.tensor, layers)
@@ -118,7 +119,8 @@ class StepTime:
     def _tensor(self) -> float:
         """Seconds of the reductions of the residual stream per layer and pass: one for attention and one for the MLP,
         if `tensor` shards them. Attention that is not sharded over `tensor` still gathers all positions."""
-        model, tensor = self.cfg.model, self.cfg.mesh.tensor
+        model = self.cfg.model
+        tensor = self.cfg.mesh.tensor
         if not isinstance(model, Decoder) or tensor == 1:
             return 0.0
         residual = self._tokens * model.embed * self._width
@@ -129,7 +131,9 @@ class StepTime:
     def _features(self) -> float:
         """Seconds in which features are gathered for logits whose vocabulary is sharded over the axes of
         `rules.logits`, and their gradients are reduced."""
-        mesh, model, over = self.cfg.mesh, self.cfg.model, self.cfg.rules.logits
+        mesh = self.cfg.mesh
+        model = self.cfg.model
+        over = self.cfg.rules.logits
         if not isinstance(model, Decoder) or not over:
             return 0.0
         group = mesh.fsdp * mesh.expert
@@ -150,7 +154,8 @@ class StepTime:
 
     def _experts(self) -> float:
         """Seconds in which tokens are sent to the devices of their experts, and results back."""
-        model, devices = self.cfg.model, self.cfg.mesh.expert
+        model = self.cfg.model
+        devices = self.cfg.mesh.expert
         if not isinstance(model, Decoder) or model.experts is None or devices == 1:
             return 0.0
         top_k = model.experts.top_k

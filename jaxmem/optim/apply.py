@@ -213,7 +213,8 @@ def _block_seeds(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.atleast_1d(layers))
     if vocab_slice is not None:  # each block is within one row
         dim = axes.index("vocab")
-        places[dim], sizes[dim] = vocab_slice.rows.astype(jnp.uint32), vocab_slice.shape[dim]
+        places[dim] = vocab_slice.rows.astype(jnp.uint32)
+        sizes[dim] = vocab_slice.shape[dim]
     place = jnp.zeros((), jnp.uint32)
     for index, size in zip(places, sizes, strict=True):
         place = place[..., None] * jnp.uint32(size) + index

@@ -134,7 +134,8 @@ class PerExpertRule(MatrixRule):
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         def update_expert(arrays: tuple[jax.Array, State], read_only: Tree, i: jax.Array) -> tuple[jax.Array, State]:
-            (g, state), (weight, count, layer, key) = arrays, read_only
+            g, state = arrays
+            weight, count, layer, key = read_only
             inputs = {"weight": weight, "count": count, "layer": layer, "key": jax.random.fold_in(key, i)}
             expert_context = dataclasses.replace(context, spec=self.expert, **inputs)
             layout = current()

@@ -217,7 +217,9 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
     >>> timetable("gpipe", 2, 2).rows()
     ['FF..BB', '.FFBB.']
     """
-    p, m, v = stages, micro_batches, rounds
+    p = stages
+    m = micro_batches
+    v = rounds
     order = [_item(number, p, v) for number in range(v * m)]
     backward = [(micro, v - 1 - round_index) for micro, round_index in order]
     # The first tick of B on the last stage, counted in ticks of F: when the last layers have processed the first item.

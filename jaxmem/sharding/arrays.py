@@ -144,7 +144,8 @@ def map_devices(
 ) -> Callable[..., Any]:
     """`function` on the shards of each device, in the current layout. `over`: the mesh axes; by default all, or inside
     of another `jax.shard_map` the mesh axes of the partitioner that are left."""
-    layout, mesh = current(), jax.sharding.get_abstract_mesh()
+    layout = current()
+    mesh = jax.sharding.get_abstract_mesh()
     assert layout is not None
     names = {*(over or (mesh.auto_axes if mesh.manual_axes else layout.mesh.axis_names))}
     inside = None if mesh.manual_axes else layout.mesh

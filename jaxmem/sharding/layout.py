@@ -87,7 +87,8 @@ class Layout:
         `stage`, if one is divisible."""
         unsplit = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
         placed = Layout(self.mesh, unsplit).sharding(role, axes, shape)
-        parts, spec = placed.shard_shape(tuple(shape)), list(placed.spec)
+        parts = placed.shard_shape(tuple(shape))
+        spec = list(placed.spec)
         for dim in range(1, len(shape)):
             if parts[dim] % self.mesh.shape["stage"] == 0:
                 over = spec[dim] or ()

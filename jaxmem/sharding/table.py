@@ -160,7 +160,8 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
     storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
     assigned: set[str] = set()
-    result, left = [], []
+    result = []
+    left = []
 
     def divides(size: int, over: tuple[str, ...]) -> bool:
         return size % math.prod(mesh[a] for a in over) == 0

@@ -32,7 +32,8 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
         arrays["mask"] = (tokens[0], np.float32, tokens[2])
         return arrays | {"reference": mask} if cfg.objective.name == "dpo" else arrays
     model = ImageInput() if isinstance(cfg.model, UserModel) else cfg.model
-    size, channels = model.image_size, model.channels  # type: ignore[union-attr]
+    size = model.image_size  # type: ignore[union-attr]
+    channels = model.channels  # type: ignore[union-attr]
     images: Array = ((*rows, size, size, channels), image_dtype(cfg.model), (*axes, "height", "width", "channels"))
     if isinstance(model, ImageText):
         tokens = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))

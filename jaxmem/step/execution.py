@@ -101,8 +101,10 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
     """The pipeline of a config whose mesh is resolved, or None if there is one stage."""
     if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet | UserModel):
         return None
-    layers, recomputes = pipelined_layers(cfg.model), repeats_forward(cfg.memory.remat)
-    micro_batches, pipeline = cfg.batch.accumulate, cfg.pipeline
+    layers = pipelined_layers(cfg.model)
+    recomputes = repeats_forward(cfg.memory.remat)
+    micro_batches = cfg.batch.accumulate
+    pipeline = cfg.pipeline
     return Pipeline(layers, cfg.mesh.stage, micro_batches, pipeline.rounds, pipeline.name, recomputes)
 
 

@@ -64,7 +64,8 @@ def accumulate(
     added = _with_hooks(loss, axes, Add, in_place=True)
 
     def add(carry: Tree, micro_batch: tuple[Batch, jax.Array]) -> tuple[Tree, None]:
-        (total, all_sums, state), (batch, keys) = carry, micro_batch
+        total, all_sums, state = carry
+        batch, keys = micro_batch
         batch = {**batch, STATE: state} if state else batch
         proxies = jax.tree.map(jnp.zeros_like, total)
         if local is None:
@@ -121,7 +122,9 @@ class _LocalGradients:
     """Gradients of groups of rows, one group and its gradients per device."""
 
     def __init__(self, layout: Layout, axes: AxesTree, dtype: DTypeLike) -> None:
-        self._layout, self._axes, self._dtype = layout, axes, np.dtype(dtype)
+        self._layout = layout
+        self._axes = axes
+        self._dtype = np.dtype(dtype)
         self._over = layout.local_gradient_axes
         self.groups = layout.size(self._over)
 
@@ -205,7 +208,8 @@ class Reduce:
         axes = self.axes[len(self.axes) - x.ndim + 1 :]
         pin = lambda x: constrain(x, *axes, role="optimizer")  # noqa: E731
         for number in reversed(range(len(self.over))):
-            outer, neighbours = self.over[:number], self.layout.size(self.over[number : number + 1])
+            outer = self.over[:number]
+            neighbours = self.layout.size(self.over[number : number + 1])
             parts = x.reshape(-1, neighbours, *x.shape[1:])
             # `jnp.sum` would communicate float32.
             x = jax.lax.reduce(parts, jnp.zeros((), x.dtype), jax.lax.add, (1,))

@@ -62,7 +62,8 @@ class InitialWeights:
 
         def create(storage: Storage) -> Params:
             if model.flax_model is not None:
-                axes, state = model.flax_model.axes, model.forward_state
+                axes = model.flax_model.axes
+                state = model.forward_state
                 values = user.variables_of(model.build(key)).items()
                 return unflatten_dict({p: x if p in state else user.store(x, axes[p], storage) for p, x in values})
             with storing_as(storage), creating_in(model.execution.pipeline):

@@ -43,7 +43,10 @@ def intercepted_parts(
 
 class _Interception:
     def __init__(self, terms: Objective, batch: Batch, keys: jax.Array | None, matrices: bool) -> None:
-        self._terms, self._batch, self._keys, self._matrices = terms, batch, keys, matrices
+        self._terms = terms
+        self._batch = batch
+        self._keys = keys
+        self._matrices = matrices
 
     def cuts(self, network: Any, known: tuple[Any, ...] = ()) -> list[Cut]:
         """The cuts of the network, in the order of the computation. `known` are the results of the first ones."""

@@ -85,7 +85,8 @@ def _backward_order(
             continue
         # Lists of a script's model may have other names; those within one module count as one stack.
         depth = next((n for n, step in enumerate(path) if step.key.startswith("blocks")), 1)
-        stack, layers_of_stack = stacks.setdefault(path[:depth], len(stacks)), split_stack(path_name(path))[1]
+        stack = stacks.setdefault(path[:depth], len(stacks))
+        layers_of_stack = split_stack(path_name(path))[1]
         layers = partial.get(path, range(lengths[path]))
         entries += [
             ((1, -stack, -_number(layers_of_stack, layer), number), path, index, layer)

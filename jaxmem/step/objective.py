@@ -58,7 +58,8 @@ class Objective:
 
 def objective(complete: config.Config) -> Objective:
     """The objective of a config."""
-    cfg, memory = complete.objective, complete.memory
+    cfg = complete.objective
+    memory = complete.memory
     if cfg.name == "own":
         return Objective(partial(_user_loss, complete.user), _user_sums, is_of_script=True)
     if isinstance(complete.model, config.ImageText):
@@ -176,7 +177,8 @@ def _token_losses(
     """The output projection with the cross entropy of each token, and the sums."""
     from jaxmem.kernels.scopes import category
 
-    labels, chunk = batch["targets"], memory.loss_chunk
+    labels = batch["targets"]
+    chunk = memory.loss_chunk
 
     def options(x: jax.Array) -> dict[str, Any]:
         return {**terms, "max_entries": max_update_entries(memory.update, x.shape[-1])}
@@ -233,13 +235,15 @@ def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
 
 
 def _classify(cfg: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
-    logits, labels = network.logits(x), batch["targets"]
+    logits = network.logits(x)
+    labels = batch["targets"]
     loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
     return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
 
 def _binary(network: Network, x: jax.Array, batch: Batch) -> Sums:
-    logits, labels = network.logits(x)[:, 0].astype(jnp.float32), batch["targets"]
+    logits = network.logits(x)[:, 0].astype(jnp.float32)
+    labels = batch["targets"]
     loss = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
     return _sums(loss, batch["mask"], (logits > 0) == (labels > 0.5))
 

@@ -28,7 +28,8 @@ from jaxmem.typing import AxesTree, Tree
 if TYPE_CHECKING:
     from jaxmem.step.initial_weights import InitialWeights
 
-INITIAL_SCALE, MIN_SCALE = 2.0**15, 1.0
+INITIAL_SCALE = 2.0**15
+MIN_SCALE = 1.0
 GROWTH_INTERVAL = 2000  # finite updates before the scale is doubled
 
 

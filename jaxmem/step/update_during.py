@@ -4,11 +4,21 @@ The backward pass goes through the layers from the last to the first. A layer's 
 its part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in
 N layers, gradients take P / N values instead of P, for any optimizer; the results are identical to updating after the
 backward pass (Lv et al., arXiv:2306.09782). With micro-batches, a layer is backpropagated through all of them before
-it is updated. Embedding and output matrices are updated at the end, slice by slice (`update_in_parts.py`). Parameters
-after the layers (the final norm) are updated before the layers, other parameters outside of layers at the end.
+it is updated.
 
-An optimizer that needs the norm of all gradients before the first update (clipping by the global norm) requires an
-additional backward pass to compute the norm.
+An update, in the order in which it is computed:
+
+1. `by_parts.forward_by_parts`: the forward pass, part by part: functions, stacks of layers, and operations with an
+   embedding or output matrix.
+2. `_gradient_norm`, only for an optimizer that needs the norm of all gradients before the first update (clipping by the
+   global norm): a backward pass that discards the gradients.
+3. `ForwardByParts.backward`: back through the parts. Parameters after the layers (the final norm) are updated first
+   (`update_unstacked`). For a stack, `stack.reverse` computes the gradient of one layer after the other and passes it
+   to a `LayerUpdate` (`update_stack`).
+4. Other parameters outside of layers (`update_unstacked`), then embedding and output matrices, slice by slice
+   (`VocabUpdate`).
+
+`LayerUpdate` and `VocabUpdate` are in `update_in_parts.py`.
 """
 
 from collections.abc import Callable
@@ -47,7 +57,19 @@ def update_during_backward(
     network = forward_by_parts(spec, state.params, batch, key, micro_batches)
     # The groups of each stack, one per weight.
     groups = {stack.path: [spec.group(w) for w in single_weights(stack.trainable)] for stack in network.stacks}
-    params, states, squares = list[Tree](), list[Tree](), list[Tree]()
+
+    def vocab_update(path: Path) -> VocabUpdate:
+        weight = select(state.params, unflatten_dict({path: 0}))
+        group = spec.group(weight)
+        chunk = spec.cfg.memory.loss_chunk
+        entries = None if chunk == "auto" else chunk
+        return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
+
+    norm = _gradient_norm(network, groups, vocab_update) if spec.cfg.needs_global_norm_first else None
+    # What is updated: trees of new weights, states of groups, and trees of squared norms of gradients.
+    params: list[Tree] = []
+    states: list[Tree] = []
+    squares: list[Tree] = []
 
     def add(new: Tree, new_states: list[Tree], new_squares: Tree) -> None:
         params.append(new)
@@ -69,8 +91,8 @@ def update_during_backward(
 
         weights = lambda carry: stack.weights(carry[0])  # noqa: E731
         visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit, fetch)
-        done, g = stack.result.backward(g, visitor)
-        add(*done)
+        (new, new_states, new_squares), g = stack.result.backward(g, visitor)
+        add(new, new_states, new_squares)
         return g
 
     def update_unstacked(grads: Tree) -> Tree:
@@ -85,14 +107,6 @@ def update_during_backward(
         add(new, [send_like(new_state, before)], jax.tree.map(sum_of_squares, grads))
         return new
 
-    def vocab_update(path: Path) -> VocabUpdate:
-        weight = select(state.params, unflatten_dict({path: 0}))
-        group = spec.group(weight)
-        chunk = spec.cfg.memory.loss_chunk
-        entries = None if chunk == "auto" else chunk
-        return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
-
-    norm = _gradient_norm(network, groups, vocab_update) if spec.cfg.needs_global_norm_first else None
     grads, matrices = network.backward(update_stack, on_last_gradients=update_unstacked)
     update_unstacked(without(grads, network.last_parameters))
     for path, gradient in matrices.items():

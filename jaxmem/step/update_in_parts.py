@@ -70,7 +70,8 @@ class LayerUpdate:
 
     def __call__(self, carry: Tree, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Tree:
         """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
-        (weights, states, squares), new_states = carry, list[Tree]()
+        weights, states, squares = carry
+        new_states = list[Tree]()
         for i, (group, state, old) in enumerate(zip(self.groups, states, self.before, strict=True)):
             gradients = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
             gradients, weights, state, new_states = jax.lax.optimization_barrier(
@@ -131,7 +132,8 @@ class VocabUpdate:
             dw = self._gradient(gradient, weights, slices, j)
             weight_slice = _read_slice(slices, j, weights, self._axes, self.weights)
             own_state = _read_slice(slices, j, state, self.group.state_axes, self.state)
-            vocab_dim, entries = self._names.index("vocab"), slices.entries(j).reshape(-1)
+            vocab_dim = self._names.index("vocab")
+            entries = slices.entries(j).reshape(-1)
             rows = VocabSlice(self._weight(self.weights).shape, vocab_dim, entries, total)
             return dw, *self.group.update(dw, own_state, weight_slice, write, norm=norm, vocab_slice=rows)
 
@@ -240,11 +242,14 @@ def update_singly(
     spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[list[Tree], list[Tree]]:
     """The new value and the new state of each parameter, updated one after the other."""
-    new_params, new_states = [], []
+    new_params = []
+    new_states = []
     for weight in single_weights(params):
         group = spec.group(weight)
-        gradient, state = select(grads, group.axes, is_leaf=is_axes), group.state(opt_state)
-        (names,), (g,) = jax.tree.leaves(group.axes, is_leaf=is_axes), jax.tree.leaves(gradient)
+        gradient = select(grads, group.axes, is_leaf=is_axes)
+        state = group.state(opt_state)
+        (names,) = jax.tree.leaves(group.axes, is_leaf=is_axes)
+        (g,) = jax.tree.leaves(gradient)
         if names[:1] == ("layer",):
             new, state = _layer_by_layer(group, gradient, state, weight, write, norm)
         elif "vocab" in names:
@@ -264,7 +269,8 @@ def _slice_of(gradient: jax.Array, dim: int, _: Axes, slices: VocabSlices | None
 def _layer_by_layer(
     group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[Tree, Tree]:
-    layers, stages = jax.tree.leaves(weights)[0].shape[0], shard_count("weights", "layer")
+    layers = jax.tree.leaves(weights)[0].shape[0]
+    stages = shard_count("weights", "layer")
     stages = 1 if layers % stages else stages  # a stack that is not divisible is outside of the pipeline: replicated
 
     def update(grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array) -> tuple[Tree, Tree]:
