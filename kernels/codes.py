@@ -17,8 +17,8 @@ E2M1 = (*_E2M1, *(-value for value in _E2M1))  # 1 sign, 2 exponent, 1 mantissa 
 
 
 @dataclass(frozen=True)
-class Form:
-    """An encoding of the values of a block."""
+class KernelFormat:
+    """How a kernel decodes the values of a block."""
 
     bits: int
     listed: tuple[float, ...] | None = None  # the value of each code; None: evenly spaced
@@ -34,7 +34,13 @@ class Form:
         return 2 ** (self.bits - 1) - 1
 
 
-FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "mxfp4": Form(4, E2M1), "int4": Form(4), "int8": Form(8)}
+KERNEL_FORMATS = {
+    "nf4": KernelFormat(4, NF4),
+    "fp4": KernelFormat(4, FP4),
+    "mxfp4": KernelFormat(4, E2M1),
+    "int4": KernelFormat(4),
+    "int8": KernelFormat(8),
+}  # the formats that kernels dequantize
 
 
 def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:

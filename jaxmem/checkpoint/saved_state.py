@@ -46,13 +46,13 @@ class SavedState:
         opt_state = self._shapes(config, "optimizer", self._spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
-    def restored(self, saved: TrainState, config: JsonView) -> TrainState:
+    def complete(self, saved: TrainState, config: JsonView) -> TrainState:
         """The state of the program, from the arrays that were restored into `shapes`."""
-        params = self.restored_params(saved.params, config)
+        params = self.complete_params(saved.params, config)
         opt_state = self._reordered(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
-    def restored_params(self, params: Params, config: JsonView) -> Params:
+    def complete_params(self, params: Params, config: JsonView) -> Params:
         axes = self._saved(self._spec.param_axes)
         shapes = self._saved(self._spec.state.params)
         params = self._reordered(config, axes, params, shapes)

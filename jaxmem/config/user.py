@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict, JsonView
 
-Axes = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
+AxesByPattern = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
 UserData = Iterable[JsonView]
 
 
@@ -29,7 +29,7 @@ class ModelParts(TypedDict, total=False):
 
     model: Callable[..., Any] | None
     network: Callable[..., Any] | None
-    axes: Axes | None
+    axes: AxesByPattern | None
     layers: str | Sequence[str] | None
     loss: Callable[..., Any] | None
     loss_with_keys: Callable[..., Any] | None
@@ -53,7 +53,7 @@ class UserObjects:
 
     model: Callable[..., Any] | None = None
     network: Callable[..., Any] | None = None
-    axes: Axes | None = None
+    axes: AxesByPattern | None = None
     layers: tuple[str, ...] = ()
     loss: Callable[..., Any] | None = None
     loss_with_keys: Callable[..., Any] | None = None

@@ -63,7 +63,7 @@ class ImageFolder(ImageSource):
 
 
 # For some others Pillow starts a program, whatever the name of the file (Ghostscript for PostScript).
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
 
 def read_image(path: Path, form: ImageForm) -> np.ndarray:
@@ -73,10 +73,10 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
     except ImportError:
         raise UserError("images require Pillow; run pip install 'jaxmem[images]'") from None
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path, formats=IMAGE_FORMATS) as image:
             fitted = ImageOps.fit(image.convert("L" if form.channels == 1 else "RGB"), (form.size, form.size))
     except Exception as error:  # Pillow raises errors of many types for damaged files
-        use = f"remove the file, or convert it to {one_of(FORMATS)}"
+        use = f"remove the file, or convert it to {one_of(IMAGE_FORMATS)}"
         raise UserError(f"{path}: cannot be read as an image: {error}; {use}") from error
     return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
 

@@ -1,5 +1,5 @@
 """A decoder as a GGUF file, the format of llama.cpp, written by the package `gguf`: settings, tokenizer, and weights in
-one of `FORMATS`.
+one of `GGUF_TYPES`.
 
 Matrices are quantized where their last dimension is a multiple of the block, otherwise they are float16. Norms and
 biases are float32. The file is written tensor by tensor, with one in host memory at a time.
@@ -31,7 +31,7 @@ from jaxmem.models.rope import frequencies
 from jaxmem.typing import JsonDict
 
 # Formats that the package writes: the name of the type of tensors, and the file type of a file whose matrices have it.
-FORMATS = {
+GGUF_TYPES = {
     "float32": ("F32", "ALL_F32"),
     "float16": ("F16", "MOSTLY_F16"),
     "bfloat16": ("BF16", "MOSTLY_BF16"),
@@ -56,7 +56,7 @@ def save_gguf(
     chat_template: str | None = None,
 ) -> None:
     """Writes a model, adapters merged, to a file that must not exist. `tokenizer`: the value of `data.tokenizer`.
-    `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack.
+    `kind`: one of GGUF_TYPES. `length`: the context length. `indices`: the position of each layer in a stack.
     `chat_template`: the value of `data.chat_template`; None: the template of the tokenizer, if it has one."""
     file = Path(file).expanduser()
     if kind.lower().endswith(K_QUANT):
@@ -64,8 +64,8 @@ def save_gguf(
             f"--dtype {kind}: GGUF export does not write K-quants; export with --dtype float16, and run "
             f"llama-quantize {file} NEW.gguf {kind.upper()} of llama.cpp"
         )
-    if kind not in FORMATS:
-        raise UserError(f"--dtype {kind} is not a GGUF format{nearest(kind, FORMATS)}")
+    if kind not in GGUF_TYPES:
+        raise UserError(f"--dtype {kind} is not a GGUF format{nearest(kind, GGUF_TYPES)}")
     if file.exists():
         raise UserError(f"{file} exists already; remove it, or use another name")
     if tokenizer is None:
@@ -79,7 +79,7 @@ def save_gguf(
     cfg = model.cfg
     settings = {
         "general.name": file.stem,
-        "general.file_type": int(gguf.LlamaFileType[FORMATS[kind][1]]),
+        "general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[kind][1]]),
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         **_settings(cfg, length),
         **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
@@ -218,7 +218,7 @@ def _template(tokenizer: Tokenizer, file: str | None) -> dict[str, str]:
 
 
 class GgufOutput(NamedTuple):
-    """A tensor to write. `kind`: one of FORMATS. `values`: called when the tensor is written."""
+    """A tensor to write. `kind`: one of GGUF_TYPES. `values`: called when the tensor is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -269,7 +269,7 @@ def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[
                 writer.add_string(key, value)
             case _:
                 writer.add_array(key, value)
-    kinds = [GGMLQuantizationType[FORMATS[tensor.kind][0]] for tensor in tensors]
+    kinds = [GGMLQuantizationType[GGUF_TYPES[tensor.kind][0]] for tensor in tensors]
     for tensor, kind in zip(tensors, kinds, strict=True):
         block, nbytes = GGML_QUANT_SIZES[kind]
         size = math.prod(tensor.shape) // block * nbytes

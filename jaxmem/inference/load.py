@@ -143,7 +143,7 @@ def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Tre
     position, config = checkpoints.read(step)
     saved = SavedState(as_saved)
     saved.check_base(position, checkpoints.directory / str(step))
-    return saved.restored_params(checkpoints.restore_params(step, saved.shapes(config).params), config)
+    return saved.complete_params(checkpoints.restore_params(step, saved.shapes(config).params), config)
 
 
 def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Tree:

@@ -160,14 +160,14 @@ class Mixture:
 
 def matrices(w: jax.Array | QTensor) -> Any:
     """The weight as the kernel reads it."""
-    from jaxmem.kernels.codes import FORMS
+    from jaxmem.kernels.codes import KERNEL_FORMATS
     from jaxmem.kernels.grouped_matmul.quantized_tiles import QuantizedMatrices, QuantizedScales
 
     if not isinstance(w, QTensor):
         return w
     double_quant = isinstance(w.scale, QTensor)
     scale = QuantizedScales(w.scale.codes, w.scale.scale, w.scale.offset) if double_quant else w.scale
-    return QuantizedMatrices(w.codes, scale, FORMS[w.format], w.block_size, *w.shape[-2:])
+    return QuantizedMatrices(w.codes, scale, KERNEL_FORMATS[w.format], w.block_size, *w.shape[-2:])
 
 
 def _gated_mlp(

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from jaxmem.config.networks import SHARDED
-from jaxmem.config.user import Axes as AxesByPattern
+from jaxmem.config.user import AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.user_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights

@@ -18,7 +18,7 @@ _get, _names = lazy_names(
     clipping="clip record_norm",
     layers="MatrixRule ParameterSpec UpdateContext by_layer state_axes",
     master="REMAINDER_BITS with_master with_remainder",
-    registry="build optimizer schedule",
+    registry="build learning_rate_schedule optimizer",
     selection="Selection scale_updates select_trainable trainable",
 )
 _functions = (

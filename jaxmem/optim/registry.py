@@ -50,7 +50,7 @@ def _module(implementation: str) -> ModuleType:
     return importlib.import_module(f"jaxmem.optim.rules.{implementation.partition(':')[0]}")
 
 
-def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
+def learning_rate_schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     """The learning rate of each update, a function of the number of earlier updates.
 
     It increases linearly to the peak at update `warmup` (without warmup at the first), then decays to `min_lr_ratio` of

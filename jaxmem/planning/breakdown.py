@@ -148,7 +148,13 @@ class Breakdown:
     def _part_and_kind(
         self, region: Region, maker: Instruction, shape: HloShape, origins: Origins
     ) -> tuple[str, str, bool]:
-        """The part, the kind, and whether it is known only by the shape."""
+        """The part, the kind, and whether it is known only by the shape.
+
+        Tests are in the order of their certainty, since each sees only what the tests before it left. First, from what
+        a value is computed: weights alone, optimizer state alone. Then the scope of the update, before gradients,
+        because its results are computed from them. Then the scopes of activations, before shapes, because logits may
+        have the shape of a gradient. Last, when a value exists: a saved activation has no other mark.
+        """
         dims = sorted_dims(shape.dims)
         when = pass_of(maker.op_name)
         category = category_of(maker.op_name)

@@ -75,7 +75,7 @@ class StateSpec:
 
     @cached_property
     def learning_rate(self) -> optax.Schedule:
-        return optim.schedule(self.cfg.optimizer, self.cfg.steps)
+        return optim.learning_rate_schedule(self.cfg.optimizer, self.cfg.steps)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:

@@ -66,12 +66,15 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
     """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
-    saved_state = read_state(built, checkpoints)
-    return None if saved_state is None else (saved_state[0], saved_state[1](), saved_state[2])
+    newest = newest_state(built, checkpoints)
+    if newest is None:
+        return None
+    step, read_state, position = newest
+    return step, read_state(), position
 
 
-def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], JsonDict] | None:
-    """Like `restore`, but returns a function instead of the state. The function also reads the frozen base, which is
+def newest_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], JsonDict] | None:
+    """Like `restore`, but returns a function that reads the state. The function also reads the frozen base, which is
     not in the checkpoints, and returns the complete state."""
     latest = checkpoints.read_latest()
     if latest and not latest[1]:  # no data position: imported weights
@@ -80,11 +83,11 @@ def read_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[
 
         return 0, lambda: built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}
     saved = SavedState(built)
-    restored = checkpoints.restore_latest(saved.shapes)
-    if restored is None:
+    latest_arrays = checkpoints.restore_latest(saved.shapes)
+    if latest_arrays is None:
         return None
-    step, state, position, config = restored
-    return step, lambda: saved.restored(state, config), position
+    step, state, position, config = latest_arrays
+    return step, lambda: saved.complete(state, config), position
 
 
 class Rollback:
@@ -108,9 +111,9 @@ class Rollback:
             raise error
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        restored = restore(self._built, self._checkpoints)
-        assert restored is not None
-        return restored[:2]
+        checkpoint = restore(self._built, self._checkpoints)
+        assert checkpoint is not None
+        return checkpoint[:2]
 
 
 def check_finite(params: Tree, step: int) -> None:

@@ -42,7 +42,7 @@ from jaxmem.training.restore import (
     check_finite,
     check_replicas,
     data_fingerprint,
-    read_state,
+    newest_state,
     refuse_another_run,
     restore,
 )
@@ -224,13 +224,13 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     if done < built.cfg.steps:
         return None
     with _checkpoints(built.cfg.checkpoint, path) as checkpoints, failing_together():
-        restored = read_state(built, checkpoints)
-    if restored is None or restored[0] < built.cfg.steps:
+        newest = newest_state(built, checkpoints)
+    if newest is None or newest[0] < built.cfg.steps:
         return None
-    step, state, _ = restored
+    step, read_state, _ = newest
     if jax.process_index() == 0:
         say(lines.finished_line(built, config, step, directory))
-    return Result(directory, step, {}, {}, state, built)
+    return Result(directory, step, {}, {}, read_state, built)
 
 
 def _preflight(cluster: Cluster) -> None:

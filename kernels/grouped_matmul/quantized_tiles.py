@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxmem.kernels.codes import Form
+from jaxmem.kernels.codes import KernelFormat
 from jaxmem.kernels.launch import block_size
 
 
@@ -49,7 +49,7 @@ class QuantizedMatrices:
 
     codes: Any  # an array [experts, inputs / codes per byte, outputs]
     scale: Any  # an array, float32 or uint8 (E8M0), [experts, blocks, outputs], or QuantizedScales
-    form: Form = field(metadata={"static": True})
+    form: KernelFormat = field(metadata={"static": True})
     block: int = field(metadata={"static": True})  # inputs that share a scale
     inputs: int = field(metadata={"static": True})
     outputs: int = field(metadata={"static": True})

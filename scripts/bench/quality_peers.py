@@ -52,7 +52,7 @@ def write_rows(model: Path, folder: Path = FOLDER, steps: int = STEPS, seeds: tu
     cfg = jaxmem.load_config(quality.settings(quality.Run("adamw", 1.0, 0, steps), model), _overrides(held_out))
     with jaxmem.Loader(cfg) as loader:
         _save(folder / "held-out.npz", loader)
-    rate = optim.schedule(cfg.optimizer, steps)
+    rate = optim.learning_rate_schedule(cfg.optimizer, steps)
     np.save(folder / "rates.npy", np.array([float(rate(step)) for step in range(steps)]))
     (folder / "corpus.json").write_text(json.dumps(corpus))
 

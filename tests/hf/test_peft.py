@@ -112,7 +112,7 @@ def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(case, place, peft
     whole = {("embedding", "weight"), ("head", "weight"), ("norm", "scale")} if case == "saved" else set()
     assert {path for path, x in kept.items() if x is not None} >= {path for path in kept if "lora" in path} | whole
     assert kept["blocks", "attention", "q", "weight"] is None
-    again = SavedState(built).restored(SavedState(built).of(state), built.cfg.model_dump(mode="json"))
+    again = SavedState(built).complete(SavedState(built).of(state), built.cfg.model_dump(mode="json"))
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.kernels.codes import FORMS
+from jaxmem.kernels.codes import KERNEL_FORMATS
 from jaxmem.kernels.grouped_matmul import map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.kernels.grouped_matmul.quantized_tiles import QuantizedMatrices, QuantizedScales
 from jaxmem.kernels.grouped_matmul.triton import grouped_matmul
@@ -151,7 +151,7 @@ def test_the_fused_matmul_equals_float64(case):
     if form is not None:
         q = quantize(w, form, 32, -2, double_quant=form == "nf4")
         scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if form == "nf4" else q.scale
-        quantized = QuantizedMatrices(q.codes, scale, FORMS[form], 32, inputs, outputs)
+        quantized = QuantizedMatrices(q.codes, scale, KERNEL_FORMATS[form], 32, inputs, outputs)
         exact = q.dequantize(dtype)
 
     def run(x, w, bias, shares):

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import Moments8, adam8_update, attention, int8_add
-from jaxmem.kernels.codes import FORMS
+from jaxmem.kernels.codes import KERNEL_FORMATS
 from jaxmem.kernels.fused_attention import flash
 from jaxmem.kernels.fused_attention.flash import BlockSizes
 from jaxmem.kernels.grouped_matmul import sort_rows
@@ -141,7 +141,7 @@ def test_grouped_matmuls_fit_each_gpu(form, dtype, target, tmp_path, monkeypatch
             return grouped(x, chosen, g, w)
         q = quantize(w, form, 64, -2, double_quant=True)
         scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset)
-        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, FORMS[form], 64, INPUTS, OUTPUTS))
+        return grouped(x, chosen, g, QuantizedMatrices(q.codes, scale, KERNEL_FORMATS[form], 64, INPUTS, OUTPUTS))
 
     # 128 rows of each group and more: the largest tiles
     shapes = ((2 * TOKENS, INPUTS), dtype), ((2 * TOKENS, 4), jnp.int32), ((8 * TOKENS, OUTPUTS), dtype)

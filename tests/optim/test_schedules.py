@@ -11,7 +11,7 @@ END = PEAK * RATIO
 
 
 def rates(**settings):
-    rate = optim.schedule(Optimizer(learning_rate=PEAK, min_lr_ratio=RATIO, **settings), STEPS)
+    rate = optim.learning_rate_schedule(Optimizer(learning_rate=PEAK, min_lr_ratio=RATIO, **settings), STEPS)
     return [float(rate(count)) for count in range(STEPS)]
 
 

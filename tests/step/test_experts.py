@@ -247,7 +247,7 @@ def test_other_pipeline_stages_read_layers_of_two_kinds():
         return np.broadcast_to(rows, x.shape)
 
     params = jax.tree.map(number, alone.spec.state.params)
-    found = flatten_dict(SavedState(staged).restored_params(params, alone.cfg.model_dump(mode="json")), sep=".")
+    found = flatten_dict(SavedState(staged).complete_params(params, alone.cfg.model_dump(mode="json")), sep=".")
     up = {name: np.asarray(x).reshape(len(x), -1)[:, 0].tolist() for name, x in found.items() if "mlp.up" in name}
     assert up == {
         "blocks[0:1].mlp.up.weight": [1],

@@ -75,7 +75,7 @@ def test_pipeline_stages_train_as_one_device(name, alone):
     for mine, theirs in zip(on_stages.metrics, alone.metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
     built = on_stages.built
-    expected = SavedState(built).restored_params(alone.params, alone.built.cfg.model_dump())
+    expected = SavedState(built).complete_params(alone.params, alone.built.cfg.model_dump())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), on_stages.params, expected)
     assert built.model.parameter_count == alone.built.model.parameter_count
 
@@ -99,7 +99,7 @@ def test_evaluation_and_generation_use_the_pipeline(alone):
     """Evaluated, and asked for a text."""
     built = trained("circular x fsdp x tensor").built
     params = jax.device_put(
-        SavedState(built).restored_params(alone.params, alone.built.cfg.model_dump()),
+        SavedState(built).complete_params(alone.params, alone.built.cfg.model_dump()),
         jax.tree.map(lambda x: x.sharding, built.spec.state.params),
     )
     batch = batch_for(built)
@@ -142,7 +142,7 @@ def test_a_checkpoint_moves_over_stages(tmp_path):
             saved = before.cfg.model_dump(mode="json")
             checkpoints.save(step, state, {}, saved, force=True)
             read, _, found = checkpoints.restore(step, SavedState(after).shapes)
-            state = SavedState(after).restored(read, found)
+            state = SavedState(after).complete(read, found)
             for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(after.spec.state), strict=True):
                 assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
                 assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -158,7 +158,7 @@ def test_one_device_reads_the_layers_that_a_circular_pipeline_saved():
         return np.broadcast_to(np.arange(len(x), dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)), x.shape)
 
     saved = jax.tree.map(numbered, staged_program.spec.state.params)
-    found = SavedState(alone).restored_params(saved, staged_program.cfg.model_dump(mode="json"))
+    found = SavedState(alone).complete_params(saved, staged_program.cfg.model_dump(mode="json"))
     up = np.asarray(found["blocks"]["mlp"]["up"]["weight"])
     assert up[:, 0, 0].tolist() == [0, 2, 4, 1, 3, 5]
 

@@ -148,7 +148,9 @@ def test_no_layout_holds_a_gathered_model_for_the_backward_pass():
     ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0)]
 )
 def test_schedules_warm_up_and_come_down(schedule, middle, last):
-    rate = optim.schedule(Optimizer(learning_rate=2.0, schedule=schedule, warmup=10, min_lr_ratio=0.1), 110)
+    rate = optim.learning_rate_schedule(
+        Optimizer(learning_rate=2.0, schedule=schedule, warmup=10, min_lr_ratio=0.1), 110
+    )
     assert float(rate(0)) == pytest.approx(0.2)
     assert float(rate(4)) == pytest.approx(1.0)
     assert float(rate(9)) == pytest.approx(2.0)

@@ -41,7 +41,7 @@ def config(schedule: str, remat: str, zero: int) -> Config:
 def difference(cfg: Config, alone: Trained) -> float:
     """The largest difference of metrics and weights after two updates, relative to their size."""
     run = Trained(cfg, devices_of(cfg), updates=2)
-    expected = SavedState(run.built).restored_params(alone.params, alone.built.cfg.model_dump())
+    expected = SavedState(run.built).complete_params(alone.params, alone.built.cfg.model_dump())
     pairs = [*zip(jax.tree.leaves(run.metrics), jax.tree.leaves(alone.metrics), strict=True)]
     pairs += zip(jax.tree.leaves(run.params), jax.tree.leaves(expected), strict=True)
     return max(float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-3)) for a, b in pairs)

@@ -28,7 +28,7 @@ from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate
-from jaxmem.data.images import FORMATS, ImageForm, read_image
+from jaxmem.data.images import IMAGE_FORMATS, ImageForm, read_image
 from jaxmem.data.jsonl import JsonRecords, JsonTexts, parse_object
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
@@ -151,7 +151,7 @@ def kinds() -> dict[str, Kind]:
         "parquet": file("x.parquet", _read_lines, *map(_parquet, ("none", "snappy"))),
         "arrow": file("x.arrow", _read_lines, *map(_arrow, (pa.ipc.new_stream, pa.ipc.new_file))),
         "arrow rows": file("x.arrow", _read_rows, *map(_arrow, (pa.ipc.new_stream, pa.ipc.new_file))),
-        "image": file("x.png", lambda path: read_image(path, ImageForm(8, 3, np.float32)), *map(_image, FORMATS)),
+        "image": file("x.png", lambda path: read_image(path, ImageForm(8, 3, np.float32)), *map(_image, IMAGE_FORMATS)),
         **{
             f"checkpoint {name}": Kind([(_checkpoint() / part).read_bytes()], partial(_restore, part), slow=True)
             for name, part in CHECKPOINT.items()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxmem.config import Config, Decoder, Optimizer, Precision
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import NONE_FAILED, Choice, choose, triton_refusal
-from jaxmem.kernels.codes import FORMS
+from jaxmem.kernels.codes import KERNEL_FORMATS
 from jaxmem.kernels.fused_attention import support
 from jaxmem.kernels.fused_attention.support import Request
 from jaxmem.quant import FORMATS
@@ -125,7 +125,7 @@ def _experts_choice(
 
 def _no_quantized_experts(precision: Precision, model: Decoder, tensor: int) -> str | None:
     """The reason why the fused kernel cannot dequantize the experts, or None if it can."""
-    if (form := FORMS.get(precision.parameters)) is None:
+    if (form := KERNEL_FORMATS.get(precision.parameters)) is None:
         return f"triton does not dequantize {precision.parameters}; blockwise dequantizes one expert at a time"
     for inputs, parts in ((model.embed, 1), (model.mlp, tensor)):
         limit = precision.block_size or FORMATS[precision.parameters].block_size
