@@ -65,7 +65,18 @@ def empty_rows(*shape: int) -> Batch:
 
 
 def write_document(document: Document, offset: int, row: Batch, index: int, segment: int) -> int:
-    """Writes the tokens of a document that fit, from `offset` on, into a row from `index` on. Returns their number."""
+    """Writes the tokens of a document that fit into a row.
+
+    Args:
+        document: the document.
+        offset: the first token to write.
+        row: arrays [length], written in place.
+        index: the position in the row of the first token.
+        segment: the segment id of the document in this row.
+
+    Returns:
+        The number of tokens that were written.
+    """
     left = document.tokens[offset:]
     used = min(len(row["inputs"]) - index, len(left))
     known = min(used, len(left) - 1)  # inputs whose next token belongs to the same record

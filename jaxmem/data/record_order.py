@@ -191,7 +191,16 @@ def training_order(
     seed: int,
     shuffle: bool,
 ) -> Any:
-    """An endless grain MapDataset of records; its length is an epoch."""
+    """An endless grain MapDataset of (source, record); its length is an epoch.
+
+    Args:
+        counts: the number of records of each source.
+        weights: the weight of each source in the mixture.
+        blocks: the blocks of records that are read together, of each source; None: single records.
+        held_out: the share of records that are not used for training.
+        seed: of the random order.
+        shuffle: whether the order is random.
+    """
     import grain
 
     parts = []

@@ -131,7 +131,7 @@ def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def open_loader(cfg: Config, split: Split, rows: Sequence[int], *, corpus: Any = None, agree: Any = None) -> Any:
-    """The batches of a split: of a script, or as `data` describes them."""
+    """The batches of a split: of a script, or as `data` describes them. The arguments are those of `Loader`."""
     if cfg.user.data is not None:
         return UserLoader(cfg, split, rows)
     return Loader(cfg, split, rows, corpus=corpus, agree=agree)

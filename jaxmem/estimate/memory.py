@@ -58,7 +58,14 @@ def predict(built: Program) -> dict[str, int | None]:
 
 
 def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int = 8) -> Estimate:
-    """The estimate for a config whose mesh is resolved, on devices of which `per_host` share a host."""
+    """The estimate of a step.
+
+    Args:
+        cfg: a config whose mesh is resolved.
+        platform: `gpu` or `cpu`.
+        gpu: the kind of GPU; None: the time is not estimated.
+        per_host: the number of devices that share a host.
+    """
     passes = passes_of(cfg, platform)
     state = state_of(cfg, platform)
     size_of = DeviceBytes(cfg)

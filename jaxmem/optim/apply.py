@@ -95,14 +95,21 @@ def apply_updates(
     vocab_slice: VocabSlice | None = None,
     kernel: Literal["auto", "none", "triton"] = "none",
 ) -> Tree:
-    """Returns the new weights, computed in float32 and stored in their dtype. With a key they are rounded
-    stochastically.
+    """Returns the new weights, computed in float32 and stored in their dtype.
 
-    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key. So a weight is
-    rounded in the same way if only one layer of every stack (`layer=i`), or only some rows of a vocabulary matrix
-    (`vocab_slice`), is updated. Quantized weights are dequantized and quantized in place, layer by layer, at most 8 M
-    elements at a time. `kernel` selects a fused update of int8 weights on GPUs, which uses the same random numbers.
-    `auto` uses it only for weights whose blocks are all complete.
+    Each leaf, and each layer of a leaf whose axes begin with `layer`, has its own random key. So a weight is rounded in
+    the same way if only a layer of every stack or some rows of a vocabulary matrix are updated. Quantized weights are
+    dequantized and quantized in place, layer by layer, at most 8 M elements at a time.
+
+    Args:
+        params: the weights.
+        updates: what is added to them.
+        key: a random key for stochastic rounding; None: to the nearest value.
+        axes: the logical axes of each weight; None: no weight is a stack.
+        layer: the layer of every stack that is updated; None: all.
+        vocab_slice: the rows of a vocabulary matrix that are updated; None: all.
+        kernel: `triton` selects a fused update of int8 weights on GPUs, which uses the same random numbers; `auto` uses
+            it only for weights whose blocks are all complete.
     """
 
     def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Tree:

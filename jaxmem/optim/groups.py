@@ -31,7 +31,14 @@ class ParameterGroup:
 
     @classmethod
     def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
-        """`axes` and `state_axes` belong to all parameters, `params` are the parameters of this group."""
+        """The group of some parameters.
+
+        Args:
+            params: the parameters of this group.
+            optimizer_for: returns the optimizer of parameters with these axes.
+            axes: the axes of all parameters.
+            state_axes: the axes of the state of all parameters.
+        """
         group_axes = select(axes, params, is_leaf=is_quantized)
         tx = optax.with_extra_args_support(optimizer_for(group_axes))
         return cls(tx, group_axes, select(state_axes, jax.eval_shape(tx.init, params)))

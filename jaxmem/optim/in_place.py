@@ -40,8 +40,14 @@ def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: 
 
 
 def update_layers(function: Callable[..., Any], stack: Tree, read_only: Tree, axis: str = "layer") -> Tree:
-    """Replaces every layer of a stack, in place, by `function(layer, layer of read_only, index)`. `axis`: the logical
-    axis of the first dimension: `layer`, or `expert` for the matrices of a layer."""
+    """Replaces every layer of a stack, in place.
+
+    Args:
+        function: (layer, layer of `read_only`, index) -> new layer.
+        stack: a tree of stacked arrays.
+        read_only: another one, which stays as it is.
+        axis: the logical axis of the first dimension: `layer`, or `expert` for the matrices of a layer.
+    """
 
     def loop(stack: Tree, read_only: Tree, first: jax.Array) -> Tree:
         def step(arrays: Tree, i: jax.Array) -> Tree:

@@ -25,7 +25,14 @@ def with_learning_rate(
     weight_decay: float | jax.Array = 0.0,
     axes: AxesTree = None,
 ) -> Transformation:
-    """The optimizer with the updates of `scale`, weight decay of matrices, and a learning rate."""
+    """An optimizer with weight decay and a learning rate.
+
+    Args:
+        scale: computes the updates before both.
+        learning_rate: a number, or a function of the number of earlier updates.
+        weight_decay: the share of a matrix that an update subtracts, times the learning rate.
+        axes: the logical axes of each parameter; None: no parameter is a stack of layers.
+    """
     decay = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, axes)]
     return chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
 

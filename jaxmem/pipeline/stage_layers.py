@@ -74,7 +74,18 @@ class StageLayers:
         return checkpointed(replace(call, run=layer, weights=self._layers.weights), pipeline.group)
 
     def forward(self, call: StackCall, x: Tree, row: Row, ring: Tree, gradients: Gradients) -> tuple[Tree, Tree]:
-        """The output of the layers, and the ring with what they save."""
+        """The forward pass of a work item.
+
+        Args:
+            call: the stack of this stage (`prepare`).
+            x: the input of its first layer.
+            row: a tick of the timetable.
+            ring: what forward passes have saved for backward passes.
+            gradients: has the current weights, if there is a visitor.
+
+        Returns:
+            The output of the layers, and the ring with what they save.
+        """
         call = self._with_weights(call, gradients)
         plan = call.plan
         group = self._p.group
@@ -102,8 +113,12 @@ class StageLayers:
     def backward(
         self, call: StackCall, g: Tree, row: Row, ring: Tree, gradients: Gradients
     ) -> tuple[Tree, Tree, Gradients]:
-        """Returns the gradient of the input of the layers, the ring of F, and `gradients`, to which the weight
-        gradients of this item are added."""
+        """The backward pass of a work item. The arguments are those of `forward`, and `g`, the gradient of its output.
+
+        Returns:
+            The gradient of the input of the layers, the ring, and `gradients`, to which the weight gradients of this
+            item are added.
+        """
         plan = call.plan
         group = self._p.group
         round_index = row["round_index"]
@@ -238,7 +253,7 @@ def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
 
 def run_if(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
     """`function(state)` where the condition is true, otherwise `state`. It is a loop of at most one iteration, which
-    updates the state in place; a conditional would copy what its branches return unchanged. `scope` tells the planner
-    how often the function runs."""
+    updates the state in place; a conditional would copy what its branches return unchanged. `scope` tells the
+    planner how often the function runs."""
     with jax.named_scope(scope):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: function(state), state)

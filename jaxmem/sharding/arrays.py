@@ -167,10 +167,16 @@ def vocab_parts(over: str, axes: Axes, x: Tree) -> PartitionSpec:
 def map_stages(
     function: Callable[..., Any], stage: str, groups: tuple[str, ...], others: Tree, results: Tree
 ) -> Callable[..., Any]:
-    """`function(layers, others, batch, scalar) -> (layers, others, sums)` on each pipeline stage and, with `groups`,
-    separately for the rows of each device along these mesh axes. Layers are sharded over stages, and rows, the second
-    dimension of the batch, over the groups. `others` and `results` are the shardings of the second argument and result
-    over stages (`vocab_parts`). With groups, the first two results are [groups, ...]."""
+    """A function on each pipeline stage: (layers, others, batch, scalar) -> (layers, others, sums).
+
+    Args:
+        function: has these arguments and results. Layers are sharded over stages.
+        stage: the mesh axis of stages.
+        groups: mesh axes over which rows, the second dimension of the batch, are divided; the first two results are
+            then [groups, ...].
+        others: the shardings of the second argument over stages (`vocab_parts`).
+        results: the shardings of the second result.
+    """
     layout = current()
     assert layout is not None
     leading = [groups] if groups else []

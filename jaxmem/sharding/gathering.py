@@ -36,10 +36,18 @@ def stored_axes(axes: AxesTree, weights: Tree) -> AxesTree:
 
 
 def gather(weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: Role = "compute") -> jax.Array:
-    """The weight for computation: in the compute dtype, replicated over `fsdp`, and padded if it is not divisible by
-    `tensor`. It is cast before it is gathered, so that fewer bytes are sent; the codes of a quantized weight are
-    gathered and then dequantized. Weights in host memory are first copied to the device. The gradient is constrained to
-    the sharding of gradients, so that XLA reduce-scatters it."""
+    """The weight for computation: in the compute dtype, gathered, and padded if it is not divisible by `tensor`.
+
+    It is cast before it is gathered, so that fewer bytes are sent; the codes of a quantized weight are gathered and
+    then dequantized. Weights in host memory are first copied to the device. The gradient is constrained to the sharding
+    of gradients, so that XLA reduce-scatters it.
+
+    Args:
+        weight: the stored weight.
+        axes: its logical axes.
+        dtype: the compute dtype.
+        role: how it is sharded for computation.
+    """
     return gather_with_input(None, weight, axes, dtype, role)[1]
 
 

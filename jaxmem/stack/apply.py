@@ -42,14 +42,16 @@ def stack_call(
     *,
     options: StackOptions = DEFAULTS,
 ) -> StackCall:
-    """A call that applies `layer(block, x, input, shared)` for each of `blocks`, modules of one kind stacked by
-    `stacked`; `apply_call` returns (x, outputs).
+    """A call that applies the layers of a stack; `apply_call` returns (x, stacked outputs of the layers).
 
-    `inputs` has an entry for each layer (keys, caches), stacked; `shared` is the same for all layers (positions,
-    document ids). The outputs of the layers are stacked.
-
-    `options.order` is how the layers are stored if it is not the order of the network, e.g. by pipeline stage. Arrays
-    of a micro-batch must be in `x`, `inputs` or `shared`: `layer` must not close over them.
+    Args:
+        blocks: modules of one kind, stacked by `stacked`.
+        layer: (block, x, input of this layer, shared inputs) -> (x, output). It must not close over arrays of a
+            micro-batch.
+        x: the input of the first layer.
+        inputs: an entry for each layer, stacked (keys, caches).
+        shared: what is the same for all layers (positions, document ids).
+        options: how the stack is stored and applied.
     """
     graphdef, state = nnx.split(blocks)
 
@@ -151,11 +153,15 @@ _with_first_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradien
 
 
 def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fetches_ahead: bool = False) -> StackCall:
-    """The call with the recompute policy of a stack of `layers` layers. A policy that saves only some boundaries sets
-    `plan`; any other wraps `run` in a `jax.checkpoint`.
+    """The call with its recompute policy. A policy that saves only some boundaries sets `plan`; any other wraps `run`
+    in a `jax.checkpoint`.
 
-    `forms`: the shapes of the weights of a layer. `fetches_ahead`: whether the caller itself offloads boundaries and
-    copies the arrays of the next layer ahead (`reverse.py`).
+    Args:
+        call: the stack.
+        layers: the number of its layers.
+        forms: the shapes of the weights of a layer; None: those of the call.
+        fetches_ahead: whether the caller itself offloads boundaries and copies the arrays of the next layer ahead
+            (`reverse.py`).
     """
     options = call.options
     if forms is None:

@@ -115,7 +115,8 @@ def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = N
 
 
 def layer_derivative(run: Run, proxies: Tree, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
-    """The derivative of a layer with respect to `proxies` and its input `x`."""
+    """The derivative of a layer with respect to `proxies`, the arrays that receive the gradients of its weights, and
+    its input `x`. The other arguments are those of `run`."""
     return jax.vjp(lambda proxies, x: run(with_gradients(weights, proxies), x, layer_input, shared)[0], proxies, x)[1]
 
 

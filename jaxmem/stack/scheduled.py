@@ -56,8 +56,18 @@ def first_pass(call: StackCall, plan: RecomputePlan) -> tuple[Tree, Tree, Tree]:
 def scan_layers(
     step: Callable[..., Any], carried: Tree, weights: Tree, x: Tree, inputs: Tree
 ) -> tuple[Tree, Tree, Tree]:
-    """Applies `step(carried, input, weights, x) -> (x, carried, output)` for each layer and returns (x, carried,
-    stacked outputs). Weights in host memory are copied one layer ahead."""
+    """Applies the layers of a stack. Weights in host memory are copied one layer ahead.
+
+    Args:
+        step: (carried, input, weights, x) -> (x, carried, output), for a layer.
+        carried: what layers pass on besides x.
+        weights: the stacked weights.
+        x: the input of the first layer.
+        inputs: an entry for each layer, stacked.
+
+    Returns:
+        x, `carried`, and the stacked outputs.
+    """
 
     def scanned(carry: tuple[Tree, ...], of_layer: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], Tree]:
         x, carried, fetched = carry
@@ -75,8 +85,15 @@ def scan_layers(
 def recompute(
     call: StackCall, slots: Tree, layer: jax.Array, first: Tree = 0, read: Callable[[jax.Array], Tree] | None = None
 ) -> Tree:
-    """The slots after the recomputation that the plan has before the backward pass of a layer. `first`: the first of
-    these slots. `read`: layer -> its weights and its input; None: from the stack."""
+    """The slots after the recomputation that the plan has before the backward pass of a layer.
+
+    Args:
+        call: the stack.
+        slots: the saved boundaries.
+        layer: the number of the layer.
+        first: the first of its slots in `slots`.
+        read: layer -> its weights and its input; None: from the stack.
+    """
     plan = call.plan
     if plan is None or not plan.steps:
         return slots

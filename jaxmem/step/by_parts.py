@@ -232,8 +232,17 @@ def run_forward(
 def parts_of(
     terms: Objective, network: Any, params: Params, batch: Batch, keys: jax.Array | None, *, matrices: bool = True
 ) -> Sequence[NetworkPart]:
-    """The parts of a network and of its loss. `matrices`: whether operations with an embedding or output matrix of a
-    network that cannot name its parts are parts."""
+    """The parts of a network and of its loss.
+
+    Args:
+        terms: the objective.
+        network: the network.
+        params: its weights.
+        batch: arrays [rows, ...].
+        keys: the random key of each row; None: without dropout.
+        matrices: whether operations with an embedding or output matrix of a network that cannot name its parts are
+            parts.
+    """
     if (parts := terms.named_parts(network, batch, keys)) is not None:
         return parts
     from jaxmem.step.intercepted_parts import intercepted_parts

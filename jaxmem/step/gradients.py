@@ -52,12 +52,19 @@ def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axe
 def accumulate(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree, dtype: DTypeLike, state: Tree = None
 ) -> tuple[Params, Sums]:
-    """Gradients of micro-batches one after the other, accumulated in float32. Leaves of the batch and `keys` are
-    [micro-batches, rows, ...]; `dtype` is the dtype of communication.
+    """Gradients of micro-batches one after the other, accumulated in float32.
 
-    `state`: the arrays that the forward pass changes, for example the statistics of BatchNorm. Each micro-batch begins
-    with the state that the previous one returned. Such statistics need all rows of a micro-batch, so devices do not
-    compute separate gradients: with `state`, the gradients of every micro-batch are reduced."""
+    Args:
+        loss: of a micro-batch.
+        params: the trainable weights.
+        batch: arrays [micro-batches, rows, ...].
+        keys: the random key of each row, [micro-batches, rows].
+        axes: the logical axes of the weights.
+        dtype: the dtype of communication.
+        state: the arrays that the forward pass changes, for example the statistics of BatchNorm. Each micro-batch
+            begins with the state that the previous one returned. Such statistics need all rows of a micro-batch, so
+            devices do not compute separate gradients: with `state`, the gradients of every micro-batch are reduced.
+    """
     layout = current()
     is_local = layout is not None and layout.local_gradient_axes and not state
     local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None

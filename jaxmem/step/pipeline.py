@@ -82,8 +82,18 @@ class PipelineResult:
 def pipeline_gradients(
     spec: StateSpec, params: Params, batch: Batch, keys: jax.Array, scale: jax.Array
 ) -> tuple[Params, Sums]:
-    """Float32 gradients of the sum of the losses, times `scale`, and the sums of the objective. Leaves of the batch and
-    `keys` are [micro-batches, rows, ...]; gradients are communicated in the compute dtype."""
+    """The gradients of all micro-batches; they are communicated in the compute dtype.
+
+    Args:
+        spec: the specification of the step.
+        params: all weights.
+        batch: arrays [micro-batches, rows, ...].
+        keys: the random key of each row, [micro-batches, rows].
+        scale: the factor of the loss.
+
+    Returns:
+        Float32 gradients of the sum of the losses, times `scale`, and the sums of the objective.
+    """
     model = spec.model
     layout = current()
     assert model.execution.pipeline is not None
@@ -118,7 +128,18 @@ def execute(
     scale: jax.Array | float = 1.0,  # the factor of the loss
     visit: StageVisit | None = None,
 ) -> PipelineResult:
-    """Executes a schedule. With `visit`, devices that process different rows sum gradients in every backward pass."""
+    """Executes a schedule.
+
+    Args:
+        spec: the specification of the step.
+        table: the schedule.
+        terms: the objective.
+        params: all weights.
+        batch: arrays [micro-batches, rows, ...], and the random key of each row or None.
+        scale: the factor of the loss.
+        visit: receives the gradients of layers. Devices that process different rows then sum them in every backward
+            pass.
+    """
     model = spec.model
     layout = current()
     gradient_dtype = spec.gradient_dtype if table.has_backward else None

@@ -46,8 +46,19 @@ from jaxmem.typing import Tree
 def update_during_backward(
     spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
 ) -> tuple[Params, Tree, Sums, jax.Array]:
-    """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
-    the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
+    """One update.
+
+    Args:
+        spec: the specification of the step.
+        state: the state before the update.
+        batch: arrays [micro-batches, rows, ...].
+        keys: the random key of each row, [micro-batches, rows].
+        write: adds updates to weights.
+
+    Returns:
+        New parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in the
+        order of `nonfinite.gradient_names`.
+    """
     micro_batches = len(keys)
     opt_state = state.opt_state
     if micro_batches == 1:

@@ -231,9 +231,8 @@ def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role
 def update_from_host(
     spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array
 ) -> tuple[Params, Tree]:
-    """Returns new parameters and optimizer state. Weights are updated one after the other, and a stack layer by layer,
-    while the state of the next layer is copied. `params` are the trainable parameters; `norm` is the norm of all
-    gradients."""
+    """Returns new parameters and optimizer state. The state of the next layer is copied while a layer is updated. The
+    arguments are those of `update_singly`, with all trainable parameters."""
     new, states = update_singly(spec, params, grads, opt_state, write, norm)
     return merge(params, *new), record_norm(merge(opt_state, *states), norm)
 
@@ -241,7 +240,19 @@ def update_from_host(
 def update_singly(
     spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array | None
 ) -> tuple[list[Tree], list[Tree]]:
-    """The new value and the new state of each parameter, updated one after the other."""
+    """Updates parameters one after the other, and a stack layer by layer.
+
+    Args:
+        spec: the specification of the step.
+        params: the parameters to update.
+        grads: their gradients.
+        opt_state: the state of the optimizer.
+        write: adds updates to weights.
+        norm: the norm of all gradients; None: the optimizer does not need it.
+
+    Returns:
+        The new value of each parameter, and the new state of its group.
+    """
     new_params = []
     new_states = []
     for weight in single_weights(params):

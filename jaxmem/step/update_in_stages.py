@@ -27,8 +27,7 @@ from jaxmem.typing import Tree
 def update_in_stages(
     spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
 ) -> tuple[Params, Tree, Sums, jax.Array]:
-    """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
-    the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
+    """One update. Arguments and results are those of `update_during_backward`."""
     model = spec.model
     params = state.params
     pipeline = model.execution.pipeline

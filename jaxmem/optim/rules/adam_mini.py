@@ -59,6 +59,6 @@ def adam_mini(
     weight_decay: float = AdamWSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """AdamW with one second moment per output neuron: 4 bytes per parameter."""
+    """AdamW with one second moment per output neuron: 4 bytes per parameter. The arguments are those of `adamw`."""
     settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
     return with_learning_rate(scale_by_adam_mini(settings, axes=axes), learning_rate, weight_decay, axes)

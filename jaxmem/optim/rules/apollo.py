@@ -91,7 +91,8 @@ def apollo(
     rank: int | None = ApolloSettings.rank,
     axes: AxesTree = None,
 ) -> Transformation:
-    """APOLLO with weight decay. `rank` None is a quarter of the smaller dimension of each matrix."""
+    """APOLLO with weight decay. `refresh_every`: updates between two random projections. The other arguments are those
+    of `galore_adamw`."""
     settings = ApolloSettings(
         beta1=beta1,
         beta2=beta2,
@@ -128,7 +129,7 @@ def apollo_mini(
     project_embeddings: bool = ApolloMiniSettings.project_embeddings,
     axes: AxesTree = None,
 ) -> Transformation:
-    """APOLLO-Mini with weight decay: almost no state."""
+    """APOLLO-Mini with weight decay: almost no state. The arguments are those of `apollo`."""
     settings = ApolloMiniSettings(
         beta1=beta1,
         beta2=beta2,

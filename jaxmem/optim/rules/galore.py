@@ -146,7 +146,15 @@ def galore_adamw(
     residual: bool = GaLoreSettings.residual,
     axes: AxesTree = None,
 ) -> Transformation:
-    """GaLore with AdamW. `rank` None is a quarter of the smaller dimension of each matrix."""
+    """GaLore with AdamW. The arguments are those of `adamw`, and:
+
+    Args:
+        refresh_every: updates between two bases of a matrix.
+        scale: the factor of the update.
+        project_embeddings: whether embedding and output matrices are projected too.
+        rank: the rank of the projection; None: a quarter of the smaller dimension of each matrix.
+        residual: whether the component of the gradient outside of the basis is added to the update.
+    """
     settings = GaLoreSettings(
         beta1=beta1,
         beta2=beta2,
@@ -180,7 +188,7 @@ def galore_adamw8bit(
     residual: bool = GaLoreSettings.residual,
     axes: AxesTree = None,
 ) -> Transformation:
-    """GaLore with AdamW, whose moments have 8 bits."""
+    """GaLore with AdamW, whose moments have 8 bits. The arguments are those of `galore_adamw`."""
     settings = GaLoreSettings(
         beta1=beta1,
         beta2=beta2,
@@ -216,7 +224,8 @@ def qgalore(
     similarity: float = QGaLoreSettings.similarity,
     axes: AxesTree = None,
 ) -> Transformation:
-    """Q-GaLore with weight decay: moments in 8 bits, bases in 4 bits."""
+    """Q-GaLore with weight decay: moments in 8 bits, bases in 4 bits. `similarity`: the similarity of two successive
+    bases from which on the interval between them is doubled. The other arguments are those of `galore_adamw`."""
     settings = QGaLoreSettings(
         beta1=beta1,
         beta2=beta2,

@@ -76,6 +76,7 @@ def muon(
     weight_decay: float = MuonSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """Muon with weight decay; AdamW for parameters that are not hidden matrices."""
+    """Muon with weight decay; AdamW for parameters that are not hidden matrices. `momentum`: its decay in Muon. The
+    other arguments are those of `adamw`."""
     settings = MuonSettings(momentum=momentum, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
     return with_learning_rate(scale_by_muon(settings, axes=axes), learning_rate, weight_decay, axes)

@@ -34,7 +34,16 @@ def adamw(
     weight_decay: float = AdamWSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """Adam with decoupled weight decay of matrices (Loshchilov and Hutter, arXiv:1711.05101)."""
+    """Adam with decoupled weight decay of matrices (Loshchilov and Hutter, arXiv:1711.05101).
+
+    Args:
+        learning_rate: a number, or a function of the number of earlier updates.
+        beta1: the decay of the first moment.
+        beta2: the decay of the second moment.
+        epsilon: is added to the square root of the second moment.
+        weight_decay: the share of a matrix that an update subtracts, times the learning rate.
+        axes: the logical axes of each parameter; None: no parameter is a stack of layers.
+    """
     settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
     return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, weight_decay, axes)
 
@@ -47,7 +56,7 @@ def adam(
     epsilon: float = AdamSettings.epsilon,
     axes: AxesTree = None,
 ) -> Transformation:
-    """Adam without weight decay (Kingma and Ba, arXiv:1412.6980)."""
+    """Adam without weight decay (Kingma and Ba, arXiv:1412.6980). The arguments are those of `adamw`."""
     settings = AdamSettings(beta1=beta1, beta2=beta2, epsilon=epsilon)
     return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, 0.0, axes)
 
@@ -66,7 +75,7 @@ def lion(
     weight_decay: float = LionSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """Lion: updates are signs, so use at most a third of the learning rate of Adam."""
+    """Lion: updates are signs, so use at most a third of the learning rate of Adam. Arguments: see `adamw`."""
     settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     return with_learning_rate(scale_by_lion(settings, axes=axes), learning_rate, weight_decay, axes)
 
@@ -84,7 +93,8 @@ def sgd(
     weight_decay: float = SgdSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """SGD; with momentum one state value per parameter, without it none."""
+    """SGD; with momentum one state value per parameter, without it none. `momentum`: its decay; 0: none. The other
+    arguments are those of `adamw`."""
     settings = SgdSettings(momentum=momentum, weight_decay=weight_decay)
     return with_learning_rate(trace(settings, axes=axes), learning_rate, weight_decay, axes)
 

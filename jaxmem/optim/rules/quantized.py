@@ -127,7 +127,8 @@ def adamw8bit(
     kernel: str = AdamW8bitSettings.kernel,
     axes: AxesTree = None,
 ) -> Transformation:
-    """AdamW in 8 bits per moment: 2.03 bytes per parameter."""
+    """AdamW in 8 bits per moment: 2.03 bytes per parameter. `kernel`: as in `scale_by_adam8bit`. The other arguments
+    are those of `adamw`."""
     settings = AdamW8bitSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, kernel=kernel)
     return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
@@ -146,7 +147,7 @@ def adamw4bit(
     weight_decay: float = AdamWSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """AdamW in 4 bits per moment: 1.06 bytes per parameter."""
+    """AdamW in 4 bits per moment: 1.06 bytes per parameter. The arguments are those of `adamw`."""
     settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
     return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
@@ -164,7 +165,7 @@ def lion8bit(
     weight_decay: float = LionSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """Lion in 8 bits: 1.02 bytes per parameter."""
+    """Lion in 8 bits: 1.02 bytes per parameter. The arguments are those of `lion`."""
     settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
@@ -181,7 +182,7 @@ def momentum8bit(
     weight_decay: float = MomentumSettings.weight_decay,
     axes: AxesTree = None,
 ) -> Transformation:
-    """SGD with momentum in 8 bits: 1.02 bytes per parameter."""
+    """SGD with momentum in 8 bits: 1.02 bytes per parameter. The arguments are those of `sgd`."""
     settings = MomentumSettings(momentum=momentum, weight_decay=weight_decay)
     return with_learning_rate(trace8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
