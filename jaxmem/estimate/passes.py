@@ -182,7 +182,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch, *inputs)
     saved = _saved(traced.jaxpr, len(outs), shape.model, tensor)
     matmuls: list[Matmul] = []
-    kernels = 0
+    kernels = 0.0
     for eqn, times in equations(traced.jaxpr, 1):
         if eqn.primitive.name in MATMULS:
             matmuls.append(matmul(eqn, times))
@@ -227,7 +227,7 @@ def _is_repeated_input(out: Any, scan: Any) -> bool:
     return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in equations(body, 1))
 
 
-def equations(traced: Any, times: Any) -> Iterator[tuple[Any, Any]]:
+def equations(traced: Any, times: float) -> Iterator[tuple[Any, float]]:
     """All operations of a trace, including nested ones, and the number of their runs if the trace runs `times`
     times."""
     for eqn in traced.eqns:
@@ -235,7 +235,7 @@ def equations(traced: Any, times: Any) -> Iterator[tuple[Any, Any]]:
         yield from inside(eqn, times)
 
 
-def inside(eqn: Any, times: Any) -> Iterator[tuple[Any, Any]]:
+def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
     """The operations inside an operation that runs `times` times, and the number of their runs."""
     if eqn.primitive.name == "scan":
         times *= eqn.params["length"]
@@ -256,7 +256,7 @@ def inside(eqn: Any, times: Any) -> Iterator[tuple[Any, Any]]:
                 yield from equations(part, times)
 
 
-def matmul(eqn: Any, times: Any) -> Matmul:
+def matmul(eqn: Any, times: float) -> Matmul:
     """The cost of a `dot_general` or a convolution."""
     left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
     if eqn.primitive.name == "dot_general":
@@ -270,7 +270,7 @@ def matmul(eqn: Any, times: Any) -> Matmul:
     return Matmul(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
 
 
-def _kernel(eqn: Any, times: Any) -> Matmul:
+def _kernel(eqn: Any, times: float) -> Matmul:
     """The cost of a kernel; its metadata state the FLOPs per element of the result."""
     flops_per_output = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval

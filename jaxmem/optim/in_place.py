@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import AxesTree, Tree
 
 Grid = dict[int, int]  # dimension -> number of parts
-PartFunction = Callable[[Any, Any, jax.Array, jax.Array], Any]  # (part, part of read_only, layer, index) -> new part
+LayerFunction = Callable[[Tree, Tree, jax.Array], Tree]  # (one or several layers, read_only, first index) -> new
+PartFunction = Callable[[Tree, Tree, jax.Array, jax.Array], Tree]  # (part, part of read_only, layer, index) -> new part
 
 PART_SIZE = 1 << 23  # elements that a device dequantizes at once
 
 
-def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: Tree) -> Tree:
+def update_parts(grid: Grid, function: Callable[[Tree, jax.Array], Tree], arrays: Tree) -> Tree:
     """Divides arrays by a grid, and overwrites each part with `function(part, index)`.
 
     Each iteration writes its part, then reads the next part and passes it on in the carry. If an iteration read its
@@ -39,7 +39,7 @@ def update_parts(grid: Grid, function: Callable[[Any, jax.Array], Any], arrays: 
     return jax.lax.fori_loop(0, count, step, (arrays, first))[0]
 
 
-def update_layers(function: Callable[..., Any], stack: Tree, read_only: Tree, axis: str = "layer") -> Tree:
+def update_layers(function: LayerFunction, stack: Tree, read_only: Tree, axis: str = "layer") -> Tree:
     """Replaces every layer of a stack, in place.
 
     Args:
@@ -82,14 +82,16 @@ def gather_in_place(old: Tree, new: Tree, axes: AxesTree) -> Tree:
     return jax.tree.unflatten(form, done)
 
 
-def _gather_layer(axes: list[Axes], _: Any, shards: list[jax.Array], __: jax.Array) -> list[jax.Array]:
+def _gather_layer(axes: list[Axes], _: Tree, shards: list[jax.Array], __: jax.Array) -> list[jax.Array]:
     layer = [constrain(shard, *leaf_axes, role="weights") for leaf_axes, shard in zip(axes, shards, strict=True)]
     return [
         row_major_if_gathered(x, leaf_axes, "weights", "optimizer") for leaf_axes, x in zip(axes, layer, strict=True)
     ]
 
 
-def _per_shard(loop: Callable[[Any, Any, jax.Array], Any], stack: Tree, read_only: Tree, axis: str = "layer") -> Tree:
+def _per_shard(
+    loop: Callable[[Tree, Tree, jax.Array], Tree], stack: Tree, read_only: Tree, axis: str = "layer"
+) -> Tree:
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
     one loop per stage, with its own conditionals: under `jax.vmap`, all stages would execute the branches of each."""
     over = shard_axes("optimizer", axis)

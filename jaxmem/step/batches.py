@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxmem.config import Config, Model
 from jaxmem.config.networks import ImageInput, ImageText, UserModel
 
-Array = tuple[tuple[int, ...], Any, tuple[str | None, ...]]  # shape, dtype, logical axes
+Array = tuple[tuple[int, ...], DTypeLike, tuple[str | None, ...]]  # shape, dtype, logical axes
 Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
 
 
@@ -44,7 +44,7 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     return {"inputs": images, "targets": labels, "mask": mask}
 
 
-def image_dtype(model: Model) -> Any:
+def image_dtype(model: Model) -> DTypeLike:
     """int32 for a model that embeds pixels as categories, float32 otherwise."""
     return np.int32 if getattr(model, "inputs", "numbers") != "numbers" else np.float32
 

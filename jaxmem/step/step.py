@@ -8,7 +8,6 @@ micro-batches in one pass.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, differentiate
 from jaxmem.step.objective import STATE, Batch, Sums, means, objective, trained_sum
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
+from jaxmem.typing import Tree
 
 Metrics = dict[str, jax.Array]
 _ROUNDING_KEY = 2**31 - 1  # folded into the key of a step: stochastic rounding uses other random bits than dropout
@@ -114,8 +114,14 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
 
 def _update(
-    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write, after: Any, finite: Any
-) -> tuple[Params, Any]:
+    spec: StateSpec,
+    state: TrainState,
+    grads: Params,
+    norm: jax.Array,
+    write: Write,
+    after: Params | None,
+    finite: jax.Array | None,
+) -> tuple[Params, Tree]:
     """Returns new parameters and optimizer state. `after`: what the forward pass changed. If `finite` is False, nothing
     changes; None: not tested."""
     model = spec.model
@@ -124,7 +130,7 @@ def _update(
     stored = stored_axes(axes, params)
     on_host = spec.offloads("optimizer")
 
-    def update(grads: Params) -> tuple[Params, Any]:
+    def update(grads: Params) -> tuple[Params, Tree]:
         if on_host:
             from jaxmem.step.update_in_parts import update_from_host
 
