@@ -40,17 +40,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
         write = partial(optim.apply_updates, key=rounding, kernel=spec.update_kernel)
         if cfg.memory.update == "during":
-            if spec.model.forward_state:
-                name = ".".join(min(spec.model.forward_state))
-                raise UserError(
-                    f"memory.update=during does not support {name}, which the forward pass changes (BatchNorm); use"
-                    " memory.update=after, or layers without such state, e.g. nnx.GroupNorm or nnx.LayerNorm"
-                )
-            if spec.model.execution.pipeline is not None:
-                from jaxmem.step.update_in_stages import update_in_stages as update
-            else:
-                from jaxmem.step.update_during import update_during_backward as update
-            params, opt_state, sums, squares = update(spec, state, batch, row_keys, write)
+            params, opt_state, sums, squares = _update_during(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
         after = sums.pop(STATE, None)
@@ -71,6 +61,25 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         return TrainState(state.step + 1, params, opt_state, scale), metrics
 
     return step
+
+
+def _update_during(
+    spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array, write: Write
+) -> tuple[Params, Tree, Sums, jax.Array]:
+    """Gradients and updates in one backward pass: `update_during_backward`, on pipeline stages `update_in_stages`."""
+    if spec.model.forward_state:
+        name = ".".join(min(spec.model.forward_state))
+        raise UserError(
+            f"memory.update=during does not support {name}, which the forward pass changes (BatchNorm); use"
+            " memory.update=after, or layers without such state, e.g. nnx.GroupNorm or nnx.LayerNorm"
+        )
+    if spec.model.execution.pipeline is not None:
+        from jaxmem.step.update_in_stages import update_in_stages
+
+        return update_in_stages(spec, state, batch, row_keys, write)
+    from jaxmem.step.update_during import update_during_backward
+
+    return update_during_backward(spec, state, batch, row_keys, write)
 
 
 def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:

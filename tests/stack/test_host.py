@@ -10,7 +10,7 @@ from flax import nnx
 from jaxmem.config.names import BOUNDARY
 from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
 from scripts.course.checkpointing import backward
-from tests.stack.test_schedule import Affine, layer
+from tests.stack.test_recompute_plan import Affine, layer
 
 
 def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.stack import StackOptions, Visitor, apply_call, forward, stack_call, stacked
-from tests.stack.test_schedule import Affine, layer
+from tests.stack.test_recompute_plan import Affine, layer
 
 
 def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
