@@ -16,7 +16,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -32,7 +33,8 @@ State = dict[str, Any]
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
 
-class Shards(NamedTuple):
+@dataclass(frozen=True)
+class Shards:
     """How the columns of a batch are divided among shards of the files: equally, in their order."""
 
     count: int
@@ -166,7 +168,7 @@ class Loader(AbstractContextManager["Loader"]):
         position = self._batches.get_state()
         state = {"step": position["step"], "global_size": self._cfg.batch.global_size} | position
         if self._shards:
-            state["shards"] = list(self._shards)
+            state["shards"] = list(astuple(self._shards))
             state["files"] = [
                 [i, *known_length]
                 for i, stream in enumerate(self.corpus.sources)

@@ -201,8 +201,9 @@ def with_gradients(params: Tree, proxies: Tree, partial: Mapping[Any, tuple[int,
     def with_gradient(path: KeyPath, w: jax.Array | QTensor, proxy: jax.Array | None) -> Weight:
         if proxy is not None and path in partial:
             return StoredWeight(w, proxy, partial[path])
-        is_proxy = isinstance(w, jax.Array) and proxy is not None and w.dtype == proxy.dtype  # see `differentiable`
-        return proxy if is_proxy else StoredWeight(w, proxy)
+        if proxy is not None and isinstance(w, jax.Array) and w.dtype == proxy.dtype:  # see `differentiable`
+            return proxy
+        return StoredWeight(w, proxy)
 
     return jax.tree_util.tree_map_with_path(with_gradient, params, proxies, is_leaf=_is_weight)
 

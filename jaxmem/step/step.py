@@ -128,7 +128,7 @@ def _update(
     grads: Params,
     norm: jax.Array,
     write: Write,
-    after: Params | None,
+    after: Tree,
     finite: jax.Array | None,
 ) -> tuple[Params, Tree]:
     """Returns new parameters and optimizer state. `after`: what the forward pass changed. If `finite` is False, nothing
