@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxmem.config import Config, Optimizer, Rules
-from jaxmem.config.check import weight_kinds
+from jaxmem.config import Config
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
@@ -29,9 +28,8 @@ from jaxmem.planning.advice import FASTER, slow_settings
 from jaxmem.planning.estimated import estimated, resolved_on
 from jaxmem.planning.result import PlanWarning
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.search.knobs import KERNELS, RULES, Change, Knob
+from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.search.worker import StepCost
-from jaxmem.sharding import RULE_AXES
 from jaxmem.sharding.share import share_of
 from jaxmem.typing import JsonDict, JsonView
 
@@ -107,8 +105,7 @@ def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def difference(old: Config, new: Config) -> JsonDict:
-    """The settings of `new` that differ from `old`, by dotted key. If the optimizers differ, these include the name of
-    the optimizer of `new`, and its values that are not its defaults."""
+    """The settings of `new` that differ from `old`, by dotted key."""
     changes: JsonDict = {}
     for section, fields in new.model_dump(mode="json").items():
         before = getattr(old, section)
@@ -117,10 +114,6 @@ def difference(old: Config, new: Config) -> JsonDict:
             continue
         if not isinstance(fields, dict) or type(before) is not type(after):
             changes[section] = fields
-        elif section == "optimizer" and after.name != before.name:
-            plain = Optimizer(name=after.name)
-            settings = {field: fields[field] for field, value in after if value != getattr(plain, field)}
-            changes[section] = {"name": after.name, **settings}
         else:
             changed = (field for field, value in after if value != getattr(before, field))
             changes |= {f"{section}.{field}": fields[field] for field in changed}
@@ -142,14 +135,13 @@ class Space:
         self._cfg, self._target, self._is_over = cfg, target, is_over
         given = resolve(cfg, target.count)[0]
         listed = [(knob, _with_given(given, list(knob.choices(cfg, target)))) for knob in knobs]
-        self._choices = [choices for knob, choices in listed if choices and knob.allow not in (KERNELS, RULES)]
+        self._choices = [choices for knob, choices in listed if choices and knob.allow != KERNELS]
         self._kernels = [choices for knob, choices in listed if choices and knob.allow == KERNELS]
-        self._rules = [choices for knob, choices in listed if choices and knob.allow == RULES]
-        every = itertools.chain(*self._choices, *self._kernels, *self._rules)
+        every = itertools.chain(*self._choices, *self._kernels)
         self._keys = sorted({key for choice in every for key in choice})
         self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
         self._seen: set[Config] = set()
-        self._given = given.replace(rules=_plain_rules(given))
+        self._given = given
 
     def start(self) -> list[Candidate]:
         """The config itself if the target supports it, then all others, or a sample of them."""
@@ -169,19 +161,6 @@ class Space:
     def with_other_kernels(self, candidate: Candidate) -> list[Candidate]:
         return self._new(candidate.cfg, _combinations(self._kernels))
 
-    def with_other_rules(self, candidate: Candidate) -> list[Candidate]:
-        """Candidates with other sharding rules, by dynamic programming over the kinds of weights in the order in which
-        a layer uses them (Jia et al., arXiv:1807.05358). Between two kinds the residual stream is always sharded in
-        the same way, so the cost of a kind does not depend on the choices for earlier kinds. Only candidates on
-        the Pareto front of bytes and seconds are extended by choices for the next kind."""
-        candidates = []
-        front = [candidate]
-        for choices in self._rules:
-            new = [other for kept in front for other in self._new(kept.cfg, choices)]
-            candidates += new
-            front = pareto_front([*front, *new])
-        return candidates
-
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
         raw = cfg.model_dump(mode="json")
         candidates: list[Candidate] = []
@@ -193,7 +172,6 @@ class Space:
                 continue
             if other.mesh.fsdp == 1:  # with one device ZeRO shards nothing
                 other = other.replace(zero=self._cfg.zero)
-            other = other.replace(rules=_plain_rules(other))
             canonical = _canonical(other, self._target)
             if canonical not in self._seen:
                 self._seen.add(canonical)
@@ -213,9 +191,7 @@ def candidates(
     cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
 ) -> list[Candidate]:
     """The config itself, then the others of its space, as many as are estimated before `is_over`."""
-    space = Space(cfg, target, knobs, is_over)
-    of_start = space.start()
-    return of_start + space.with_other_rules(min(of_start, key=lambda candidate: candidate.total))
+    return Space(cfg, target, knobs, is_over).start()
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
@@ -267,25 +243,3 @@ def _canonical(cfg: Config, target: Target) -> Config:
     arguments = cfg.memory, share_of(cfg), compute
     chunks = {"loss_chunk": loss_chunk(*arguments) or "auto", "mlp_chunk": mlp_chunk(*arguments) or "auto"}
     return cfg.replace(precision={"compute": compute.name}, memory=chunks)
-
-
-def _plain_rules(cfg: Config) -> Rules:
-    """Equivalent rules, as close to the default as possible. Mesh axes that shard nothing (of size 1; with
-    `zero=0` also axes that shard only stored arrays) have no effect in the rules."""
-    sizes = {"tensor": cfg.mesh.tensor, "fsdp": cfg.mesh.fsdp * cfg.mesh.expert, "context": cfg.mesh.context}
-    sharding = [axis for axis in ("tensor", *(RULE_AXES if cfg.zero else ())) if sizes[axis] > 1]
-    usual = Rules().table
-    plain: JsonDict = {}
-    for dim, over in cfg.rules.table.items():
-        forms = [usual[dim], ()]
-        if dim not in ("embed", "vocab"):
-            forms[1:1] = [("tensor", *RULE_AXES), RULE_AXES]
-        effective = [axis for axis in over if axis in sharding]
-        same = (form for form in forms if [axis for axis in form if axis in sharding] == effective)
-        plain[dim] = next(same, over)
-    if cfg.zero >= 2:
-        plain["logits"] = tuple(axis for axis in cfg.rules.logits if axis in sharding)
-    if cfg.zero == 3 and not {"tensor"} >= {*sharding}:
-        plain["replicated"] = tuple(kind for kind in weight_kinds(cfg.model) if kind in cfg.rules.replicated)
-    plain["optimizer"] = cfg.rules.optimizer if cfg.mesh.replica > 1 and cfg.zero else ()
-    return Rules(**plain)

@@ -119,9 +119,6 @@ class Search:
         self.trials = Trials(compilers.target, limit, self._space.start())
         if self._space.is_sampled:
             self._look_around()
-        best = self.trials.front(self.trials.all, slack=ESTIMATE_ERROR)[:NEIGHBOURHOODS]
-        for candidate in best or [min(self.trials.all, key=lambda candidate: candidate.total)]:
-            self.trials.all += self._space.with_other_rules(candidate)
 
     def compile(self, most: int) -> int:
         """Compile the steps of at most `most` configs that may be on the front, then all phases of the configs on the

@@ -26,7 +26,6 @@ from jaxmem.search.fastest import MAX_SLOWDOWN, Progress, Search, Trials, save_b
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.typing import JsonDict
 
-ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that each count as one setting
 SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
 OTHER_ROWS = 8  # number of rows for configs that are not on the front
 
@@ -102,7 +101,7 @@ class Fit(Printed):
 
         def differ(other: Candidate) -> set[str]:
             changed = (key for key, value in other.settings.items() if value != candidate.settings[key])
-            return {key.partition(".")[0] if key.startswith(ONE_SETTING) else key for key in changed}
+            return {key.partition(".")[0] if key.startswith("mesh.") else key for key in changed}
 
         fitting = [other for other in self.trials.all if self.trials.fits(other) and len(differ(other)) == 1]
         nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds), default=None)

@@ -8,22 +8,19 @@ import shlex
 import pytest
 from rich.console import Console
 
-from jaxmem.config import Config, Rules, load_config
+from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
-from jaxmem.planning.estimated import estimated
 from jaxmem.search.candidates import candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.fit import Fit, search
 from jaxmem.search.knobs import KERNELS, allowed
-from jaxmem.search.worker import StepCost, answer
+from jaxmem.search.worker import StepCost
 from jaxmem.step import program
 
-from .conftest import SMALL, FakeCompilers, config, with_memory
+from .conftest import FakeCompilers, config, with_memory
 
-RESTING = ("fsdp", "context")
-FIRST = ("tensor", *RESTING)
 WORDS = ("mesh", "remat", "batch", KERNELS)
 
 
@@ -111,44 +108,6 @@ def test_the_figure(found: tuple[Fit, FakeCompilers], tmp_path: object) -> None:
     found[0].figure(place)
     with open(place, "rb") as file:  # noqa: PTH123
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
-
-
-def test_sharding_rules_as_good_as_the_known_ones_are_found() -> None:
-    """From one that computes everything twice: Megatron's splits, and weights that rest along their first dimension.
-    With narrower matrices, latencies cost more than computing everything twice."""
-    mesh = {"fsdp": 4, "tensor": 2}
-    model = {**SMALL, "vocab": 8192, "embed": 512, "mlp": 2048, "head_dim": 64}
-    poor = config(model=model, mesh=mesh, rules={"heads": [], "kv_heads": [], "mlp": [], "vocab": [], "embed": []})
-    target = with_memory("h100-80gb:8", 1 << 40)
-    known = [Rules(), Rules(mlp=FIRST, heads=FIRST), Rules(mlp=RESTING, vocab=())]
-    with FakeCompilers(target) as compilers:
-        fit = search(poor, target, ["rules"], compilers)
-    others = [estimated(config(model=model, mesh=mesh, rules=rules), target) for rules in known]
-    assert fit.best is not None
-    assert fit.best.cfg.mesh == poor.mesh
-    assert fit.best.seconds <= min(other.seconds or 0.0 for other in others)
-    console = Console(width=200, file=io.StringIO())
-    console.print(fit.table())
-    assert "rules.mlp=[" in console.file.getvalue()  # type: ignore[attr-defined]
-    smallest = min(fit.front, key=lambda one: one.total)
-    assert smallest.total <= min(other.total for other in others) < estimated(poor, target).total
-    assert for_devices(load_config(poor.model_dump(mode="json"), fit.best.overrides), 8) == fit.best.cfg
-
-
-@pytest.mark.exhaustive
-def test_a_large_vocabulary_is_sharded_and_small_weights_are_replicated() -> None:
-    """On a slow network: the rules that the estimates choose also compile to less time and less memory."""
-    model = {**SMALL, "vocab": 2**16, "embed": 128, "layers": 1}
-    target = with_memory("rtx4090-24gb:8", 1 << 30)
-    with FakeCompilers(target) as compilers:
-        fit = search(config(model=model, batch={"global_size": 64, "accumulate": 8}), target, ["rules"], compilers)
-    assert fit.best is not None
-    rules = fit.best.cfg.rules
-    assert rules.logits == ("fsdp",)
-    assert {"attention", "gate_up", "down"} <= {*rules.replicated}
-    given, best = (StepCost(**answer("step", one.cfg, target)) for one in (fit.trials.all[0], fit.best))
-    assert best.seconds < 0.7 * given.seconds  # latencies of small collectives are in both
-    assert best.total < given.total
 
 
 @pytest.mark.exhaustive
