@@ -117,7 +117,6 @@ def fit(
         str | None, typer.Option(metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.")
     ] = None,
     write: options.ConfigOutput = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure of memory and time.")] = None,
     reserve: options.Reserve = None,
     compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N configs.")] = 12,
     as_json: options.Json = False,
@@ -127,7 +126,7 @@ def fit(
     For a model, compare all training methods, or those of --method full,lora. If nothing fits, the exit code is 3.
     """
     sizes: JsonDict = {"method": method, "sequence_length": sequence_length, "batch": batch}
-    _check_files({"--write": write, "--png": png})
+    _check_files({"--write": write})
     first, *others = (name.strip() for name in method.split(",")) if method else [None]
     cfg = _config(source, overrides, target, None, **sizes | {"method": first})
     if target is not None:
@@ -140,8 +139,8 @@ def fit(
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None
     compares = others or (method is None and is_model(source) and not maximize)
-    if compares and (maximize or png or allow):
-        option = f"--maximize {maximize}" if maximize else f"--png {png}" if png else f"--allow {allow}"
+    if compares and (maximize or allow):
+        option = f"--maximize {maximize}" if maximize else f"--allow {allow}"
         raise UserError(f"{option} supports a single method only; use --method NAME")
     result: Any
     with only_json(as_json):
@@ -150,8 +149,6 @@ def fit(
         else:
             given = {"overrides": overrides or [], **sizes}
             result = fit.fit(source, target, compiles=compiles, progress=_progress, **limits, **given)
-        if png:
-            result.figure(png)
         if result.best and write:
             result.write(write)
     show(result.as_json() if as_json else result.table())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any, Unpack
 from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
 from jaxmem.errors import UserError
-from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.printed import Printed
@@ -22,7 +20,7 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
-from jaxmem.search.fastest import MAX_SLOWDOWN, Progress, Search, Trials, save_best, target_json
+from jaxmem.search.fastest import Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.typing import JsonDict
 
@@ -173,38 +171,6 @@ class Fit(Printed):
         if self.best:
             parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
         return Group(*parts)
-
-    def figure(self, path: str | Path) -> None:
-        """Writes a PNG: memory against time of every candidate."""
-        from jaxmem.report.figure import figure
-
-        trials = self.trials
-        with figure(path) as drawn:
-            axes = drawn.subplots()
-            near = [candidate for candidate in trials.all if candidate.total < 2 * trials.limit]
-            for group, label, color in (
-                ([candidate for candidate in near if not candidate.cost], "estimated", "lightgray"),
-                ([candidate for candidate in near if candidate.cost], "compiled", "tab:blue"),
-            ):
-                axes.scatter(
-                    [candidate.seconds for candidate in group],
-                    [candidate.total / GIB for candidate in group],
-                    16,
-                    color,
-                    label=label,
-                )
-            steps = [candidate.seconds for candidate in self.front]
-            sizes = [candidate.total / GIB for candidate in self.front]
-            axes.plot(steps, sizes, "o-", c="tab:orange", label="front")
-            axes.axhline(trials.limit / GIB, c="tab:red", ls="--", label="device memory")
-            title = [f"{self.given.name} on {self.target.name}"]
-            if self.best:
-                axes.set_xlim(0, 1.1 * MAX_SLOWDOWN * self.best.seconds)
-                title += textwrap.wrap(f"fastest: {self.best.description}", 100)
-            axes.set_xlabel("seconds per step (estimated)")
-            axes.set_ylabel("GiB per device")
-            axes.set_title("\n".join(title), fontsize=10)
-            axes.legend(loc="upper right")
 
 
 DEFAULT_COMPILES = 12  # steps to compile at most, by default

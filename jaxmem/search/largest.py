@@ -14,7 +14,6 @@ from pathlib import Path
 from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
-from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes
 from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import usable_memory
@@ -107,25 +106,6 @@ class Largest(Printed):
             best += f" with {' '.join(changes)}"
         head = f"{self.given.name} on {self.target.name}, {format_bytes(self.limit)} per device"
         return "\n".join([f"{head}: {self.compiled} compiled in {self.seconds:.0f} s", f"largest: {best}", *lines])
-
-    def figure(self, path: str | Path) -> None:
-        """Writes a PNG: memory and throughput against the value of the key."""
-        from jaxmem.report.figure import figure
-
-        with figure(path) as drawn:
-            values = [point.value for point in self.points]
-            total = [point.candidate.total / GIB for point in self.points]
-            memory, rate = drawn.subplots(1, 2)
-            memory.plot(values, total, "o-")
-            memory.axhline(self.limit / GIB, c="tab:red", ls="--", label="device memory")
-            memory.set_ylabel("GiB per device")
-            memory.legend()
-            rate.plot(values, [point.rate for point in self.points], "o-", c="tab:orange")
-            rate.set_ylabel("tokens per second (estimated)")
-            for axes in (memory, rate):
-                axes.set_xlabel(self.key)
-                axes.set_ylim(bottom=0)
-            drawn.suptitle(f"{self.key} on {self.target.name}")
 
 
 def maximize(

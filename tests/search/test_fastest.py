@@ -103,13 +103,6 @@ def test_the_table_fits(found: tuple[Fit, FakeCompilers], width: int) -> None:
     assert "configs considered" in " ".join(text.split())
 
 
-def test_the_figure(found: tuple[Fit, FakeCompilers], tmp_path: object) -> None:
-    place = f"{tmp_path}/front.png"
-    found[0].figure(place)
-    with open(place, "rb") as file:  # noqa: PTH123
-        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
-
-
 @pytest.mark.exhaustive
 def test_a_sampled_space_is_searched_around_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     target = with_memory("h100-80gb:8", 1 << 40)
