@@ -188,7 +188,7 @@ def _config(
     else:  # the target is checked when it is used
         count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
     cfg = run_config(source, overrides or (), devices=count, **options)
-    take_devices(simulate, only_compile=True, spill=cfg.memory.spill != "none")
+    take_devices(simulate, only_compile=True)
     return cfg
 
 

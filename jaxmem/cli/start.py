@@ -40,16 +40,13 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     elif config.is_dir():
         raise UserError(f"{config} contains no config.yaml; use a YAML file or the directory of a run")
     cfg = load_config(config, overrides or [])
-    take_devices(simulate, only_compile=only_compile, spill=cfg.memory.spill != "none")
+    take_devices(simulate, only_compile=only_compile)
     return cfg
 
 
-def take_devices(simulate: int | None, *, only_compile: bool = False, spill: bool = False) -> None:
-    """Chooses this machine's devices, or `simulate` CPU devices, before jax starts. `spill`: turns on CUDA's unified
-    memory."""
+def take_devices(simulate: int | None, *, only_compile: bool = False) -> None:
+    """Chooses this machine's devices, or `simulate` CPU devices, before jax starts."""
     if simulate is None:
-        if spill:
-            devices.spill_to_host()
         devices.use_cpu_without_gpu(only_compile=only_compile)
         devices.reserve_gpu_memory()
     else:

@@ -113,10 +113,6 @@ class Memory(Section):
     budget: Positive | None = setting(
         None, "memory limit in GiB per device; null: memory of the device minus the reserve"
     )
-    spill: Literal["none", "unified"] = setting(
-        "none",
-        "if device memory is full; none: an out-of-memory error, unified: slow CUDA unified memory on the host",
-    )
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a sequence per chunk of norms, projections and MLP")
     head_groups: Literal["auto"] | Count = setting(

@@ -225,40 +225,6 @@ def main_memory() -> int:
 
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_UNIFIED = "TF_FORCE_UNIFIED_MEMORY"  # read by XLA, which was a part of TensorFlow
-_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
-
-
-def spill_to_host() -> None:
-    """Lets jax allocate more CUDA unified memory than a GPU has: the driver moves pages to host memory when the GPU is
-    full, and back when a kernel reads them. XLA reads this setting once, when jax starts. It applies only to XLA's own
-    allocator (`bfc`), whose limit is then a fraction above 1 of the memory of the GPU."""
-    gpus_found = nvidia_gpus() if has_nvidia_gpu() else []
-    if not gpus_found:
-        return  # a plan for other GPUs; a run without GPUs is refused later
-    if Path("/dev/dxg").exists():
-        raise UserError(
-            "memory.spill=unified does not support WSL, where CUDA cannot exceed the GPU's memory; use "
-            "memory.spill=none"
-        )
-    allocator = os.environ.setdefault(_ALLOCATOR, "bfc").lower()
-    if allocator not in ("bfc", "default"):
-        raise UserError(f"{_ALLOCATOR}={allocator} does not support memory.spill=unified; unset it, or use bfc")
-    for name in _FRACTIONS:
-        share = os.environ.get(name)
-        if share is not None and float(share) <= 1:
-            raise UserError(f"{name}={share} leaves no memory for memory.spill=unified; unset it")
-    count = _visible(gpus_found)
-    least = min(gpu["memory"] for gpu in gpus_found)
-    room = least - gpus.reserved(count) + gpus.spillable(main_memory() // count)
-    if not any(name in os.environ for name in _FRACTIONS):
-        os.environ[_FRACTIONS[0]] = f"{room / least:.4f}"
-    os.environ[_UNIFIED] = "true"
-
-
-def is_spilling() -> bool:
-    """Whether unified memory is on, by `spill_to_host` or the user."""
-    return os.environ.get(_UNIFIED, "").lower() in ("1", "true")
 
 
 def _visible(gpus_found: list[JsonDict]) -> int:

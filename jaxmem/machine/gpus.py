@@ -139,12 +139,6 @@ def find(device_kind: str, memory: int | None = None) -> Gpu | None:
     return max(matches, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
 
 
-def spillable(host_memory: int) -> int:
-    """Half of the host memory per device, in bytes: the limit for arrays that exceed the device. The rest is for data,
-    checkpoints that are being written and the system; on a full host, processes are killed."""
-    return host_memory // 2
-
-
 def reserved(devices: int, gib: float | None = None) -> int:
     """Bytes of a GPU that the compiler does not count: CUDA's context and kernels, libraries' workspaces, and with
     several devices NCCL's buffers. `gib` overrides this default. Plans and runs both subtract these bytes.

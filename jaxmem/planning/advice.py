@@ -138,17 +138,6 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
             )
 
 
-def _spilled(plan: Plan) -> Iterator[PlanWarning]:
-    if plan.spilled and plan.fits:
-        text = f"{format_bytes(plan.spilled)} exceed the device's memory and are spilled to host memory (memory.spill)"
-        if plan.target.gpu:
-            # Each page is moved to the host at least once, and back at least once.
-            seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
-            text += f": at least {format_seconds(seconds)} per step, and many times as long if pages move repeatedly"
-        remedies = ("jaxmem fit", "memory.remat=full", "memory.offload=activations")
-        yield PlanWarning("spilled", text, _remedies(plan.program, *remedies))
-
-
 def _replicated(plan: Plan) -> Iterator[PlanWarning]:
     for array in plan.replicated:
         shape = array.partition(" = ")[2].partition("{")[0]
@@ -297,4 +286,4 @@ _CHECKS_OF_BYTES: Sequence[Check] = (
     _recomputed_by_xla, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts, _not_sharded,
     _padding_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
-_CHECKS_AT_START: Sequence[Check] = (_spilled, _sequence_length, _slow_settings)
+_CHECKS_AT_START: Sequence[Check] = (_sequence_length, _slow_settings)

@@ -164,14 +164,8 @@ class Plan(Printed):
         return self.limit - self.peak
 
     @property
-    def spilled(self) -> int:
-        """Bytes beyond the limit, which `memory.spill` moves to host memory."""
-        return max(0, -self.room) if self.program.cfg.memory.spill != "none" else 0
-
-    @property
     def fits(self) -> bool:
-        room = self.room + min(self.spilled, self.target.spillable)
-        return room >= 0 and self.host_bytes + self.spilled <= self.target.host_memory
+        return self.room >= 0 and self.host_bytes <= self.target.host_memory
 
     def _bytes_of(self, phase: str) -> int:
         """Bytes of the program of another phase. For local devices this is the program that the run uses."""
@@ -192,7 +186,6 @@ class Plan(Printed):
     def as_json(self) -> JsonDict:
         return {
             **self.step_as_json(),
-            "spilled_bytes_per_device": self.spilled,
             "phases": self.phases,
             "fits": self.fits,
             "warnings": [asdict(warning) for warning in self.warnings],

@@ -111,8 +111,6 @@ class PlanTable:
             memory += f" minus {format_bytes(plan.reserved)} reserved"
         if plan.limit < plan.target.memory - plan.reserved:
             memory = f"memory.budget, {format_bytes(plan.limit)}"
-        if plan.fits and plan.spilled:
-            return Text(f"{format_bytes(plan.spilled)} over {memory}: spilled to host memory", style="yellow")
         if plan.fits:
             return Text(f"fits in {memory}: {format_bytes(plan.room)} free", style="green")
         if plan.room < 0:

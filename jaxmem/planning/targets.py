@@ -37,7 +37,6 @@ class Target:
     host_memory: int  # bytes of host memory per device
     here: tuple[Any, ...] | None = None  # jax's devices of this machine; None: another machine
     withheld: int | None = None  # bytes of a device that jax may not use; None: the device reports no limit
-    beyond: int = 0  # bytes of host memory that programs may use when a local device is full
 
     @property
     def is_cpu(self) -> bool:
@@ -52,11 +51,6 @@ class Target:
     def is_here(self) -> bool:
         """Whether programs for these devices can run on this machine."""
         return self.here is not None or self.gpu is None
-
-    @property
-    def spillable(self) -> int:
-        """Bytes of host memory per device that `memory.spill` may use."""
-        return gpus.spillable(self.host_memory) if self.gpu and not self.here else self.beyond
 
     @property
     def hosts(self) -> int:
@@ -102,16 +96,13 @@ def local_target(seen: Sequence[Any]) -> Target:
         share = devices.main_memory() // per_host
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
-    spills = devices.is_spilling()
-    total = min(device["memory"] for device in devices.nvidia_gpus()) if spills else reported
-    gpu = gpus.find(first.device_kind, total)
+    gpu = gpus.find(first.device_kind, reported)
     # jax reports the bytes that it may use; the table of GPUs has the total.
-    memory = max(gpu.memory, total) if gpu else total
+    memory = max(gpu.memory, reported) if gpu else reported
     name = gpu.name if gpu else first.device_kind
-    withheld = memory - reported if reported and not spills else None
-    beyond = max(0, reported - (memory - gpus.reserved(count))) if spills else 0
+    withheld = memory - reported if reported else None
     host = devices.main_memory() // per_host
-    return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld, beyond)
+    return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld)
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
@@ -125,13 +116,6 @@ def reserved_memory(target: Target, gib: float | None = None) -> int:
 
 def usable_memory(target: Target, memory: Memory, reserve_gib: float | None = None) -> int:
     """Bytes of a device that this run may use: all but the reserved bytes, or `memory.budget`."""
-    if memory.spill != "none" and not target.spillable:
-        if target.gpu is None and not (target.here and target.here[0].platform == "gpu"):
-            raise UserError(f"memory.spill=unified needs CUDA GPUs; {target.name} has none; use memory.spill=none")
-        raise UserError(
-            "memory.spill=unified must be set up before jax starts; `jaxmem train` does it, a Python program calls"
-            " jaxmem.machine.devices.spill_to_host() first"
-        )
     free = target.memory - reserved_memory(target, reserve_gib)
     budget = memory.budget
     return free if budget is None else min(free, int(budget * gpus.GIB))

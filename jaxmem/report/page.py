@@ -114,7 +114,7 @@ def _tiles(plan: JsonView, memory: JsonView, record: RunRecord | None) -> list[t
     if limit >= peak:
         verdict = f"{format_bytes(limit - peak)} free" if plan["fits"] else "too little host memory"
     else:
-        verdict = f"{format_bytes(peak - limit)} {'spilled' if plan['fits'] else 'too much'}"
+        verdict = f"{format_bytes(peak - limit)} too much"
     tiles = [
         (format_bytes(plan["bytes_per_device"]["total"]), "per device at the peak of a step"),
         (f"{plan['bytes_per_parameter']:.2f}", "bytes per parameter"),

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import is_spilling
 from jaxmem.machine.files import write_file
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Plan, format_bytes
@@ -97,10 +96,8 @@ class PeakCheck:
         saved = self._plan.as_json()
         saved["measured"] = {"peak_bytes": peak, "planned_bytes": self._planned, "difference": difference}
         write_file(self._file, json.dumps(saved, indent=2))
-        over = peak - self._plan.limit if is_spilling() else 0
-        spilled = f"; {format_bytes(over)} of it in host memory (memory.spill), slow" if over > 0 else ""
         planned = f"memory: planned {format_bytes(self._planned)}"
-        return f"{planned}, measured peak {format_bytes(peak)} ({difference:+.1%}){spilled}"
+        return f"{planned}, measured peak {format_bytes(peak)} ({difference:+.1%})"
 
 
 def _available(plan: Plan, in_use: int | None, requested: int | None) -> int:

@@ -186,11 +186,6 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["data.packing=false", "data.buckets=[8]", "train={tokens: 100000}"],
             "train.tokens=100000 ... train.steps",
         ),
-        (
-            TEXT,
-            ["memory.spill=unified", "memory.budget=4"],
-            "memory.spill=unified ... memory.budget=4 ... memory.spill=none or memory.budget=null",
-        ),
         (TEXT, ["data.weight=2"], "data.weight=2 requires data.mixture"),
         (
             TEXT,

@@ -110,14 +110,6 @@ def test_gpus_are_those_that_the_driver_reports(monkeypatch: pytest.MonkeyPatch,
     assert devices.nvidia_gpus() == []
 
 
-def test_wsl_cannot_spill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": 24 << 30}])
-    monkeypatch.setattr(devices, "Path", lambda file: SimpleNamespace(exists=lambda: file == "/dev/dxg"))
-    with pytest.raises(UserError, match=r"memory\.spill=unified does not support WSL"):
-        devices.spill_to_host()
-
-
 def test_a_program_is_lowered_for_an_absent_gpu_since_jax_0_11(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", core_count=132)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))

@@ -311,7 +311,6 @@ UNTRIED = {
     "checkpoint.path": "a directory",
     "seed": "other losses",
     "memory.budget": "planning replaces it by a policy of memory.remat",
-    "memory.spill": "CUDA only",
     "adapter.hf": "reads a directory: tests/hf",
     "adapter.base_run": "reads a directory: tests/training",
     "model.hf": "reads a directory: tests/hf",

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxmem.cli.start import take_devices
 from jaxmem.config import load_config
-from jaxmem.errors import UserError
 from jaxmem.estimate import bytes_on_device
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB, GPUS, reserved
@@ -164,61 +162,3 @@ def test_a_plan_for_a_device_that_is_here_takes_off_what_jax_leaves(plan: Plan) 
     assert here.reserved == 3 * GIB
     assert here.target.memory - here.reserved == limit
     assert dataclasses.replace(here, reserve_gib=1.0).reserved == GIB
-
-
-# ------------------------------------------------------------------ what has no room spills
-
-
-def spilling(plan: Plan) -> Plan:
-    """As it is with `memory.spill: unified`."""
-    memory = plan.program.cfg.memory.model_copy(update={"spill": "unified"})
-    cfg = plan.program.cfg.model_copy(update={"memory": memory})
-    return dataclasses.replace(plan, program=dataclasses.replace(plan.program, cfg=cfg))
-
-
-def test_what_has_no_room_on_a_gpu_lies_on_its_host_as_far_as_that_has(plan: Plan) -> None:
-    gpu, half = GPUS["h100-80gb"], plan.compiled_step.total // 2
-    with pytest.raises(UserError, match=r"memory.spill=unified needs CUDA GPUs; cpu:2 has none; use memory.spill=no"):
-        check_fits(spilling(plan))
-    # A GPU here that has room for half of it, after what is reserved.
-    target = dataclasses.replace(plan.target, gpu=gpu, memory=half + reserved(2), withheld=None)
-    with pytest.raises(UserError, match=r"memory\.spill=unified must be set up before jax starts"):
-        check_fits(spilling(dataclasses.replace(plan, target=target)))
-    over = plan.compiled_step.total - half
-    one = spilling(dataclasses.replace(plan, target=dataclasses.replace(target, beyond=over)))
-    assert one.fits
-    assert one.spilled == over == one.as_json()["spilled_bytes_per_device"]
-    [warned] = [warned for warned in one.warnings if warned.kind == "spilled"]
-    assert "exceed the device's memory and are spilled to host memory (memory.spill)" in warned.text
-    check_fits(one)
-    verdict = str(one.table()._verdict())
-    assert " over " in verdict
-    assert "spilled to host memory" in verdict
-    for less in ({"beyond": over - 1}, {"host_memory": one.host_bytes + over - 1}):
-        assert not dataclasses.replace(one, target=dataclasses.replace(one.target, **less)).fits
-    roomy = dataclasses.replace(one, target=dataclasses.replace(one.target, memory=2 * gpu.memory))
-    assert (roomy.spilled, roomy.fits) == (0, True)
-    assert "spilled" not in {warned.kind for warned in roomy.warnings}
-
-
-def test_spilling_is_configured_before_jax_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = GPUS["a100-80gb"]
-    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 2)
-    monkeypatch.setattr(devices, "main_memory", lambda: 512 * GIB)
-    monkeypatch.setattr(devices.os, "environ", {})
-    take_devices(None, spill=True)
-    share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
-    assert share * gpu.memory == pytest.approx(gpu.memory - reserved(2) + 128 * GIB, rel=1e-4)
-    assert devices.os.environ["TF_FORCE_UNIFIED_MEMORY"] == "true"
-    assert devices.os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "bfc"
-    # What jax then says of its pool is more than the device has; a plan knows both.
-    told = {"bytes_limit": int(share * gpu.memory)}
-    one = SimpleNamespace(device_kind="A100-SXM4-80GB", platform="gpu", process_index=0, memory_stats=lambda: told)
-    target = local_target([one, one])
-    assert (target.memory, target.withheld) == (gpu.memory, None)
-    assert target.spillable == pytest.approx(128 * GIB, rel=1e-3)
-    for given in ({"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, {"XLA_CLIENT_MEM_FRACTION": "0.9"}):
-        monkeypatch.setattr(devices.os, "environ", dict(given))
-        with pytest.raises(UserError, match=r"memory\.spill=unified"):
-            devices.spill_to_host()
