@@ -152,7 +152,6 @@ LONGEST = (
     "quant/test_quantize.py",
     "hf/test_quantized.py",
     "distributed/test_together.py",
-    "training/test_image_text.py",
     "inference/test_generate.py",
     "models/test_networks.py",
     "test_contributing.py",

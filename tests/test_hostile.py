@@ -12,7 +12,6 @@ from jaxmem.config.hugging_face import decoder_fields, fields_of
 from jaxmem.config.peft import adapter_fields
 from jaxmem.data.cache import _read_meta
 from jaxmem.data.chat_template import ChatTemplate, template_for
-from jaxmem.data.image_texts import _rows
 from jaxmem.data.jsonl import parse_object
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
@@ -148,7 +147,6 @@ READERS = {
     "config.json": lambda path: decoder_fields(str(path.parent)),
     "meta.json": lambda path: _read_meta(path.parent),
     "gpu.yaml": lambda path: parse_target(str(path)),
-    "metadata.csv": lambda path: list(_rows(path)),
 }
 
 

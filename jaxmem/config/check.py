@@ -14,7 +14,7 @@ from jaxmem.config.check_sections import check_adapter, check_data, check_memory
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.mesh import MESH_AXES, Rules, WeightKind
 from jaxmem.config.names import offloaded_activations
-from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, ImageText, Mlp, UserModel, Vit
+from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, Mlp, UserModel, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, one_of, unsupported
 
@@ -95,8 +95,6 @@ def _image_model(cfg: Config) -> Iterator[str]:
                 yield indivisible("model.embed", model.embed, "model.heads", model.heads)
             if model.image_size % model.patch:
                 yield indivisible("model.image_size", model.image_size, "model.patch", model.patch)
-            if isinstance(model, ImageText) and model.text.heads % model.text.kv_heads:
-                yield indivisible("model.text.heads", model.text.heads, "model.text.kv_heads", model.text.kv_heads)
         case Mlp():
             if model.categories < DIGIT_LEVELS:
                 given = f"model.categories={model.categories} must be at least {DIGIT_LEVELS} for data.source=digits"

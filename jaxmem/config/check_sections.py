@@ -16,7 +16,7 @@ from jaxmem.config.names import (
     is_offloaded,
     offloaded_activations,
 )
-from jaxmem.config.networks import Convnet, Decoder, ImageInput, ImageText, Vit
+from jaxmem.config.networks import Convnet, Decoder, ImageInput, Vit
 from jaxmem.config.recompute import Save, is_scheduled, policy_of
 from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.errors import as_yaml, nearest, nearest_numbers, one_of, required, unsupported
@@ -89,13 +89,8 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         having = OF_SOURCES[f"data.{field}"][1]
         if kind not in having and value != getattr(Source(), field):
             yield required(f"{key}.{field}={value}", f"{key}.source", having, kind)
-    if (kind == "image_texts") != isinstance(cfg.model, ImageText):
-        family = f"model.family={cfg.model.family}"
-        use = "data.source=image_texts" if kind != "image_texts" else "model.family=image_text"
-        yield unsupported(given, family, use)
-    elif (source.kind.contents == "images") == is_text:
+    if (source.kind.contents == "images") == is_text:
         names = [name for name, source in SOURCES.items() if (source.contents == "images") != is_text]
-        names = [name for name in names if name != "image_texts"]
         yield unsupported(given, f"model.family={cfg.model.family}", f"{key}.source={one_of(names)}")
 
 

@@ -251,22 +251,6 @@ class Vit(ImageInput):
         return {name: {name: size} for name, size in sizes.items()}
 
 
-class ImageText(Vit):
-    """Two towers that map images and texts to the same space (CLIP). These are the fields of the vision transformer;
-    `text` has those of the decoder."""
-
-    activations: ClassVar[tuple[str, ...]] = Decoder.activations  # which include those of the vision transformer
-    family: Literal["image_text"] = setting("image_text", _FAMILY)  # type: ignore[assignment]
-    outputs: Count = setting(512, "width of the common space")
-    text: Decoder = setting(..., "the tower of the texts, as model.family: decoder, with random weights")
-
-    def dims(self) -> dict[str, dict[str, int]]:
-        text = self.text.dims()
-        image = super().dims()
-        of_text = {name: {f"text.{field}": size for field, size in text.get(name, {}).items()} for name in SHARDED}
-        return {name: image.get(name, {}) | of_text[name] for name in SHARDED}
-
-
 class Convnet(ImageInput):
     """Residual convolutions with normalization and pooling between stages."""
 
@@ -329,6 +313,6 @@ def pipelined_layers(model: Family) -> int:
     return len(model.stacks[-1][0]) if isinstance(model, Decoder) else getattr(model, "layers", 0)
 
 
-Network = Decoder | Vit | Convnet | Mlp | ImageText | UserModel
+Network = Decoder | Vit | Convnet | Mlp | UserModel
 Model = Annotated[Network, Field(discriminator="family"), InFamilies()]
 FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(Network)}

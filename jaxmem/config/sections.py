@@ -55,7 +55,6 @@ SOURCES = {
     "preference": SourceKind("chat:Preferences", "pairs", suffixes=(*_LINES, *COLUMNS)),
     "digits": SourceKind("digits:Digits", "images", needs_path=False),
     "images": SourceKind("images:ImageFolder", "images", suffixes=(".png", ".jpg", ".jpeg", ".webp", ".bmp")),
-    "image_texts": SourceKind("image_texts:ImageTextFolder", "images", suffixes=(".jsonl", ".csv")),
     "tokens": SourceKind("cache:TokenCache", "tokens"),
 }
 

@@ -2,7 +2,6 @@
 
     tokenizer_for     bytes, or a tokenizer.json
     Loader            batches of a split; only the rows of this process
-    ImageTexts        batches of images with their texts
     merge_states      one position from the positions of all processes
     tokenize          writes a token cache, for `data.source: tokens`
     fingerprint       whether the data is still the same
@@ -17,7 +16,6 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     cache="tokenize",
-    image_texts="ImageTexts",
     corpus="Corpus Split fingerprint",
     loader="Loader merge_states",
     tokenizer="tokenizer_for",

@@ -44,13 +44,11 @@ class Corpus:
                 f"use {'data.source=digits or images' if images else 'a source of text'}"
             )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
-        text = getattr(cfg.model, "text", cfg.model)
-        key = "model.vocab" if text is cfg.model else "model.text.vocab"
-        vocab = getattr(text, "vocab", 0)
+        vocab = getattr(cfg.model, "vocab", 0)
         if vocab and self.tokenizer.vocab_size > vocab:
             raise UserError(
-                f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than {key}="
-                f"{vocab}; use {key}={self.tokenizer.vocab_size} or more"
+                f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than "
+                f"model.vocab={vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
         opening: list[Callable[[], Any]] = [

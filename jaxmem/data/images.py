@@ -35,10 +35,6 @@ class ImageSource(RecordSource):
         """The images with these numbers, [*records, size, size, channels]."""
         raise NotImplementedError
 
-    def texts(self, records: np.ndarray) -> Batch:  # noqa: ARG002
-        """The texts of the images: `texts` [*records, tokens] and `lengths` [*records]; nothing without texts."""
-        return {}
-
     def views(self, records: np.ndarray, places: np.ndarray, seed: int, form: ImageForm) -> np.ndarray:
         """Random other views of the images, which follow from their places in the stream."""
         raise NotImplementedError
@@ -121,11 +117,9 @@ class ImageRows(Rows):
         real = places < self._total
         records = np.zeros(places.shape, np.int64)
         records[real] = [self._order[int(place)][1] for place in places[real]]
-        batch = {"inputs": self._data.pixels(records, self._form)} | self._data.texts(records)
+        batch = {"inputs": self._data.pixels(records, self._form)}
         labels = self._data.labels[records]
-        match "texts" if "texts" in batch else self._cfg.objective.name:
-            case "texts":
-                pass
+        match self._cfg.objective.name:
             case "classify" | "own":
                 batch["targets"] = labels.astype(np.int32)
             case "binary":

@@ -11,7 +11,6 @@ FAMILIES: dict[str, Any] = {
     "decoder": ("jaxmem.models.decoder", "Decoder"),
     "vit": ("jaxmem.models.image_networks", "Vit"),
     "convnet": ("jaxmem.models.image_networks", "Convnet"),
-    "image_text": ("jaxmem.models.image_text", "ImageText"),
     "mlp": ("jaxmem.models.image_networks", "Mlp"),
 }
 __getattr__, __all__ = lazy_names(

@@ -6,7 +6,7 @@ other (`step/by_parts.py`), and pipeline stages can compute the layers apart fro
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -87,21 +87,6 @@ NetworkPart = Part | Layers
 def run_parts(network: Any, parts: Sequence[NetworkPart], flow: Flow = START) -> Any:
     """The result of the last part."""
     return reduce(lambda flow, part: part.run(network, flow), parts, flow)
-
-
-def within(name: str, parts: Sequence[NetworkPart]) -> list[NetworkPart]:
-    """The parts of the network `name` of a network, as parts of the latter."""
-
-    def moved(part: NetworkPart) -> NetworkPart:
-        if isinstance(part, Layers):
-            return Layers((name, *part.path), lambda network, flow: part.call(getattr(network, name), flow))
-        run = lambda network, flow: part.run(getattr(network, name), flow)  # noqa: E731
-        if isinstance(part, MatrixPart):
-            separate = lambda network, flow: part.separate(getattr(network, name), flow)  # noqa: E731
-            return replace(part, run=run, path=(name, *part.path), separate=separate)
-        return replace(part, run=run)
-
-    return [moved(part) for part in parts]
 
 
 class Network(nnx.Module):

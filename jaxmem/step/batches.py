@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmem.config import Config, Model
-from jaxmem.config.networks import ImageInput, ImageText, UserModel
+from jaxmem.config.networks import ImageInput, UserModel
 
 Array = tuple[tuple[int, ...], DTypeLike, tuple[str | None, ...]]  # shape, dtype, logical axes
 Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
@@ -35,9 +35,6 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     size = model.image_size  # type: ignore[union-attr]
     channels = model.channels  # type: ignore[union-attr]
     images: Array = ((*rows, size, size, channels), image_dtype(cfg.model), (*axes, "height", "width", "channels"))
-    if isinstance(model, ImageText):
-        tokens = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
-        return {"inputs": images, "texts": tokens, "lengths": (rows, np.int32, axes), "mask": (rows, np.float32, axes)}
     if cfg.objective.name == "contrastive":
         return {"inputs": images, "pairs": images, "mask": mask}
     labels: Array = (rows, np.int32 if cfg.objective.name in ("classify", "own") else np.float32, axes)

@@ -62,8 +62,6 @@ def objective(complete: config.Config) -> Objective:
     memory = complete.memory
     if cfg.name == "own":
         return Objective(partial(_user_loss, complete.user), _user_sums, is_of_script=True)
-    if isinstance(complete.model, config.ImageText):
-        return Objective(_towers, partial(_last, _image_text_loss))
     terms = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
     parts: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "next_token": (_tokens, partial(_token_losses, memory, _next_token, terms)),
@@ -153,11 +151,6 @@ def _pairs(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPa
         return Flow((x[:, 0], x[:, 1]))
 
     return [*_parts_of_images(network, images, both), Part(split)]
-
-
-def _towers(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
-    parts: list[NetworkPart] = network.parts(batch["inputs"], batch["texts"], batch["lengths"], keys)
-    return [*parts, Part(lambda network, flow: Flow((flow.x, flow.kept, network.scale)))]
 
 
 def _last(loss: Callable[[Any, Any, Batch], Sums], _network: Any, batch: Batch) -> list[NetworkPart]:
@@ -257,17 +250,6 @@ def _contrastive(cfg: config.Objective, network: Network, pair: tuple[jax.Array,
     scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
     correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
     return _sums(losses.contrastive(scores), batch["mask"], correct)
-
-
-def _image_text_loss(_network: Any, features: tuple[jax.Array, ...], batch: Batch) -> Sums:
-    """Images and texts of one micro-batch: the loss, and recall at 1, the share of texts whose image has the largest
-    similarity, and of images whose text has."""
-    images, texts, scale = features
-    scores = losses.similarities(texts, images, batch["mask"], 1 / scale)
-    rows = jnp.arange(len(images))
-    hits = {"image_recall": jnp.argmax(scores, axis=1) == rows, "text_recall": jnp.argmax(scores, axis=0) == rows}
-    recall = {name: jnp.sum(jnp.where(is_hit, batch["mask"], 0.0)) for name, is_hit in hits.items()}
-    return _sums(losses.contrastive(scores), batch["mask"]) | recall
 
 
 def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:

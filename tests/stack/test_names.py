@@ -15,9 +15,6 @@ from tests.step.conftest import config
 
 PICTURES = {"data": {"source": "digits"}, "objective": "classify"}
 
-TEXT = {"vocab": 264, "layers": 2, "embed": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_dim": 8}
-PAIRS = {"source": "image_texts", "path": "pairs", "sequence_length": 16}
-
 
 def loss_of(cfg, remat):
     """(weights, batch) -> loss, and abstract arguments, of one micro-batch."""
@@ -43,8 +40,6 @@ def equations(traced):
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"own"}))  # whose network is an argument
 def test_the_table_is_what_networks_say(family):
     more = {} if family == "decoder" else {**PICTURES, "model": {"family": family}}
-    if family == "image_text":
-        more = {"model": {"family": family, "text": TEXT}, "objective": "contrastive", "data": PAIRS}
     base = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}}
     loss, arguments = loss_of(load_config({**base, **more}), "none")
     traced = jax.make_jaxpr(jax.grad(loss))(*arguments)

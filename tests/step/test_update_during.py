@@ -187,20 +187,6 @@ def test_several_stacks_with_dropout():
     agree(cfg, (1, during(cfg, "full")))
 
 
-@pytest.mark.exhaustive
-def test_both_towers_of_images_and_texts():
-    """The text tower, which is computed first, has its gradient through the loss, past the image tower."""
-    text = {"vocab": 264, "layers": 1, "embed": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_dim": 8}
-    image = {"image_size": 8, "channels": 3, "patch": 4, "layers": 1, "embed": 16, "mlp": 32, "heads": 2, "outputs": 16}
-    cfg = {
-        "model": {"family": "image_text", **image, "text": text},
-        "objective": "contrastive",
-        "data": {"source": "image_texts", "path": "pairs", "sequence_length": 16},
-        "optimizer": {"epsilon": 1e-3, "clip_by": "weight"},
-    }
-    agree(cfg, (2, during(cfg, "full", mesh={"fsdp": 2})))
-
-
 def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
     """Compiled bytes, for a GPU: of twelve layers not four gradients are there at once, beside all else, of four
     micro-batches too. The gradient of one table would be more."""

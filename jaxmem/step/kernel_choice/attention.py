@@ -4,7 +4,7 @@ their estimated seconds."""
 import math
 from typing import Literal
 
-from jaxmem.config import Config, Decoder, ImageText, Precision, Vit
+from jaxmem.config import Config, Decoder, Precision, Vit
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.kernels.fused_attention.context import METHODS
@@ -24,7 +24,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
     """Attention of a micro-batch for complete sequences and the heads of one device, or None without attention."""
     model = cfg.model
     share = share_of(cfg)
-    if not isinstance(model, Decoder | Vit) or isinstance(model, ImageText):  # two kinds of attention
+    if not isinstance(model, Decoder | Vit):
         return None
     if isinstance(model, Decoder):
         length, dim, window, soft_cap = share.row_length, model.head_dim, model.window, model.attention_soft_cap
