@@ -1,6 +1,6 @@
 """The memory of a GPU over a training step, compiled, under several policies; and what its peak consists of."""
 
-from jaxmem.report.charts import COLOURS
+from jaxmem.report.figure import COLOURS
 from jaxmem.typing import JsonView
 from scripts.course import Findings, common, main
 from scripts.course.panels import Areas
