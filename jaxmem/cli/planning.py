@@ -43,7 +43,6 @@ def plan(
     simulate: options.Simulate = None,
     html: options.Html = None,
     png: options.Png = None,
-    names: Annotated[bool, typer.Option("--names", help="List activations that memory.remat can save.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan the memory of each device before a run.
@@ -63,13 +62,6 @@ def plan(
     cfg = _config(source, overrides, target, simulate, method=method, sequence_length=sequence_length, batch=batch)
     from jaxmem import planning, report
 
-    if names:
-        from jaxmem.planning.named_values import named_values
-        from jaxmem.planning.table import named_values_table
-
-        values = named_values(cfg, target)
-        show({"names": [dataclasses.asdict(value) for value in values]} if as_json else named_values_table(values))
-        return
     with only_json(as_json), _status() as progress:
         planned = planning.plan(cfg, target, reserve_gib=reserve, progress=progress)
         if html:

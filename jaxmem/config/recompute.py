@@ -73,7 +73,7 @@ NUMBERED = rf"^({'|'.join(name for name, policy in POLICIES.items() if policy.ha
 class Save(Section):
     """Names of the activations that layers save for the backward pass; the others are recomputed."""
 
-    save: Texts = setting(..., "names of activations; `jaxmem plan CONFIG --names` lists them")
+    save: Texts = setting(..., "names of activations, see docs/activations.md")
 
 
 # `auto`: planning chooses the fastest policy that fits.

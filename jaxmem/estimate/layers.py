@@ -57,15 +57,6 @@ class Layer:
             sum(operation.elements for operation in recomputed if not operation.flops),
         )
 
-    def bytes_of(self, name: str) -> int:
-        return sum(operation.bytes for operation in self.operations if operation.name == name)
-
-    def flops_of(self, name: str) -> int:
-        """FLOPs to compute a value from other named values."""
-        read = [number for operation in self.operations if operation.name == name for number in operation.sources]
-        repeated, _ = _sources(self.operations, read, lambda operation: operation.name is not None)
-        return sum(self.operations[number].flops for number in repeated)
-
 
 def _sources(
     operations: Sequence[LayerOperation], ends: Iterable[int | None], is_known: Callable[[LayerOperation], bool]

@@ -1,6 +1,6 @@
 """Tables for a terminal of 40 columns or more: a plan, the list of targets, the named values of a layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -12,7 +12,6 @@ from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.communication import COLLECTIVES
-from jaxmem.planning.named_values import NamedValue
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
@@ -36,16 +35,6 @@ class TargetList:
         for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
             table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in columns.values()))
         yield Group(table, Text("rate: of the device's memory; link: within a host; host: memory per GPU"))
-
-
-def named_values_table(values: Sequence[NamedValue]) -> Table:
-    title = r"Per layer and device, for memory.remat: {save: \[names]}"
-    table = _table(title, "", "saved", "all layers", "FLOPs to recompute")
-    for value in values:
-        size = value.bytes_per_layer
-        flops = value.flops_per_layer
-        table.add_row(value.name, format_bytes(size), format_bytes(size * value.layers), f"{flops:.3g}")
-    return table
 
 
 @dataclass
