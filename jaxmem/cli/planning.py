@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,10 +189,9 @@ def _suggest(planned: Plan, command: list[str], method: str | None) -> None:
     from jaxmem.search import nearest
 
     _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     has_any = False
     for near in nearest.nearest_fitting(planned, nearest.Limit()):
-        _progress(f"{near}\n{near.command(command, method, width)}")
+        _progress(f"{near}\n{near.command(command, method)}")
         has_any = True
     if not has_any:
         _progress("no similar config that fits was found; `jaxmem fit` searches among more configs")

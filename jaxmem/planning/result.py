@@ -225,18 +225,6 @@ class Plan(Printed):
             "compiled": self.compiled_step.sizes,
             "collectives": self._traffic_as_json(COLLECTIVES, "wire_bytes"),
             "host_transfers": self._traffic_as_json((TO_HOST, FROM_HOST), "bytes"),
-            "messages": [
-                {
-                    "kind": transmission.message.kind,
-                    "devices": transmission.message.group,
-                    "made_by": transmission.instruction.op_name,
-                    "executed": transmission.executed,
-                    "wire_bytes": transmission.traffic.wire_bytes,
-                    "exposed_bytes": transmission.traffic.exposed_bytes,
-                    "kernels_beside": transmission.kernels,
-                }
-                for transmission in timeline.collectives
-            ],
             # Kernels, waits and transfers over the step: begin and end as shares of the step, and the kind.
             "timeline": {
                 row: [[round(begin, 5), round(end, 5), kind] for begin, end, kind in spans]

@@ -1,4 +1,4 @@
-"""Tables for a terminal of 40 columns or more: a plan, the list of targets, the named values of a layer."""
+"""Tables for a terminal: a plan, the list of targets, the named values of a layer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from jaxmem.planning.communication import COLLECTIVES
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
-NARROW_WIDTH = 66  # characters per line; below, tables have fewer columns
 SAVINGS = ("logits", "float32 adapters")
 MAX_FREE_SHARE = 0.2  # advice that saves memory; not shown if more of it is free
 MIN_ROW_SHARE, MAX_ROW_SHARE = 0.02, 0.99  # a kind has its own row between these shares of the total and of its part
@@ -25,12 +24,10 @@ class TargetList:
     """The table that `--target list` prints."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        columns = {"memory\nGiB": "memory_gib", "rate\nGB/s": "bandwidth_gb_s"}
-        if options.max_width >= NARROW_WIDTH:
-            columns |= {
-                "bf16\nTFLOP/s": "bf16_tflops", "link\nGB/s": "link_gb_s",
-                "network\nGB/s": "network_gb_s", "host\nGiB": "host_memory_gib",
-            }  # fmt: skip
+        columns = {
+            "memory\nGiB": "memory_gib", "rate\nGB/s": "bandwidth_gb_s", "bf16\nTFLOP/s": "bf16_tflops",
+            "link\nGB/s": "link_gb_s", "network\nGB/s": "network_gb_s", "host\nGiB": "host_memory_gib",
+        }  # fmt: skip
         table = _table("NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", "NAME", *columns)
         for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
             table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in columns.values()))
@@ -44,7 +41,6 @@ class PlanTable:
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan = self.plan
         target = self.plan.target
-        wide = options.max_width >= NARROW_WIDTH
         count = plan.program.model
         trainable = "" if count.trainable_count == count.parameter_count else f", {count.trainable_count:,} trainable,"
         active = "" if count.active_count == count.parameter_count else f" ({count.active_count:,} active)"
@@ -52,14 +48,14 @@ class PlanTable:
         device = target.gpu.name if target.gpu else target.name.partition(":")[0]
         hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
         yield Text(f"{model} on {target.count} x {device}{hosts}", style="bold")
-        yield self._memory(wide=wide)
+        yield self._memory()
         yield from map(Text, plan.choices)
         sizes = {phase: size for phase, size in plan.phases.items() if phase != "step"}
         yield Text(f"other phases: {', '.join(f'{phase} {format_bytes(size)}' for phase, size in sizes.items())}")
         yield self._verdict()
         yield from self._time()
         if plan.timeline.collectives:
-            yield from self._communication(wide=wide)
+            yield from self._communication()
         if plan.timeline.host_copies.executed:
             yield self._host_copies()
         is_roomy = plan.fits and plan.room > MAX_FREE_SHARE * plan.limit
@@ -68,18 +64,17 @@ class PlanTable:
                 continue
             yield Text.assemble((f"{warning.kind}: ", "yellow"), f"{warning.text}; try {warning.cure}")
 
-    def _memory(self, *, wide: bool) -> Table:
+    def _memory(self) -> Table:
         plan = self.plan
         total = plan.bytes_per_device["total"]
         per_parameter = plan.target.count / plan.program.model.parameter_count
-        prediction = ("predicted", "difference") if wide else ()
-        table = _table("Memory per device, planned", "", "compiled", *prediction, "bytes per\nparameter")
+        table = _table("Memory per device, planned", "", "compiled", "predicted", "difference", "bytes per\nparameter")
 
         def row(name: str, size: int, predicted: int | None = None) -> None:
             cells = ("", "")
             if predicted is not None:
                 cells = format_bytes(predicted), f"{size / predicted - 1:+.1%}" if predicted else ""
-            table.add_row(name, format_bytes(size), *(cells if wide else ()), f"{size * per_parameter:.2f}")
+            table.add_row(name, format_bytes(size), *cells, f"{size * per_parameter:.2f}")
 
         for part in PARTS:
             size = plan.bytes_per_device[part]
@@ -121,14 +116,14 @@ class PlanTable:
             if compared := published_range(plan.target):
                 yield Text(f"{compared} than planned")
 
-    def _communication(self, *, wide: bool) -> Iterator[RenderableType]:
+    def _communication(self) -> Iterator[RenderableType]:
         time = self.plan.timeline
         network = self.plan.timeline.network
-        table = _table("Communication per device and step", "", *(("count",) if wide else ()), "bytes", "exposed")
+        table = _table("Communication per device and step", "", "count", "bytes", "exposed")
         for kind, traffic in sorted(time.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
             if kind in COLLECTIVES:
-                count = (f"{traffic.executed:,}",) if wide else ()
-                table.add_row(kind, *count, format_bytes(traffic.wire_bytes), format_bytes(traffic.exposed_bytes))
+                sizes = (format_bytes(traffic.wire_bytes), format_bytes(traffic.exposed_bytes))
+                table.add_row(kind, f"{traffic.executed:,}", *sizes)
         yield table
         if self.plan.estimated_step_seconds is not None:
             yield Text(f"{network.exposed_share:.1%} of {format_seconds(network.seconds)} of communication is exposed")

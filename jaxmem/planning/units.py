@@ -1,7 +1,7 @@
 """Numbers with units, and commands for a shell, as text."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
@@ -52,20 +52,13 @@ def _is_in(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-def format_command(words: Iterable[object], width: int | None = None) -> str:
-    """A command that can be pasted: one line, or lines of at most `width` characters that end with a backslash.
+def format_command(words: Sequence[str]) -> str:
+    """A command that can be pasted.
 
-    >>> print(format_command(["jaxmem", "plan", "a b.yaml", "zero=3"], width=26))
-      jaxmem plan 'a b.yaml' \\
-          zero=3
+    >>> format_command(["jaxmem", "plan", "a b.yaml", "zero=3"])
+    "  jaxmem plan 'a b.yaml' zero=3"
     """
-    lines = [" "]
-    for word in map(shlex.quote, map(str, words)):
-        if width is not None and lines[-1].strip() and len(f"{lines[-1]} {word} \\") > width:
-            lines[-1] += " \\"
-            lines.append(" " * 5)
-        lines[-1] += f" {word}"
-    return "\n".join(lines)
+    return f"  {shlex.join(words)}"
 
 
 def format_count(number: float) -> str:

@@ -131,11 +131,11 @@ class Comparison(Printed):
         fitting = ", ".join(result.name for result in self.fitting) or "no methods"
         return f"Comparison({self.given.name} on {self.target.name}: {fitting} fit)"
 
-    def plan_command(self, result: MethodResult, width: int | None = None) -> str:
-        """The command that plans the config of a method; with a width, in lines that end with a backslash."""
+    def plan_command(self, result: MethodResult) -> str:
+        """The command that plans the config of a method."""
         assert result.candidate
         words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
-        return format_command(["jaxmem", "plan", *last_overrides(words)], width)
+        return format_command(["jaxmem", "plan", *last_overrides(words)])
 
     def as_json(self) -> JsonDict:
         return {
@@ -166,7 +166,7 @@ class Comparison(Printed):
         save_best(self.best.candidate if self.best else None, path)
 
     def table(self) -> Any:
-        """A table for a terminal of 40 columns or more."""
+        """A table for a terminal."""
         return self
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -174,20 +174,16 @@ class Comparison(Printed):
         from rich.table import Table
         from rich.text import Text
 
-        from jaxmem.planning.table import NARROW_WIDTH
-
         cfg = self.given
-        is_wide = options.max_width >= NARROW_WIDTH
         size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"
         head = f"{cfg.name} on {self.target.name}: {format_bytes(self.limit)} per device, {size}"
         yield Text(head, style="bold")
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method", no_wrap=True)
-        numbers = ("GiB", "step", "tok/s") if is_wide else ("GiB", "step")
+        numbers = ("GiB", "step", "tok/s")
         for column in (*numbers, "fits"):
             table.add_column(column, justify="right", no_wrap=True)
-        if is_wide:
-            table.add_column("settings, or reason")
+        table.add_column("settings, or reason")
         for result in self.results:
             cells = dict.fromkeys(numbers, "")
             if result.candidate:
@@ -195,24 +191,20 @@ class Comparison(Printed):
                 speed = self.tokens_per_second(result.candidate)
                 cells["GiB"] = f"{about}{result.candidate.total / GIB:.1f}"
                 cells["step"] = about + format_seconds(result.candidate.seconds)
-                if is_wide and speed:
+                if speed:
                     cells["tok/s"] = f"{about}{speed:,.0f}"
             why = result.candidate.description if result.fits and result.candidate else result.reason
-            reasons = [Text(why)] if is_wide else []
-            row = (result.name, *cells.values(), "yes" if result.fits else "no", *reasons)
+            row = (result.name, *cells.values(), "yes" if result.fits else "no", Text(why))
             table.add_row(*row, style="green" if result.fits else "")
         yield table
         for method_result in self.results:
             if method_result.fits:
                 method = METHODS[method_result.name]
                 yield Text.assemble((method_result.name, "bold"), f": {method.summary}; {method.mathematics}")
-                command = self.plan_command(method_result, options.max_width if console.is_terminal else None)
-                yield Text(command, no_wrap=True, overflow="ignore")
+                yield Text(self.plan_command(method_result), no_wrap=True, overflow="ignore")
                 candidate = method_result.candidate
                 for slow in candidate.slow_settings(self.target) if candidate else ():
                     yield Text(f"{slow.kind}: {slow.text}; try {slow.cure}")
-            elif not is_wide:
-                yield Text(f"{method_result.name}: {method_result.reason}", style="dim")
         compared = published_range(self.target)
         times = f"All times are estimates ({compared} than planned)" if compared else "All times are estimates"
         yield Text(f"~ not compiled. {times}. The comparison took {self.seconds:.0f} s")

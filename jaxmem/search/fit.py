@@ -17,7 +17,7 @@ from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.printed import Printed
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.units import format_seconds
-from jaxmem.search.candidates import Candidate, difference, overrides
+from jaxmem.search.candidates import Candidate
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
 from jaxmem.search.fastest import Progress, Search, Trials, save_best, target_json
@@ -86,24 +86,11 @@ class Fit(Printed):
         if not self.trials.fits(candidate):
             kinds = sorted(candidate.kinds.items(), key=lambda kind: -kind[1])[:SHOWN_KINDS]
             largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
-            needs = self.trials.shortage(candidate) + (f": {largest}" if candidate.total > self.trials.limit else "")
-            change = self._fitting_change(candidate) if candidate.cost else None
-            return f"{needs}; try {change}" if change else needs
+            return self.trials.shortage(candidate) + (f": {largest}" if candidate.total > self.trials.limit else "")
         if candidate in self.front:
             return f"fastest within {format_bytes(candidate.total)}"
         assert self.best
         return f"{about}{candidate.seconds / self.best.seconds:.2f} x the time of the fastest"
-
-    def _fitting_change(self, candidate: Candidate) -> str | None:
-        """The change of a single setting with which the candidate fits and that increases the time least."""
-
-        def differ(other: Candidate) -> set[str]:
-            changed = (key for key, value in other.settings.items() if value != candidate.settings[key])
-            return {key.partition(".")[0] if key.startswith("mesh.") else key for key in changed}
-
-        fitting = [other for other in self.trials.all if self.trials.fits(other) and len(differ(other)) == 1]
-        nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds), default=None)
-        return " ".join(overrides(difference(candidate.cfg, nearest.cfg))) if nearest else None
 
     def write(self, path: str | Path) -> None:
         """The best config as a file for `train`."""
@@ -130,7 +117,7 @@ class Fit(Printed):
         return candidate.as_json(fits=self.trials.fits(candidate)) | about
 
     def table(self) -> Any:
-        """A table for a terminal of 40 columns or more."""
+        """A table for a terminal."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text

@@ -47,13 +47,13 @@ class Nearest:
         changes = f"another method, {self.method}" if self.method else shlex.join(self.overrides)
         return f"{format_bytes(self.total)}{step}: {changes}"
 
-    def command(self, plan: Sequence[str], method: str | None, width: int | None) -> str:
+    def command(self, plan: Sequence[str], method: str | None) -> str:
         """The command that plans this config. `plan`: the command of the plan that does not fit; `method`: its method
         if it was set."""
         words = [*plan, "--method", self.method, *self.of_method] if self.method else [*plan, *self.overrides]
         if method and not self.method:
             words += ["--method", method]
-        return format_command(last_overrides(words), width)
+        return format_command(last_overrides(words))
 
 
 class Limit:

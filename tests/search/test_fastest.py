@@ -3,13 +3,11 @@
 import functools
 import io
 import json
-import shlex
 
 import pytest
 from rich.console import Console
 
-from jaxmem.config import Config, load_config
-from jaxmem.config.devices import for_devices
+from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
 from jaxmem.search.candidates import candidates
@@ -78,20 +76,7 @@ def test_json(found: tuple[Fit, FakeCompilers]) -> None:
         assert one["why"]
     losers = [one for one in result["candidates"] if not one["fits"]]
     assert all(one["why"].startswith("needs ") for one in losers)
-    assert any("; try " in one["why"] for one in losers if one["compiled"])
     assert result["best"]["why"] == "fastest that fits"
-
-
-def test_suggested_changes_fit(found: tuple[Fit, FakeCompilers]) -> None:
-    fit, _ = found
-    tried = 0
-    for one in fit.trials.all:
-        _, advised, cure = fit.reason(one).partition("; try ")
-        if advised:
-            cfg = for_devices(load_config(one.cfg.model_dump(mode="json"), shlex.split(cure)), 2)
-            assert fit.trials.fits(next(other for other in fit.trials.all if other.cfg == cfg))
-            tried += 1
-    assert tried
 
 
 @pytest.mark.parametrize("width", [40, 120])
