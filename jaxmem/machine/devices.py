@@ -99,8 +99,8 @@ def keep_freed_memory() -> None:
     of the time of a small step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
-        for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
+        # Of malloc.h: M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD.
+        for option, value in ((-8, 1), (-3, 1 << 30), (-1, 2**31 - 1)):
             mallopt(option, value)
 
 

@@ -28,7 +28,8 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import is_axes
 from jaxmem.step import Program
 
-LARGE_SHARE, NOTABLE_SHARE = 0.2, 0.01  # shares of the total bytes
+LARGE_SHARE = 0.2  # of the total bytes
+NOTABLE_SHARE = 0.01
 # Settings that take time to save memory, and the nearest value that takes less.
 FASTER = {
     "optimizer.clip_by": "previous", "memory.remat": "full", "memory.offload": "none", "precision.compute": "bfloat16",
@@ -65,7 +66,8 @@ def _has(built: Program, setting: str) -> bool:
 
 def _smaller_micro_batch(built: Program) -> str:
     """The setting for fewer sequences per device in a micro-batch; for shorter sequences if there is only one."""
-    rows, micro_batches = built.share.complete_rows, built.cfg.batch.accumulate
+    rows = built.share.complete_rows
+    micro_batches = built.cfg.batch.accumulate
     factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     return f"batch.accumulate={factor * micro_batches}" if factor else "a shorter data.sequence_length"
 

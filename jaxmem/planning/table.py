@@ -17,7 +17,8 @@ from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 SAVINGS = ("logits", "float32 adapters")
 MAX_FREE_SHARE = 0.2  # advice that saves memory; not shown if more of it is free
-MIN_ROW_SHARE, MAX_ROW_SHARE = 0.02, 0.99  # a kind has its own row between these shares of the total and of its part
+MIN_ROW_SHARE = 0.02  # of the total; a smaller kind has no row of its own
+MAX_ROW_SHARE = 0.99  # of its part; nor has one that is nearly all of it
 
 
 class TargetList:

@@ -132,7 +132,9 @@ class Space:
     def __init__(
         self, cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        self._cfg, self._target, self._is_over = cfg, target, is_over
+        self._cfg = cfg
+        self._target = target
+        self._is_over = is_over
         given = resolve(cfg, target.count)[0]
         listed = [(knob, _with_given(given, list(knob.choices(cfg, target)))) for knob in knobs]
         self._choices = [choices for knob, choices in listed if choices and knob.allow != KERNELS]
@@ -190,7 +192,14 @@ class Space:
 def candidates(
     cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
 ) -> list[Candidate]:
-    """The config itself, then the others of its space, as many as are estimated before `is_over`."""
+    """The config itself, then the others of its space.
+
+    Args:
+        cfg: The config.
+        target: The devices.
+        knobs: The settings that may change.
+        is_over: When it is true, no further config is estimated.
+    """
     return Space(cfg, target, knobs, is_over).start()
 
 

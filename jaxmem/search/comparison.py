@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, RunSource
@@ -30,6 +30,9 @@ from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
 from jaxmem.typing import JsonDict, JsonView
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 MAX_COMPILES = 3  # largest number of compiled configs per method, without offloading and with it
 MIN_SPEEDUP = 1.05  # by which an offloading config must be estimated to be faster than a compiled one without
@@ -165,11 +168,11 @@ class Comparison(Printed):
         """The config of the first method that fits, for `train`."""
         save_best(self.best.candidate if self.best else None, path)
 
-    def table(self) -> Any:
+    def table(self) -> RenderableType:
         """A table for a terminal."""
         return self
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
@@ -236,8 +239,16 @@ def compare(
     methods: Iterable[str] = (),
     current: Config | None = None,
 ) -> Comparison:
-    """Compares `methods`, by default all. `config(method=NAME)` returns the config of a method; a method whose config
-    equals `current` is left out."""
+    """Compares methods of training.
+
+    Args:
+        config: `config(method=NAME)` returns the config of a method.
+        command: The arguments of `jaxmem plan` that name the model or config.
+        compilers: The processes that compile.
+        progress: Called with lines of text.
+        methods: Names of METHODS, by default all.
+        current: A config; a method with an equal config is left out.
+    """
     start = time.perf_counter()
     target = compilers.target
     searched: dict[str, MethodSearch | str] = {}

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
@@ -25,6 +25,7 @@ from jaxmem.search import worker
 from jaxmem.search.worker import StepCost
 from jaxmem.typing import JsonDict
 
+Answer = TypeVar("Answer")
 WORKER_BYTES = 3 << 29  # bytes of memory that a process may need
 
 
@@ -53,7 +54,8 @@ class CompilerPool:
     """with CompilerPool(target) as compilers: cost = compilers.step(cfg)"""
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
-        self.target, self.reserve_gib = target, reserve_gib
+        self.target = target
+        self.reserve_gib = reserve_gib
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         # One process per core if the memory is sufficient; for local devices this process compiles.
         self.processes = 1 if target.here else processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
@@ -92,15 +94,18 @@ class CompilerPool:
         """The plan of the step as JSON, compiled without a memory limit."""
         return self._answer("plan", cfg)
 
-    def ask_all(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
+    def ask_all(
+        self, ask: Callable[[Config], Answer], cfgs: Iterable[Config]
+    ) -> Iterator[tuple[Config, Answer | RefusedError]]:
         """Pairs of a config and its answer, in the order in which answers arrive. If a config has no answer, the
         `RefusedError` is yielded instead of raised."""
-        futures: dict[Future[Any], Config] = {self._threads.submit(ask, cfg): cfg for cfg in cfgs}
+        futures: dict[Future[Answer], Config] = {self._threads.submit(ask, cfg): cfg for cfg in cfgs}
         for future in as_completed(futures):
             error = future.exception()
-            if error is not None and not isinstance(error, RefusedError):
-                raise error
-            yield futures[future], error or future.result()
+            if isinstance(error, RefusedError):
+                yield futures[future], error
+            else:
+                yield futures[future], future.result()
 
     def _answer(self, question: str, cfg: Config) -> JsonDict:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)

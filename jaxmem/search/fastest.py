@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jaxmem.config import Config, save_settings
 from jaxmem.errors import UserError
@@ -17,7 +16,7 @@ from jaxmem.planning import Target, format_bytes
 from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, Space, pareto_front
-from jaxmem.search.compilers import CompilerPool, RefusedError
+from jaxmem.search.compilers import Answer, CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
 from jaxmem.typing import JsonDict
 
@@ -182,10 +181,10 @@ class Search:
             candidate.seconds = cost.seconds
         self.trials.update_estimates()
         for candidate in chosen:
-            cost = f"{format_bytes(candidate.total)}, {format_seconds(candidate.seconds)} per step"
+            text = f"{format_bytes(candidate.total)}, {format_seconds(candidate.seconds)} per step"
             if shortage := self.trials.shortage(candidate):
-                cost += f": does not fit, {shortage}"
-            self._progress(f"compiled {candidate.description}: {candidate.refusal or cost}")
+                text += f": does not fit, {shortage}"
+            self._progress(f"compiled {candidate.description}: {candidate.refusal or text}")
 
     def _compile_phases(self) -> None:
         """Compile the other phases of all candidates on the front. If a phase does not fit, the candidate leaves the
@@ -205,7 +204,9 @@ class Search:
                         f"{candidate.description}: does not fit, {candidate.refusal or self.trials.shortage(candidate)}"
                     )
 
-    def _compile(self, chosen: Sequence[Candidate], ask: Callable[[Config], Any]) -> Iterator[tuple[Candidate, Any]]:
+    def _compile(
+        self, chosen: Sequence[Candidate], ask: Callable[[Config], Answer]
+    ) -> Iterator[tuple[Candidate, Answer]]:
         """Candidates with their answers; a candidate that does not compile is marked instead."""
         by_config = {candidate.cfg: candidate for candidate in chosen}
         for cfg, answer in self._compilers.ask_all(ask, by_config):

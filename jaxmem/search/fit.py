@@ -214,6 +214,16 @@ def search(
     compiles: int = DEFAULT_COMPILES,
     progress: Progress = lambda _: None,
 ) -> Fit:
+    """Searches among all configs that differ from one config in the settings that `allow` permits.
+
+    Args:
+        cfg: The config.
+        target: The devices.
+        allow: Words for the settings that may change.
+        compilers: The processes that compile.
+        compiles: The largest number of steps to compile.
+        progress: Called with lines of text.
+    """
     start = time.perf_counter()
     if compiles < 1:
         raise UserError(f"compiles={compiles} must be at least 1")

@@ -116,8 +116,16 @@ def maximize(
     allow: Sequence[str] = (),
     reserve_gib: float | None = None,
 ) -> Largest:
-    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value, the config
-    that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
+    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits.
+
+    Args:
+        cfg: The config.
+        key: The setting that grows.
+        target: Devices such as `h100-80gb:8`; by default those of this machine.
+        allow: Words for other settings that may change; for each value, the config that needs the least memory is
+            compiled.
+        reserve_gib: Memory of each GPU outside the compiled program.
+    """
     aim = compile_target(target)
     if cfg.memory.remat == "auto":  # the largest value leaves no memory for saved activations
         cfg = cfg.replace(memory={"remat": "full"})
@@ -158,7 +166,8 @@ class _Search:
 
     def run(self) -> None:
         """Compile values until `low` fits (0: an empty model) and `low + 1 == high` does not."""
-        low, high = 0, None
+        low = 0
+        high: int | None = None
         while high is None or high - low > 1:
             guess = self._guess(low, high)
             for point in self._compile([units for units in (guess, guess + 1) if high is None or units < high]):

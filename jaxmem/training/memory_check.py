@@ -80,7 +80,9 @@ class PeakCheck:
     result to plan.json. Memory is measured on the devices of the first process; all run the same program."""
 
     def __init__(self, plan: Plan, file: Path) -> None:
-        self._plan, self._file, self._steps = plan, file, 0
+        self._plan = plan
+        self._file = file
+        self._steps = 0
         self._planned = plan.phases["initialise"]  # the largest planned peak of the phases that have run
 
     def after_step(self, bucket: int) -> str | None:
