@@ -194,7 +194,6 @@ class Train(Section):
         10.0, "a loss is a spike if it is this many standard deviations above the mean of the last 100 losses"
     )
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
-    check_replicas: Count | None = setting(None, "updates between two checks that all replicas are bitwise equal")
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(
         None, "[first, last]: steps to profile"
     )

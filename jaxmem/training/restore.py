@@ -1,12 +1,5 @@
-"""The state of a run from its checkpoints, to resume or to roll back, and the comparison of its replicas.
+"""The state of a run from its checkpoints, to resume or to roll back."""
 
-With `train.check_replicas` the replicas of the state are compared bitwise. They are updated by the same program from
-the same sums, so they are bitwise equal. A difference is caused by faulty hardware (a memory cell or a core), and would
-spread without an error. An array that is sharded over all devices has no replica. A check reads the state once on every
-device, and waits for the result.
-"""
-
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +8,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
-from jaxmem.checkpoint.record import checksum, named_leaves, to_device
+from jaxmem.checkpoint.record import named_leaves, to_device
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, load_config
@@ -128,29 +121,3 @@ def check_finite(params: Tree, step: int) -> None:
 @jax.jit
 def _is_finite(x: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(x))
-
-
-def check_replicas(state: Tree, step: int) -> None:
-    """Raises an error that names an array whose replicas differ, and the devices in the minority."""
-    sums: dict[str, dict[str, int]] = {}
-    for sums_of_process in gather(_checksums(state)):
-        for shard, value_of in sums_of_process.items():
-            sums.setdefault(shard, {}).update(value_of)
-    for shard, value_of in sums.items():
-        (majority, _), *others = Counter(value_of.values()).most_common()
-        if others:
-            odd = ", ".join(device for device, value in value_of.items() if value != majority)
-            raise UserError(
-                f"{shard.partition(' ')[0]} differs between replicas after step {step}: {odd} differs from the majority"
-                f" of {len(value_of)} copies; exclude that device, and run the same command again"
-            )
-
-
-def _checksums(state: Tree) -> dict[str, dict[str, int]]:
-    """Checksums as {name and index of a shard: {device of this process: checksum}}."""
-    sums: dict[str, dict[str, int]] = {}
-    for name, leaf in named_leaves(state).items():
-        for shard in leaf.addressable_shards:
-            of_part = sums.setdefault(f"{name} {shard.index}", {})
-            of_part[f"device {shard.device.id} of process {shard.device.process_index}"] = checksum(shard.data)
-    return sums

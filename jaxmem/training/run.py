@@ -40,7 +40,6 @@ from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
     Rollback,
     check_finite,
-    check_replicas,
     data_fingerprint,
     newest_state,
     refuse_another_run,
@@ -192,8 +191,6 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
                 telemetry.update(step, metrics, work[bucket])
                 progress.say(peak.after_step(bucket))
                 with progress.paused():
-                    if cfg.train.check_replicas and step % cfg.train.check_replicas == 0:
-                        check_replicas(state, step)
                     if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
                         held_out = evaluate(state.params, cfg.train.evaluate_batches)
                         telemetry.held_out(step, held_out)

@@ -295,7 +295,6 @@ train.on_spike=rollback checkpoint.every=1
 train.on_spike=stop
 train.spike_threshold=20 train.on_spike=stop
 train.deterministic=true
-train.check_replicas=1
 checkpoint.every=1
 checkpoint.keep=1 checkpoint.every=1
 checkpoint.keep_best=true checkpoint.every=1 train.evaluate_every=1
@@ -331,7 +330,7 @@ UNTRIED = {
 # Settings of memory and communication, and of saving: the loss is the same without them.
 NEUTRAL = ("memory.", "mesh.", "rules.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=", "checkpoint.",
            "cluster.", "train.on_nan=", "train.on_spike=", "train.spike_threshold=", "train.max_skipped=",
-           "train.deterministic=", "train.check_replicas=")  # fmt: skip
+           "train.deterministic=")  # fmt: skip
 SLOW = "galore"  # compiles up to ten times as long: only in rows that begin with it
 LONGEST = 28  # settings of a row
 DEVICES = 8  # at most

@@ -73,7 +73,7 @@ def leaves(state):
 
 
 def test_a_run_leaves_what_it_promises(config, capsys):
-    cfg = config(train={"evaluate_every": 6, "evaluate_batches": 2, "check_replicas": 6})
+    cfg = config(train={"evaluate_every": 6, "evaluate_batches": 2})
     result = run(cfg)
     directory = result.directory
     left = {p.name for p in directory.iterdir()}
