@@ -36,13 +36,6 @@ class Corpus:
         self._cfg = cfg
         self._sections: Sequence[Source] = sources_of(cfg.data)
         names = [source.source for source in self._sections]
-        images = not cfg.reads_text
-        are_images = {source.kind.contents == "images" for source in self._sections}
-        if are_images != {images} or (images and len(names) > 1):
-            raise UserError(
-                f"data.source={', '.join(names)} does not support objective.name={cfg.objective.name}; "
-                f"use {'data.source=digits or images' if images else 'a source of text'}"
-            )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         vocab = getattr(cfg.model, "vocab", 0)
         if vocab and self.tokenizer.vocab_size > vocab:
@@ -58,7 +51,7 @@ class Corpus:
         if "chat" in names:
             template.append(partial(template_for, self.tokenizer, cfg.data.chat_template))
         self.sources: list[Any] = results_of([*opening, *template])[: len(opening)]
-        if images:
+        if not cfg.reads_text:
             from jaxmem.data.images import check_classes
 
             check_classes(self.sources[0], cfg.model, cfg.objective, cfg.data)
