@@ -75,14 +75,6 @@ class Trials:
         )
         return [candidate for candidate in front if candidate.seconds <= MAX_SLOWDOWN * front[0].seconds]
 
-    @property
-    def estimate_error(self) -> dict[str, float] | None:
-        """Relative error of the first estimates, median and largest, over the compiled steps in which XLA recomputed
-        nothing."""
-        costs = [(candidate.estimate.total, candidate.cost) for candidate in self.all if candidate.cost]
-        errors = sorted(abs(guess / cost.total - 1) for guess, cost in costs if not cost.recomputed)
-        return {"median": errors[len(errors) // 2], "largest": errors[-1], "compared": len(errors)} if errors else None
-
 
 def _ratio(candidate: Candidate, ratios: Mapping[Candidate, float]) -> float:
     """The geometric mean of the ratios of the candidates that have the most settings in common with this one."""

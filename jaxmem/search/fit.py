@@ -102,7 +102,6 @@ class Fit(Printed):
             "allow": list(self.allow),
             "considered": len(self.trials.all),
             "compiled": len(self.trials.compiled),
-            "estimate_error": self.trials.estimate_error,
             "candidates": [self._json(candidate) for candidate in self.ranked],
             "front": [self._json(candidate) for candidate in self.front],
             "best": self._json(self.best) if self.best else None,
@@ -150,9 +149,6 @@ class Fit(Printed):
         if others:
             parts.append(Text("Other compiled configs:"))
             parts += [Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim") for candidate in others]
-        if error := trials.estimate_error:
-            errors = f"error of the memory estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
-            parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
         if compared := published_range(self.target):
             parts.append(Text(f"times are estimates: {compared} than planned"))
         if self.best:

@@ -69,7 +69,6 @@ def test_json(found: tuple[Fit, FakeCompilers]) -> None:
     result = json.loads(json.dumps(found[0].as_json()))
     assert {"considered", "compiled", "candidates", "best", "seconds"} <= set(result)
     assert result["considered"] == len(result["candidates"])
-    assert result["estimate_error"]["largest"] == pytest.approx(1 - 1 / 1.56, abs=0.2)
     for one in result["candidates"]:
         assert set(one) == {"config", "total", "estimated_step_seconds", "fits", "compiled", "why"}
         assert one["fits"] == (one["total"] <= result["target"]["limit_bytes"])
