@@ -37,6 +37,7 @@ READ_HERE = {
     "Adapter.experts": "Config.expert_precision",
     **dict.fromkeys(("Quantization.format", "Quantization.block_size"), "Config.base_precision"),
     "Decoder.layer_types": "Decoder.windows",
+    "Decoder.quantization": "Config.base_quantization",
     "Pipeline.schedule": "Pipeline.name",
     "Decoder.sliding_rope": "Decoder.ropes",
     **dict.fromkeys(("Experts.every", "Experts.dense_layers"), "Experts.in_layers"),
