@@ -99,7 +99,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.directory = absolute(directory)
         # In a bucket a rename is a copy, so replaced checkpoints are deleted directly.
         self._has_rename = not read_only and "://" not in str(self.directory)
-        self.every, self.read_only, self._warn = every, read_only, warn
+        self.every = every
+        self.read_only = read_only
+        self._warn = warn
         self._retention = Retention(keep, keep_best)
         self._sweeper: threading.Thread | None = None
         self._saving = 0  # the step of the last save that was started

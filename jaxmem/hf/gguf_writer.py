@@ -55,9 +55,17 @@ def save_gguf(
     indices: Sequence[int] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Writes a model, adapters merged, to a file that must not exist. `tokenizer`: the value of `data.tokenizer`.
-    `kind`: one of GGUF_TYPES. `length`: the context length. `indices`: the position of each layer in a stack.
-    `chat_template`: the value of `data.chat_template`; None: the template of the tokenizer, if it has one."""
+    """Writes a model as a GGUF file, adapters merged.
+
+    Args:
+        model: The network with its weights.
+        file: It must not exist.
+        tokenizer: The value of `data.tokenizer`.
+        kind: One of GGUF_TYPES.
+        length: The context length.
+        indices: The position of each layer in a stack, by default in order.
+        chat_template: The value of `data.chat_template`; None: the template of the tokenizer, if it has one.
+    """
     file = Path(file).expanduser()
     if kind.lower().endswith(K_QUANT):
         raise UserError(
@@ -184,7 +192,8 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
         tokens[number] = text
         types[number] = BYTE if is_byte else NORMAL
     for added in content.get("added_tokens", ()):
-        tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = CONTROL if added["special"] else USER
     unknown = model.get("unk_token")
     if unknown in tokens:
         types[tokens.index(unknown)] = UNKNOWN

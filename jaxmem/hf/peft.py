@@ -7,7 +7,7 @@ transposed and without the zeros that pad lower ranks. A file may also contain w
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,13 @@ from jaxmem.hf.names import (
     stacks_of,
     tensor_shapes,
 )
-from jaxmem.hf.peft_config import adapter_json
 from jaxmem.hf.reader import read_arrays, read_weights
 from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
 from jaxmem.machine.files import atomic_directory
 from jaxmem.quant.precision import Params
 from jaxmem.step import Program
-from jaxmem.typing import Tree
+from jaxmem.typing import JsonDict, Tree
 
 LINEAR = {
     "a": "lora_A.weight", "b": "lora_B.weight", "bias": "lora_B.bias", "magnitude": "lora_magnitude_vector",
@@ -181,9 +180,20 @@ def save_adapter(
     saved: Collection[str] = (),
     chat_template: str | None = None,
 ) -> set[int]:
-    """Writes the adapters among the parameters of a decoder, and returns their ranks. `base`: the directory of the base
-    model. `indices`: the position of each layer in a stack, by default in order. `saved`: the names of the tensors of
-    the base model that are written too. `chat_template`: the value of `data.chat_template`."""
+    """Writes the adapters among the parameters of a decoder in PEFT's format.
+
+    Args:
+        params: The parameters of the model.
+        adapter: The config's section.
+        directory: It must not exist, or be empty.
+        base: The directory of the base model.
+        indices: The position of each layer in a stack, by default in order.
+        saved: The names of the tensors of the base model that are written too.
+        chat_template: The value of `data.chat_template`.
+
+    Returns:
+        The ranks of the adapters.
+    """
     if base is not None and family_of(read_json(Path(base).expanduser() / "config.json")).fused is CONCATENATED:
         raise UserError(
             f"--adapter does not support {base}, whose queries, keys and values are one matrix (qkv_proj); use --merge"
@@ -197,7 +207,7 @@ def save_adapter(
     metadata = {FINGERPRINT_KEY: fingerprint(base)} if base else {}
     with atomic_directory(directory) as place:
         has_biases = any(kind == "bias" for _, _, kind in parts)
-        settings = adapter_json(
+        settings = _adapter_json(
             adapter, stacks, base, sorted(modules), names=module_names(params), has_biases=has_biases
         )
         (place / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
@@ -205,6 +215,85 @@ def save_adapter(
             copy_chat_template(chat_template, place)
         write_tensors(place, output_tensors([*weights, *others], dtype), single=ADAPTER, metadata=metadata)
     return {adapter.rank for stack in stacks.values() for adapter in stack if adapter is not None}
+
+
+def _adapter_json(
+    adapter: Adapter,
+    layers: Mapping[str, tuple[LowRank | None, ...]],
+    base: str | None,
+    saved: Sequence[str] = (),
+    *,
+    names: Mapping[str, str],
+    has_biases: bool = False,
+) -> JsonDict:
+    """The adapter_config.json of adapters. PEFT converts adapters of experts for transformers 5, which has one tensor
+    for gate and up of all experts; it requires that their rank is `r`. The conversion also removes other linear layers
+    from `target_modules` if their names end like those of experts (dense layers, shared experts), so these are in
+    `target_parameters`.
+
+    Args:
+        adapter: The settings.
+        layers: For each module with adapters, the adapters of its layers.
+        base: The name or directory of the base model.
+        saved: The names of modules that are saved completely.
+        names: The names of the modules of the family.
+        has_biases: Whether biases of other modules are saved too.
+
+    Returns:
+        The settings of PEFT.
+    """
+    common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    if adapter.kind == "prompt":
+        settings = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
+        return {"peft_type": "PROMPT_TUNING", **common, **settings}
+    named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
+    of_experts = {name.rpartition(".")[2] for name in names.values() if name.count("{}") > 1}
+    alike = {path for path, name in names.items() if name.count("{}") < 2 and name.rpartition(".")[2] in of_experts}
+    ends = {path: ".".join(name.split(".")[-2 if path in alike else -1 :]) for path, name in names.items()}
+    parameters: list[str] = []
+    for end in dict.fromkeys(ends[path] for path in layers):
+        paths = [path for path, other in ends.items() if other == end]
+        before = len(named)
+        stacks = {path: layers.get(path, (None,)) for path in paths}
+        different = {lora for stack in stacks.values() for lora in stack}
+        first = next(iter(different), None)
+        if len(different) == 1 and first is not None:
+            named[end] = first
+        else:
+            for path, stack in stacks.items():
+                numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)
+                named |= {names[path].format(layer): lora for layer, lora in numbered if lora is not None}
+        if paths[0] in alike:
+            parameters += list(named)[before:]
+    keys = {name: f"{name}.weight" if name in parameters else name for name in named}
+    ranks = [lora.rank for lora in named.values()]
+    usual = adapter.rank if adapter.rank in ranks else max(ranks)
+    usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)
+    return {
+        "peft_type": "LORA",
+        **common,
+        "r": usual,
+        "lora_alpha": _number(adapter.alpha),
+        "lora_dropout": adapter.dropout,
+        "target_modules": [name for name in named if name not in parameters],
+        **({"target_parameters": [keys[name] for name in parameters]} if parameters else {}),
+        "rank_pattern": {keys[name]: lora.rank for name, lora in named.items() if lora.rank != usual},
+        "alpha_pattern": {
+            keys[name]: _number(lora.alpha) for name, lora in named.items() if lora.alpha != adapter.alpha
+        },
+        "modules_to_save": list(saved) or None,
+        "trainable_token_indices": list(adapter.token_indices) or None,
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.kind == "dora",
+        "lora_bias": adapter.lora_bias,
+        "bias": "all" if has_biases else "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def _number(value: float) -> float:
+    return int(value) if value.is_integer() else value
 
 
 def read_adapter(program: Program) -> dict[WeightPath, Any]:

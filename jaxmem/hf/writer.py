@@ -46,16 +46,19 @@ def save(
     dtype: str | None = None,
     length: int = 2048,
     indices: Sequence[int] | None = None,
-    shard: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes a model, adapters merged. If the base has experts in MXFP4, `dtype` is None and no expert has an adapter,
     the experts of the model are written as they are stored.
 
-    `base`: the directory of the model, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
-    `data.tokenizer`, used if there is no base. `chat_template`: the value of `data.chat_template`. `dtype`: float32,
-    float16 or bfloat16; by default the dtype of the base, or of the weights. `length`: the longest sequence of the
-    training. `indices`: the position of each layer in a stack, by default in order. `shard`: the largest number of
-    bytes per file.
+    Args:
+        model: The network with its weights.
+        directory: It must not exist, or be empty.
+        base: The directory of the model, whose settings, tokenizer and dtype are kept.
+        tokenizer: The value of `data.tokenizer`, used if there is no base.
+        chat_template: The value of `data.chat_template`.
+        dtype: float32, float16 or bfloat16; by default the dtype of the base, or of the weights.
+        length: The longest sequence of the training.
+        indices: The position of each layer in a stack, by default in order.
     """
     if jax.process_count() > 1:
         raise UserError("export does not support several processes; run it in one process")
@@ -84,7 +87,7 @@ def save(
             copy_chat_template(chat_template, place)
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         tensors = model_tensors(model, dtype, indices, keeps_mxfp4=keeps_mxfp4)
-        write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), shard)
+        write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), MAX_FILE_BYTES)
 
 
 def _has_only_mxfp4_experts(model: models.Decoder) -> bool:
@@ -104,8 +107,17 @@ def _is_expert(weight: FileWeight) -> bool:
 def model_tensors(
     model: models.Decoder, dtype: str, indices: Sequence[int] | None = None, *, keeps_mxfp4: bool = False
 ) -> list[OutputTensor]:
-    """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack. `keeps_mxfp4`: whether
-    experts are written as they are stored."""
+    """The tensors of a model, adapters merged.
+
+    Args:
+        model: The model.
+        dtype: The dtype of the tensors.
+        indices: The position of each layer in a stack; None: in order.
+        keeps_mxfp4: Whether experts are written as they are stored.
+
+    Returns:
+        The tensors, whose values are read when they are written.
+    """
     params = base_of(nnx.to_pure_dict(nnx.state(model)))
     adapters = _adapters(model)
     if model.prompt is not None:

@@ -34,7 +34,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/benchmarks/quality-135m"
 WORK = ROOT / "runs/quality-135m"
-STEPS, SEARCH_STEPS = 100, 25
+STEPS = 100
+SEARCH_STEPS = 25
 PACKAGES = (
     "asyncio", "collections", "concurrent", "ctypes", "email", "http", "importlib", "json", "logging",
     "multiprocessing", "unittest", "urllib", "xml", "flax", "grain", "jax", "matplotlib", "numpy", "optax", "orbax",

@@ -11,7 +11,9 @@ from scripts.course.table import Row, Table, gib
 
 ZERO_GPUS = 8  # number of GPUs in the rows with ZeRO
 BASE = common.CONFIGS["memory"]["base"]
-PREDICTED, COMPILED, GIB = "predicted, bytes per parameter", "compiled, bytes per parameter", "per GPU, GiB"
+PREDICTED = "predicted, bytes per parameter"
+COMPILED = "compiled, bytes per parameter"
+GIB = "per GPU, GiB"
 LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # GiB
 
 

@@ -14,7 +14,8 @@ from scripts.course import Findings, common, main
 from scripts.course.panels import Bars
 from scripts.course.table import Row, Table
 
-NUMBERS, WINDOW = 1 << 17, 256
+NUMBERS = 1 << 17
+WINDOW = 256
 OUTPUTS = 512  # results of a block of threads that share the numbers they read
 
 

@@ -17,6 +17,7 @@ from jaxmem.config import Adapter, Decoder, load_config
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
+from jaxmem.hf import writer
 from jaxmem.hf.peft import read_base
 from jaxmem.inference.export import export_model, import_model
 from jaxmem.inference.load import open_model
@@ -61,9 +62,10 @@ def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, co
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out", "run"]
 
 
-def test_a_model_of_its_own_is_written_with_its_tokenizer(tmp_path: Path) -> None:
+def test_a_model_of_its_own_is_written_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_FILE_BYTES", 20_000)  # several files
     network = models.build(Decoder(**SMALL), nnx.Rngs(0))
-    hf.save(network, tmp_path / "out", tokenizer="bytes", dtype="bfloat16", shard=20_000)
+    hf.save(network, tmp_path / "out", tokenizer="bytes", dtype="bfloat16")
     assert decoder_fields(str(tmp_path / "out")).items() >= SMALL.items()
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 256
     found = hf.load(tmp_path / "out")

@@ -19,7 +19,7 @@ from jaxmem.config.hf_quantized import HfScheme
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
-from jaxmem.hf.quantized_layouts import Bitsandbytes4
+from jaxmem.hf.quantized import Bitsandbytes4
 from jaxmem.kernels.codes import NF4, dynamic_code
 from jaxmem.quant import QTensor
 from jaxmem.step import program

@@ -297,7 +297,7 @@ FAULTS = {
     ),
     "nested": Fault(
         "scales of another group of a bitsandbytes file",
-        "jaxmem/hf/quantized_layouts.py",
+        "jaxmem/hf/quantized.py",
         "[first // group]",
         "[first // (2 * group)]",
         "tests/hf/test_quantized.py",
