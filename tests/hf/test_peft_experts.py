@@ -50,7 +50,9 @@ def opened(base, tmp_path, *overrides):
 
 
 def logits_of(built, params):
-    return nnx.merge(built.model.graphdef, params)(jnp.asarray(ROWS, jnp.int32))
+    return jax.jit(lambda params, rows: nnx.merge(built.model.graphdef, params)(rows))(
+        params, jnp.asarray(ROWS, jnp.int32)
+    )
 
 
 @pytest.mark.parametrize("shared", [exhaustive(False), True])

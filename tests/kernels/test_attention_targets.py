@@ -21,7 +21,7 @@ from tests.support.tiers import cases
 
 LENGTH, HEADS = 2048, 4
 EVERYTHING = {"causal": True, "window": 900, "soft_cap": 30.0, "segments": True}
-# Compute capabilities 8.0, 8.9, 9.0 and 12.0. The second, with 99 KB of shared memory, for each width of head.
+# Compute capabilities 8.0, 8.9, 9.0, 10.0 and 12.0. The second, with 99 KB of shared memory, for each width of head.
 HOPPER = ("triton", "h100-80gb", 128, "bfloat16", {"causal": True})
 CASES = [
     ("triton", "a100-40gb", 128, "bfloat16", EVERYTHING),
@@ -29,6 +29,7 @@ CASES = [
     ("triton", "rtx4090-24gb", 256, "bfloat16", {}),
     ("triton", "rtx4090-24gb", 64, "float32", {"causal": True}),
     HOPPER,
+    ("triton", "b200-180gb", 128, "bfloat16", {}),
     ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
 MOSAIC = [

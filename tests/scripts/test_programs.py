@@ -18,11 +18,14 @@ TINY = {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 2, "kv_h
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
+    (texts := tmp_path / "texts").mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"text {number} says that {number} is {number}\n" * 20)
     settings = {
         "name": "run",
         "output": str(tmp_path),
         "model": TINY,
-        "data": {"source": "stdlib", "sequence_length": 32},
+        "data": {"source": "text", "path": str(texts), "sequence_length": 32},
         "mesh": {"fsdp": -1},
         "batch": {"global_size": 8},
         "train": {"steps": 4, "log_every": 1},
@@ -42,7 +45,9 @@ def test_train_has_the_losses_of_the_command_and_resumes(config: Path, tmp_path:
     assert len(train.train(str(config), ["name=script", "train.steps=6"])) == 2, "steps 5 and 6"
 
 
-def test_a_model_of_a_script_trains(tmp_path: Path) -> None:
+def test_a_model_of_a_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_model, "EMBED", 16)
+    monkeypatch.setattr(own_model, "LAYERS", 2)
     assert np.isfinite(own_model.main([f"output={tmp_path}", "train.steps=2", "mesh.fsdp=8"]))
 
 

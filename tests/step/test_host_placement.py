@@ -15,7 +15,7 @@ from tests.support.tiers import cases
 
 # The output projection and attention learn, the embedding and the MLPs stay.
 SOME = {
-    "mesh": {"fsdp": 4, "tensor": 2},
+    "mesh": {"fsdp": 2, "tensor": 2},
     "optimizer": {"epsilon": 1e-3, "clip": None, "trainable": ["head.*", "blocks.attention.*"]},
 }
 AWAY = ["optimizer", "frozen", "activations"]
@@ -23,14 +23,14 @@ AWAY = ["optimizer", "frozen", "activations"]
 
 @pytest.fixture(scope="module")
 def usual():
-    return Trained(config(**SOME), devices=8)
+    return Trained(config(**SOME), devices=4, updates=2)
 
 
 @pytest.mark.parametrize("update", cases(["after", "during"], "during"))
 def test_the_training_is_the_same(usual, update, tmp_path):
     """In slices of tables, and a layer ahead."""
     memory = {"offload": AWAY, "update": update, "remat": "full", "loss_chunk": 64}
-    away = Trained(config(**SOME, memory=memory), devices=8, begin=usual)
+    away = Trained(config(**SOME, memory=memory), devices=4, updates=2, begin=usual)
     waiting = jax.tree.leaves(away.built.spec.host_state)
     assert all(x.sharding.memory_kind == "pinned_host" for x in waiting)
     there = [x for x in jax.tree.leaves(away.state) if x.sharding.memory_kind == "pinned_host"]

@@ -14,7 +14,7 @@ from jaxmem.config import Optimizer
 from jaxmem.errors import UserError
 from jaxmem.step import program
 from jaxmem.step.programs import compiler_options
-from tests.step.conftest import Trained, batch_for, config
+from tests.step.conftest import SMALL, Trained, batch_for, config
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_the_update_is_adamw_on_clipped_mean_gradients():
 
 
 def test_every_weight_learns():
-    model = {"preset": "tiny", "attention_bias": True, "output_bias": True, "qk_norm": True}
+    model = {"preset": "tiny", **SMALL, "vocab": 264, "attention_bias": True, "output_bias": True, "qk_norm": True}
     trained = Trained(config(model=model), updates=2)
     for path, (before, after) in _pairs(trained.first, trained.params):
         assert not np.array_equal(before, after), path

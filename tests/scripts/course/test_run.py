@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     "topic",
     [
-        "shardings", "pipeline", "cut", "float16", "width", "chain", "roofline", "overlap", "sliding_max", "fusion",
+        "shardings", "pipeline", "cut", "float16", "chain", "roofline", "overlap", "sliding_max", "fusion",
         "quantization", "attention",
     ],
 )  # fmt: skip
