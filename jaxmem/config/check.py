@@ -139,6 +139,8 @@ def _user(cfg: Config) -> Iterator[str]:
         value = getattr(adapter, field)
         if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns"):
             yield f"adapter.{field}={as_yaml(value)} requires jaxmem's layers, the argument network; remove it"
+    if cfg.precision.compute == "fp8":
+        yield "precision.compute=fp8 requires jaxmem's layers, the argument network; use precision.compute=bfloat16"
     if cfg.user.layers:
         return
     wrong = {

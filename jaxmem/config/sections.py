@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr
@@ -20,6 +21,7 @@ from jaxmem.config.base import (
     Positive,
     Section,
     StoredFormat,
+    Texts,
     Total,
     setting,
 )
@@ -146,9 +148,15 @@ class Precision(Section):
 
     parameters: StoredFormat = setting("float32", "stored format of the parameters")
     block_size: Count | None = setting(None, "weights per block scale; null: 256, or 64 below 8 bits (mxfp4: 32)")
-    compute: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"
+    compute: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
+        "auto",
+        "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with matmuls of"
+        " precision.fp8_layers in FP8",
     )
+    fp8_scaling: Literal["tensor", "row"] = setting(
+        "tensor", "scales of FP8 matmuls: one per operand (faster), or one per row and column (more precise)"
+    )
+    fp8_layers: Texts = setting(("*blocks.*",), "patterns of the names of linear layers whose matmuls are in FP8")
     gradients: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "dtype of gradients; auto: the dtype of the parameters, or the compute dtype if they are quantized (bfloat16"
@@ -169,6 +177,10 @@ class Precision(Section):
     def is_quantized(self) -> bool:
         """Whether parameters are stored in an integer, table or 8-bit float format."""
         return self.parameters not in ("float32", "bfloat16")
+
+    def is_fp8(self, layer: str) -> bool:
+        """Whether the matmuls of the linear layer of this name are in FP8."""
+        return self.compute == "fp8" and any(fnmatchcase(layer, pattern) for pattern in self.fp8_layers)
 
     @property
     def stochastic_rounding(self) -> bool:

@@ -20,6 +20,7 @@ from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.kernels.scopes import mean_runs
 from jaxmem.machine.gpus import keys_per_query
+from jaxmem.models.fp8 import SCOPE
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
 from jaxmem.sharding.share import share_of
@@ -35,6 +36,7 @@ MATMULS = ("dot_general", "conv_general_dilated")
 LOOPS = ("scan", "while", "cond")
 # Primitives of kernels: Pallas for Mosaic GPU, without and with an accumulator; Triton; library calls.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
+_COMPUTE = {"compute", "fp8_scaling", "fp8_layers"}  # the keys of `precision` on which matmuls depend
 _BACKWARD = 0.75  # share of the backward pass in the time of both, with full recompute
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
 # two and a half times the bytes of the matmuls, and there are about three kernels per matmul or write in place.
@@ -93,7 +95,7 @@ def shape_of(cfg: Config, platform: str) -> Config:
         train=config.Train(steps=cfg.steps),
         checkpoint=config.Checkpoint(),
         memory={"loss_chunk": chunk or "auto", "budget": None},
-        precision={"compute": compute.name},
+        precision={"compute": "fp8" if cfg.precision.compute == "fp8" else compute.name},
     )
 
 
@@ -109,7 +111,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
         memory=memory,
         train=config.Train(steps=1, deterministic=cfg.train.deterministic),
         # The stored dtype of weights does not matter: matmuls read them in the compute dtype.
-        precision=config.Precision(parameters="bfloat16", compute=shape.precision.compute),
+        precision=config.Precision(parameters="bfloat16", **shape.precision.model_dump(include=_COMPUTE)),
     )
     if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
@@ -267,7 +269,8 @@ def matmul(eqn: Any, times: float) -> Matmul:
     sides = [(_bytes(x), _is_weight(x)) for x in (left, right, out)]
     weights = sum(size for size, is_weight in sides if is_weight)
     others = sum(size for size, is_weight in sides if not is_weight)
-    return Matmul(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
+    dtype = "float8_e4m3fn" if SCOPE in str(eqn.source_info.name_stack) else str(left.dtype)
+    return Matmul(times, 2 * math.prod(out.shape) * depth, weights, others, dtype)
 
 
 def _kernel(eqn: Any, times: float) -> Matmul:

@@ -140,7 +140,8 @@ class Experts(nnx.Module):
         arrays = trainable, frozen, x, choices, shares
         streamed = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_streamed) if is_streamed(leaf)]
         groups = streamed[0].groups if streamed else 1
-        mixture = Mixture(self.cfg, self.activation, self.implementation, group_count=groups)
+        scalings = tuple(module.scaling for module in modules.values())
+        mixture = Mixture(self.cfg, self.activation, self.implementation, group_count=groups, scalings=scalings)
         # Kernels need `jax.shard_map`, from which they know the device to compile for.
         if layout is None or (layout.mesh.size == 1 and self.implementation == "blockwise"):
             run: Any = mixture

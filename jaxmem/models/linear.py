@@ -1,4 +1,5 @@
-"""The linear layer, and its matmuls: with a weight, and with a frozen quantized weight."""
+"""The linear layer, and its matmuls, in the dtype of the input or in FP8: with a weight, and with a frozen quantized
+weight."""
 
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmem.config.recompute import MATMUL
+from jaxmem.models import fp8
 from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather
@@ -16,6 +18,8 @@ from jaxmem.sharding.weights import frozen_of
 
 
 class Linear(nnx.Module):
+    scaling: fp8.Scaling | None = None  # of matmuls in FP8; None: they run in the dtype of the input
+
     def __init__(
         self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: tuple[str | None, str | None], *, bias: bool = False
     ):
@@ -29,9 +33,9 @@ class Linear(nnx.Module):
         w = None
         if frozen is None:
             operand, w = fetch_for(x, self.weight, x.dtype)
-            y = matmul(operand, w)
+            y = matmul(operand, w, self.scaling)
         else:
-            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2))
+            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2), self.scaling)
         y = checkpoint_name(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
@@ -44,27 +48,35 @@ class Linear(nnx.Module):
         return frozen if isinstance(frozen, QTensor) else None
 
 
-@jax.custom_vjp
-def matmul(x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(
+    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"], scaling: fp8.Scaling | None = None
+) -> Float[Array, "*batch outputs"]:
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
     and transpose it, which copies activations on CPUs (a quarter of the time of a step)."""
-    return x @ w
+    return x @ w if scaling is None else fp8.product(x, w, scaling)
 
 
-def _matmul_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _matmul_backward(
+    scaling: fp8.Scaling | None, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = saved
+    if scaling is not None:
+        return fp8.input_gradient(g, w, scaling), fp8.weight_gradient(x, g, scaling)
     rows = tuple(range(x.ndim - 1))
     return g @ w.T, jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
 
 
-matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
+matmul.defvjp(lambda x, w, scaling: (matmul(x, w, scaling), (x, w)), _matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dequantizing_matmul(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dequantizing_matmul(
+    x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, scaling: fp8.Scaling | None = None
+) -> Float[Array, "*batch outputs"]:
     """x @ w for a frozen quantized weight, which is dequantized only when x is available, and again for the gradient.
     So one dequantized matrix exists at a time."""
-    return x @ _dequantized_after(x, q, axes)
+    return matmul(x, _dequantized_after(x, q, axes), scaling)
 
 
 def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
@@ -72,7 +84,11 @@ def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
     return gather(q, axes, x.dtype)
 
 
+def _dequantizing_backward(axes: Axes, scaling: fp8.Scaling | None, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
+    w = _dequantized_after(g, q, axes)
+    return g @ w.T if scaling is None else fp8.input_gradient(g, w, scaling), None
+
+
 dequantizing_matmul.defvjp(
-    lambda x, q, axes: (dequantizing_matmul(x, q, axes), q),
-    lambda axes, q, g: (g @ _dequantized_after(g, q, axes).T, None),
+    lambda x, q, axes, scaling: (dequantizing_matmul(x, q, axes, scaling), q), _dequantizing_backward
 )

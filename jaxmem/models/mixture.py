@@ -29,6 +29,8 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.grouped_matmul import Groups, map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
+from jaxmem.models.fp8 import Scaling
+from jaxmem.models.linear import matmul
 from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import Axes, Layout, map_devices
 from jaxmem.typing import Tree
@@ -50,6 +52,7 @@ class Mixture:
     gathers: bool = False  # whether the devices along `expert` have different tokens
     tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
     parts: int = 1  # number of devices along the axes `tensor`
+    scalings: tuple[Scaling | None, ...] = (None,) * 3  # of matmuls in FP8: of gate, up and down
     scatters: bool = False  # whether the devices along `tensor` store different tokens of the result
 
     def over(self, layout: Layout) -> "Mixture":
@@ -86,7 +89,7 @@ class Mixture:
         rows = x.reshape(-1, x.shape[-1])
         inputs = trainable, frozen, rows, shares.reshape(-1)[groups.order], groups
         if self.implementation == "blockwise":
-            mlp = partial(_gated_mlp, GATES[self.activation], self.parts)
+            mlp = partial(_gated_mlp, GATES[self.activation], self.parts, self.scalings)
             y = map_groups(mlp, *inputs, parts=parts).astype(x.dtype)
         elif parts == 1:
             y = sum_of_groups(self._fused(True, *inputs), groups, rows.shape[0])
@@ -173,6 +176,7 @@ def matrices(w: jax.Array | QTensor) -> Any:
 def _gated_mlp(
     activate: Activate,
     parts: int,
+    scalings: tuple[Scaling | None, ...],
     trainable: Tree,
     frozen: Tree,
     x: jax.Array,
@@ -180,12 +184,14 @@ def _gated_mlp(
 ) -> Float[Array, "rows embed"]:
     """The MLP of one expert, or of one of `parts` shards of its hidden units."""
     weights = {name: trainable[name] | frozen[name] for name in trainable}
-    hidden = activate(_linear(weights["gate"], x), _linear(weights["up"], x))
-    return _linear(weights["down"], hidden, parts).astype(jnp.float32) * shares[:, None]
+    gate, up, down = scalings
+    hidden = activate(_linear(weights["gate"], x, gate), _linear(weights["up"], x, up))
+    return _linear(weights["down"], hidden, down, parts).astype(jnp.float32) * shares[:, None]
 
 
-def _linear(arrays: Tree, x: jax.Array, parts: int = 1) -> jax.Array:
-    y = x @ values_of(arrays["weight"], x.dtype)
+def _linear(arrays: Tree, x: jax.Array, scaling: Scaling | None, parts: int = 1) -> jax.Array:
+    w = values_of(arrays["weight"], x.dtype)
+    y = x @ w if scaling is None else matmul(x, w, scaling)
     if "a" in arrays:
         y = y + x @ arrays["a"] @ arrays["b"]
     return y + arrays["bias"] / parts if "bias" in arrays else y

@@ -16,10 +16,11 @@ from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
+from jaxmem.models.fp8 import SCOPE
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
 from jaxmem.planning.estimated import estimated
-from jaxmem.planning.hlo import recomputed_values, total_flops
+from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.result import Plan, PlanWarning
 from jaxmem.planning.targets import Target, usable_memory
@@ -115,6 +116,19 @@ def _logits(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning(
             "logits", text, _remedies(plan.program, smaller, _smaller_micro_batch(plan.program), "a larger mesh.tensor")
         )
+
+
+def _not_in_fp8(plan: Plan) -> Iterator[PlanWarning]:
+    """Matmuls that the config computes in FP8, but XLA in another dtype."""
+    if plan.target.is_cpu:  # emulates FP8
+        return
+    parts = [part for part in plan.compiled_step.module.walk() if SCOPE in part.op_name and dot_flops(part)]
+    wide = [part for part in parts if not part.operands[0].shape.dtype.startswith("float8")]
+    if wide:
+        kinds = sorted({f"{part.operands[0].shape} x {part.operands[1].shape}" for part in wide})
+        count = f"{len(wide)} of {len(parts)} matmuls of precision.fp8_layers"
+        text = f"XLA compiles {count} without FP8: {', '.join(kinds)}"
+        yield PlanWarning("not in FP8", text, "precision.fp8_layers without them, or precision.compute=bfloat16")
 
 
 def _offload(plan: Plan) -> Iterator[PlanWarning]:
@@ -285,7 +299,7 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
 
 
 _CHECKS_OF_BYTES: Sequence[Check] = (
-    _recomputed_by_xla, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts, _not_sharded,
+    _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts, _not_sharded,
     _padding_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
 _CHECKS_AT_START: Sequence[Check] = (_sequence_length, _slow_settings)

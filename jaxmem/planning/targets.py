@@ -153,6 +153,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "NVIDIA {gpu.kind} like {like}"
 """
 

@@ -15,13 +15,13 @@ Params = dict[str, Any]  # weights by name, nested like the modules: arrays or Q
 
 def compute_dtype(precision: Precision, platform: str) -> np.dtype:
     """The dtype of matrix multiplications. `auto` is float32 on CPUs, which have no fast bfloat16, and bfloat16
-    elsewhere.
+    elsewhere. With `fp8` it is the dtype of everything but the matmuls in FP8.
 
     Normalization, softmax and losses are always computed in float32.
     """
     if precision.compute == "auto":
         return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
-    return np.dtype(getattr(jnp, precision.compute))
+    return np.dtype(jnp.bfloat16 if precision.compute == "fp8" else getattr(jnp, precision.compute))
 
 
 def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:

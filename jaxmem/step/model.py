@@ -137,12 +137,17 @@ class ModelSpec:
         return network
 
     def build(self, key: jax.Array) -> models.Network:
-        network = self.cfg.user.network
-        if network is not None:
-            return network(nnx.Rngs(key), self.execution.of_network)
         if self.cfg.user.model is not None:
             return self._build_plain(key)[0]
-        return models.build(self.cfg.model, nnx.Rngs(params=key), self.execution.of_network)
+        if self.cfg.user.network is not None:
+            network = self.cfg.user.network(nnx.Rngs(key), self.execution.of_network)
+        else:
+            network = models.build(self.cfg.model, nnx.Rngs(params=key), self.execution.of_network)
+        if self.cfg.precision.compute == "fp8":
+            from jaxmem.step.fp8_layers import use_fp8
+
+            use_fp8(network, self.cfg.precision, self.execution.capability)
+        return network
 
     def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
         """The model of a script, not built from jaxmem's layers, and the number of layers of each of its stacks."""

@@ -56,6 +56,9 @@ OVERLAP: Options = {
 FETCH: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 # Without this option some of XLA's kernels, e.g. the scatter-add of an embedding's gradient, add in varying order.
 DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
+# XLA's autotuner is off in plans and would use its Triton kernels, in which values of FP8 matmuls are bfloat16. Without
+# them every matmul is one of cuBLASLt, in plans and in runs.
+CUBLAS: Options = {"xla_gpu_enable_triton_gemm": False}
 # jax 0.10 computes batched matmuls on CPUs with a library that takes twice as long as Eigen.
 EIGEN: Options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
@@ -113,6 +116,8 @@ class Program:
 
         devices, deterministic = self.layout.mesh.size, self.cfg.train.deterministic
         options = compiler_options(self.platform, devices, fetches=self.spec.has_offload, deterministic=deterministic)
+        if self.platform != "cpu" and self.cfg.precision.compute == "fp8":
+            options |= CUBLAS
         outputs = (self.spec.shardings, self.layout.replicated())
         return self._lower(step, self.spec.state, self.spec.batch, outputs=outputs, donate=0, options=options)
 

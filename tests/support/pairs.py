@@ -125,6 +125,9 @@ precision.block_size=16 precision.parameters=int8
 precision.compute=float32
 precision.compute=bfloat16
 precision.compute=float16
+precision.compute=fp8
+precision.fp8_scaling=row precision.compute=fp8
+precision.fp8_layers=[blocks.mlp.*] precision.compute=fp8
 precision.gradients=float32
 precision.gradients=bfloat16
 precision.master=float32 precision.parameters=bfloat16

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder, Optimizer, Precision
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, unsupported
 from jaxmem.kernels.choice import NONE_FAILED, Choice, choose, triton_refusal
 from jaxmem.kernels.codes import KERNEL_FORMATS
 from jaxmem.kernels.fused_attention import support
@@ -112,14 +112,20 @@ def _experts_choice(
     stays_quantized = precision.is_quantized and bool(cfg.trainable_patterns)
     form = precision.parameters if stays_quantized else "dense"
     kind = f"{form} {compute_dtype(cfg.precision, platform).name}"
+    in_fp8 = any(cfg.precision.is_fp8(f"blocks.mlp.{name}") for name in ("gate", "up", "down"))
 
     def refusal(name: str) -> str | None:
+        if in_fp8:
+            return "triton does not support precision.compute=fp8"
         missing = failed.get(name) or triton_refusal(capability)
         unsupported = _no_quantized_experts(precision, model, cfg.mesh.tensor) if stays_quantized else None
         return missing or unsupported
 
     order = {"triton": "all experts at once; blockwise computes one block of tokens after the other"}
     named = cfg.memory.experts
+    if named == "triton" and in_fp8:
+        use = "memory.experts=auto, or precision.fp8_layers without experts, e.g. ['*.attention.*']"
+        raise UserError(unsupported(f"{EXPERTS}=triton", "experts in precision.fp8_layers", use))
     return Choice(named, EXPERTS, kind) if named != "auto" else choose(order, "blockwise", capability, refusal, kind)
 
 

@@ -1,0 +1,82 @@
+"""Matrix multiplications in FP8: weights and activations in e4m3, gradients in e5m2 (Micikevicius et al.,
+arXiv:2209.05433).
+
+Each operand is divided by scales that bring its largest absolute values into the range of the format, and rounded.
+`tensor`: one scale per operand. `row`: one per row of the left operand and one per column of the right operand, so an
+outlier costs precision in its row only; results are multiplied by both. A scale is computed from the values that it
+scales, so no history is stored. Scales are powers of two: they round nothing, and values that share a scale in one
+layout of devices or chunks but not in another are rounded alike, unless they are below the range of the format.
+
+XLA compiles a dot of values converted from float8 to an FP8 matmul of cuBLASLt, which sums in float32. Scales multiply
+the result, not the operands: XLA joins the dots of one operand, such as those of q, k and v, and operands joined with
+several scales would not be in FP8. CPUs multiply the same rounded values in the compute dtype.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+Scaling = Literal["tensor", "row"]
+
+SCOPE = "fp8_matmul"  # the scope of the dots, by which plans recognize them
+MIN_CAPABILITY = 89  # the first GPUs with FP8 matmuls have compute capability 8.9
+VALUES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def product(
+    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"], scaling: Scaling
+) -> Float[Array, "*batch outputs"]:
+    """x @ w."""
+    return _multiply(x, w, ((x.ndim - 1,), (0,)), (VALUES, VALUES), scaling)
+
+
+def input_gradient(
+    g: Float[Array, "*batch outputs"], w: Float[Array, "inputs outputs"], scaling: Scaling
+) -> Float[Array, "*batch inputs"]:
+    """g @ w.T, the gradient of x from that of x @ w."""
+    return _multiply(g, w, ((g.ndim - 1,), (1,)), (GRADIENTS, VALUES), scaling)
+
+
+def weight_gradient(
+    x: Float[Array, "*batch inputs"], g: Float[Array, "*batch outputs"], scaling: Scaling
+) -> Float[Array, "inputs outputs"]:
+    """The gradient of w from that of x @ w."""
+    rows = tuple(range(x.ndim - 1))
+    return _multiply(x, g, (rows, rows), (VALUES, GRADIENTS), scaling)
+
+
+def _multiply(
+    a: jax.Array,
+    b: jax.Array,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    formats: tuple[DTypeLike, DTypeLike],
+    scaling: Scaling,
+) -> jax.Array:
+    """The dot of two arrays in float8; b has one dimension that is not contracted."""
+    along_a, along_b = contracted if scaling == "row" else (None, None)
+    a, a_scale = _rounded(a, formats[0], along_a)
+    b, b_scale = _rounded(b, formats[1], along_b)
+    with jax.named_scope(SCOPE):
+        y = jax.lax.dot_general(a, b, (contracted, ((), ())))
+    if scaling == "row":
+        a_scale = jnp.squeeze(a_scale, along_a)[..., None]
+        b_scale = jnp.squeeze(b_scale, along_b)
+    return y * a_scale.astype(y.dtype) * b_scale.astype(y.dtype)
+
+
+def _rounded(x: jax.Array, dtype: DTypeLike, along: tuple[int, ...] | None) -> tuple[jax.Array, Float[Array, "..."]]:
+    """x / scale rounded to float8 `dtype`, in the dtype of x, and the scale, a power of two: one for all values, or one
+    for those that differ only in the dimensions `along`."""
+    largest = jnp.max(jnp.abs(x), axis=along, keepdims=along is not None).astype(jnp.float32)
+    scale = _next_power_of_two(largest / float(jnp.finfo(dtype).max))
+    return (x.astype(jnp.float32) / scale).astype(dtype).astype(x.dtype), scale
+
+
+def _next_power_of_two(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The least power of two that is not below x >= 0, at least the smallest normal number; infinity for infinity."""
+    bits = jax.lax.bitcast_convert_type(jnp.maximum(x, jnp.finfo(jnp.float32).tiny), jnp.int32)
+    mantissa = jnp.int32(0x007FFFFF)
+    return jax.lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)

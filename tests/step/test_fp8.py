@@ -1,0 +1,122 @@
+"""`precision.compute: fp8`: selected layers, refused settings, and the same updates in every layout."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.errors import UserError
+from jaxmem.models.linear import Linear
+from jaxmem.step import execution, program
+from jaxmem.step.execution import ExecutionSpec
+from jaxmem.step.model import ModelSpec
+from tests.step.conftest import SMALL, Trained, config
+from tests.support.tiers import exhaustive
+
+QWEN = {"attention_bias": True, "experts": {"count": 4, "top_k": 2, "shared": 32, "renormalize": False}}
+EXPERTS = {"preset": "tiny", **SMALL, "vocab": 264, **QWEN}
+TWO = {"global_size": 8, "accumulate": 2}
+MATRICES = ("gate", "up", "down")
+
+
+def fp8(scaling="tensor", **precision):
+    return {"compute": "fp8", "fp8_scaling": scaling, **precision}
+
+
+def selected(cfg):
+    """The scaling of each linear layer in FP8."""
+    network = nnx.eval_shape(lambda: program(cfg, jax.devices()[:1]).model.build(jax.random.key(0)))
+    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(network)}
+    return {name: x.scaling for name, x in modules.items() if isinstance(x, Linear) and x.scaling is not None}
+
+
+def test_the_layers_of_blocks_are_selected():
+    names = [f"attention.{name}" for name in "qkvo"]
+    names += [f"mlp.{part}{name}" for part in ("", "shared.") for name in MATRICES]
+    cfg = config(precision=fp8("row"), model=EXPERTS)
+    assert selected(cfg) == {f"blocks.{name}": "row" for name in names}
+
+
+def test_patterns_select_layers():
+    cfg = config(precision=fp8(fp8_layers=["blocks.mlp.*", "head"]))
+    assert selected(cfg).keys() == {*(f"blocks.mlp.{name}" for name in MATRICES), "head"}
+    with pytest.raises(UserError, match=r"precision.fp8_layers: blocks.mpl.\* matches no linear layer; did you mean"):
+        selected(config(precision=fp8(fp8_layers=["blocks.mpl.*"])))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"precision": fp8(loss_scale="dynamic")}, "precision.loss_scale=dynamic requires precision.compute=float16"),
+        ({"precision": {"fp8_scaling": "row"}}, "precision.fp8_scaling=row requires precision.compute=fp8"),
+        (
+            {"precision": fp8(), "model": EXPERTS, "memory": {"experts": "triton"}},
+            "memory.experts=triton does not support experts in precision.fp8_layers; use memory.experts=auto",
+        ),
+    ],
+)
+def test_what_is_refused(sections, message):
+    with pytest.raises(UserError, match=message):
+        selected(config(**sections))
+
+
+def test_older_gpus_are_refused():
+    cfg = config(precision=fp8())
+    assert ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 89)).graphdef
+    with pytest.raises(UserError, match=r"requires compute capability 8.9, not 8.0; use precision.compute=bfloat16"):
+        ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 80)).graphdef  # noqa: B018
+
+
+def exact(**sections):
+    """A config in which everything but matmuls in FP8 is computed in float32: without its roundings, layouts agree."""
+    return config(**{"precision": fp8(), "optimizer": {"name": "sgd", "learning_rate": 1e-2}, **sections})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "compute_dtype", lambda *_: np.dtype(np.float32))
+        yield Trained(exact())
+
+
+@pytest.mark.parametrize(
+    ("devices", "sections"),
+    [
+        (4, {"mesh": {"fsdp": 4}}),
+        exhaustive(1, {"precision": fp8("row")}),
+        exhaustive(4, {"mesh": {"tensor": 2, "context": 2}, "precision": fp8("row")}),
+        exhaustive(2, {"mesh": {"replica": 2}, "zero": 0}),
+        exhaustive(2, {"mesh": {"fsdp": 2}, "zero": 1, "batch": TWO}),
+        exhaustive(2, {"mesh": {"fsdp": 2}, "zero": 2, "batch": TWO}),
+        exhaustive(2, {"mesh": {"stage": 2}, "batch": TWO}),
+        exhaustive(1, {"memory": {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}}),
+    ],
+)
+def test_updates_are_those_of_one_device(devices, sections, plain):
+    """Scales are powers of two, so it does not matter which values share one, in this range of values."""
+    Trained(exact(**sections), devices).agrees_with(plain, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"adapter": {"kind": "qlora"}},
+        exhaustive({"adapter": {"kind": "lora"}}),
+        exhaustive({"precision": fp8(parameters="int8")}),
+        exhaustive({"model": EXPERTS}),
+        exhaustive({"model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}}),
+        exhaustive({"model": EXPERTS, "adapter": {"kind": "qlora"}}),
+        exhaustive({"optimizer": {"clip": None, "epsilon": 1e-3}, "memory": {"update": "during", "remat": "full"}}),
+    ],
+)
+def test_losses_are_close_to_those_without_fp8(sections):
+    devices = 4 if "mesh" in sections else 1
+    mine = Trained(config(**{"precision": fp8(), **sections}), devices)
+    stored = {"parameters": sections.get("precision", {}).get("parameters", "float32")}
+    theirs = Trained(config(**{**sections, "precision": {"compute": "float32", **stored}}), devices)
+    text = mine.built.lower_step().as_text()
+    assert "f8E4M3FN" in text
+    assert "f8E5M2" in text
+    for update, plain_update in zip(mine.metrics, theirs.metrics, strict=True):
+        assert update["loss"] == pytest.approx(plain_update["loss"], rel=5e-3)
+        assert update["gradient_norm"] == pytest.approx(plain_update["gradient_norm"], rel=0.15)
