@@ -7,9 +7,8 @@ outlier costs precision in its row only; results are multiplied by both. A scale
 scales, so no history is stored. Scales are powers of two: they round nothing, and values that share a scale in one
 layout of devices or chunks but not in another are rounded alike, unless they are below the range of the format.
 
-XLA compiles a dot of values converted from float8 to an FP8 matmul of cuBLASLt, which sums in float32. Scales multiply
-the result, not the operands: XLA joins the dots of one operand, such as those of q, k and v, and operands joined with
-several scales would not be in FP8. CPUs multiply the same rounded values in the compute dtype.
+XLA compiles a dot of values converted from float8 to an FP8 matmul of cuBLASLt, which sums in float32. CPUs multiply
+the same rounded values in the compute dtype.
 """
 
 from typing import Literal
@@ -57,10 +56,13 @@ def _multiply(
 ) -> jax.Array:
     """The dot of two arrays in float8; b has one dimension that is not contracted."""
     along_a, along_b = contracted if scaling == "row" else (None, None)
+    dtype = a.dtype
     a, a_scale = _rounded(a, formats[0], along_a)
     b, b_scale = _rounded(b, formats[1], along_b)
+    # Behind a barrier no other dot has the same operand, with which XLA would join this one in bfloat16.
+    a, b = jax.lax.optimization_barrier((a, b))
     with jax.named_scope(SCOPE):
-        y = jax.lax.dot_general(a, b, (contracted, ((), ())))
+        y = jax.lax.dot_general(a.astype(dtype), b.astype(dtype), (contracted, ((), ())))
     if scaling == "row":
         a_scale = jnp.squeeze(a_scale, along_a)[..., None]
         b_scale = jnp.squeeze(b_scale, along_b)
@@ -68,11 +70,11 @@ def _multiply(
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike, along: tuple[int, ...] | None) -> tuple[jax.Array, Float[Array, "..."]]:
-    """x / scale rounded to float8 `dtype`, in the dtype of x, and the scale, a power of two: one for all values, or one
+    """x / scale in float8 `dtype`, and the scale, a power of two: one for all values, or one
     for those that differ only in the dimensions `along`."""
     largest = jnp.max(jnp.abs(x), axis=along, keepdims=along is not None).astype(jnp.float32)
     scale = _next_power_of_two(largest / float(jnp.finfo(dtype).max))
-    return (x.astype(jnp.float32) / scale).astype(dtype).astype(x.dtype), scale
+    return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
 def _next_power_of_two(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -299,7 +299,7 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
 
 
 _CHECKS_OF_BYTES: Sequence[Check] = (
-    _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts, _not_sharded,
-    _padding_layers, _pipeline_bubble, _float32_adapters,
+    _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
+    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
 _CHECKS_AT_START: Sequence[Check] = (_sequence_length, _slow_settings)
