@@ -498,7 +498,7 @@ def _losses(cfg: Config, devices: Sequence[Any]) -> list[float]:
 def tolerance(row: Row) -> float:
     """Of the losses: rounding, and with stored or computed values of few bits what rounding decides."""
     cfg = config(overrides(row))
-    if cfg.precision.compute in ("bfloat16", "float16") or cfg.precision.gradients == "bfloat16":
+    if cfg.precision.compute in ("bfloat16", "float16", "fp8") or cfg.precision.gradients == "bfloat16":
         return 2e-2
     is_coarse = cfg.precision.parameters != "float32"
     return 5e-3 if is_coarse or cfg.optimizer.name != "sgd" else 1e-4
