@@ -19,6 +19,7 @@ from jaxmem.config.base import (
     ListOf,
     NotNegative,
     Positive,
+    Scaling,
     Section,
     StoredFormat,
     Texts,
@@ -153,7 +154,7 @@ class Precision(Section):
         "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with matmuls of"
         " precision.fp8_layers in FP8",
     )
-    fp8_scaling: Literal["tensor", "row"] = setting(
+    fp8_scaling: Scaling = setting(
         "tensor", "scales of FP8 matmuls: one per operand (faster), or one per row and column (more precise)"
     )
     fp8_layers: Texts = setting(("*blocks.*",), "patterns of the names of linear layers whose matmuls are in FP8")

@@ -11,14 +11,12 @@ XLA compiles a dot of values converted from float8 to an FP8 matmul of cuBLASLt,
 the same rounded values in the compute dtype.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-Scaling = Literal["tensor", "row"]
+from jaxmem.config.base import Scaling
 
 SCOPE = "fp8_matmul"  # the scope of the dots, by which plans recognize them
 MIN_CAPABILITY = 89  # the first GPUs with FP8 matmuls have compute capability 8.9

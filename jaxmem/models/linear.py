@@ -9,8 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxmem.config.base import Scaling
 from jaxmem.config.recompute import MATMUL
-from jaxmem.models import fp8
 from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather
@@ -18,7 +18,7 @@ from jaxmem.sharding.weights import frozen_of
 
 
 class Linear(nnx.Module):
-    scaling: fp8.Scaling | None = None  # of matmuls in FP8; None: they run in the dtype of the input
+    scaling: Scaling | None = None  # of matmuls in FP8; None: they run in the dtype of the input
 
     def __init__(
         self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: tuple[str | None, str | None], *, bias: bool = False
@@ -50,18 +50,24 @@ class Linear(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(
-    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"], scaling: fp8.Scaling | None = None
+    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"], scaling: Scaling | None = None
 ) -> Float[Array, "*batch outputs"]:
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
     and transpose it, which copies activations on CPUs (a quarter of the time of a step)."""
-    return x @ w if scaling is None else fp8.product(x, w, scaling)
+    if scaling is None:
+        return x @ w
+    from jaxmem.models import fp8
+
+    return fp8.product(x, w, scaling)
 
 
 def _matmul_backward(
-    scaling: fp8.Scaling | None, saved: tuple[jax.Array, jax.Array], g: jax.Array
+    scaling: Scaling | None, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     if scaling is not None:
+        from jaxmem.models import fp8
+
         return fp8.input_gradient(g, w, scaling), fp8.weight_gradient(x, g, scaling)
     rows = tuple(range(x.ndim - 1))
     return g @ w.T, jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
@@ -72,7 +78,7 @@ matmul.defvjp(lambda x, w, scaling: (matmul(x, w, scaling), (x, w)), _matmul_bac
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dequantizing_matmul(
-    x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, scaling: fp8.Scaling | None = None
+    x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, scaling: Scaling | None = None
 ) -> Float[Array, "*batch outputs"]:
     """x @ w for a frozen quantized weight, which is dequantized only when x is available, and again for the gradient.
     So one dequantized matrix exists at a time."""
@@ -84,9 +90,13 @@ def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
     return gather(q, axes, x.dtype)
 
 
-def _dequantizing_backward(axes: Axes, scaling: fp8.Scaling | None, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
+def _dequantizing_backward(axes: Axes, scaling: Scaling | None, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
     w = _dequantized_after(g, q, axes)
-    return g @ w.T if scaling is None else fp8.input_gradient(g, w, scaling), None
+    if scaling is None:
+        return g @ w.T, None
+    from jaxmem.models import fp8
+
+    return fp8.input_gradient(g, w, scaling), None
 
 
 dequantizing_matmul.defvjp(

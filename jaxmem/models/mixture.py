@@ -24,12 +24,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmem.config import networks
+from jaxmem.config.base import Scaling
 from jaxmem.config.recompute import MATMUL
 from jaxmem.errors import UserError
 from jaxmem.kernels.grouped_matmul import Groups, map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
-from jaxmem.models.fp8 import Scaling
 from jaxmem.models.linear import matmul
 from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import Axes, Layout, map_devices
