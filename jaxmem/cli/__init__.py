@@ -106,7 +106,7 @@ def _place_of(option: str, context: typer.Context, arguments: list[str]) -> str:
     known = {opt for opts in options.values() for opt in opts if opt.startswith("--")}
     if option not in known and any(parameter.name == "overrides" for parameter in context.command.params):
         if "." in option:
-            place = next(at for at, argument in enumerate(arguments) if argument.startswith(option))
+            place = next(index for index, argument in enumerate(arguments) if argument.startswith(option))
             _, _, value = "=".join(arguments[place : place + 2]).partition("=")
             return f"write {option.lstrip('-')}={value.partition('=')[0] or 'VALUE'}"
         if hint := key_of_option(option):

@@ -138,10 +138,10 @@ def _sentencepiece(metadata: JsonView, vocabulary: Mapping[str, int], types: Seq
     # A merge has the rank of the token that it results in.
     ordered = sorted(pieces, key=lambda token: (-scores[pieces[token]], pieces[token]))
     merges = [
-        [token[:at], token[at:]]
+        [token[:cut], token[cut:]]
         for token in ordered
-        for at in range(1, len(token))
-        if token[:at] in pieces and token[at:] in pieces
+        for cut in range(1, len(token))
+        if token[:cut] in pieces and token[cut:] in pieces
     ]
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prefix = [{"type": "Prepend", "prepend": SPACE}] if has_prefix else []

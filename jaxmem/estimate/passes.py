@@ -260,7 +260,8 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
 
 def matmul(eqn: Any, times: float) -> Matmul:
     """The cost of a `dot_general` or a convolution."""
-    left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
+    left, right = (x.aval for x in eqn.invars[:2])
+    out = eqn.outvars[0].aval
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(left.shape[d] for d in contracted)

@@ -155,7 +155,7 @@ def _read(
     def read(name: str) -> jax.Array | QTensor | Encoded:
         x: Tree
         if name in quantized:  # each device reads all codes, which are smaller than values
-            x = jax.tree.map(lambda x: on_devices(lambda at: x[at], (None,) * x.ndim, x.shape), quantized[name]())
+            x = jax.tree.map(lambda x: on_devices(lambda index: x[index], (None,) * x.ndim, x.shape), quantized[name]())
         elif name in tensors.entries:
             x = on_devices(partial(tensors.read, name, shape), axes, shape)
         else:

@@ -47,7 +47,7 @@ class Evaluator(AbstractContextManager["Evaluator"]):
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
         self._loader = open_loader(program.cfg, split, program.rows, corpus=corpus, agree=any_process)
-        self._sums = {length: at.compiled_evaluate for length, at in program.buckets.items()}
+        self._sums = {length: bucket.compiled_evaluate for length, bucket in program.buckets.items()}
 
     def __call__(self, params: Tree, batches: int | None = None) -> Means:
         """Means over `batches` batches, by default all."""
@@ -153,9 +153,9 @@ def scores(program: Program, params: Tree, tokenizer: Tokenizer, questions: Sequ
             width = length_for(max(len(ids) for ids, _ in rows)) + 1
             tokens = np.zeros((len(rows), width), np.int32)  # padding after a choice changes nothing before it
             scored = np.zeros((len(rows), width - 1), np.float32)
-            for at, (ids, start) in enumerate(rows):
-                tokens[at, : len(ids)] = ids
-                scored[at, start - 1 : len(ids) - 1] = 1
+            for row, (ids, start) in enumerate(rows):
+                tokens[row, : len(ids)] = ids
+                scored[row, start - 1 : len(ids) - 1] = 1
             results.append(np.asarray(compiled(params, jnp.asarray(tokens), jnp.asarray(scored))))
     return results
 

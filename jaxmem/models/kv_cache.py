@@ -75,8 +75,8 @@ class CacheSlot:
 
     def _write(self, buffer: Buffer, new: NewTokens) -> Buffer:
         values: Tree = buffer.requantize(new) if isinstance(buffer, QTensor) else new.astype(buffer.dtype)
-        at = (self.layer, 0, self.length, 0, 0)
-        return _constrain(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at), buffer, values))
+        start = (self.layer, 0, self.length, 0, 0)
+        return _constrain(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], start), buffer, values))
 
 
 def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage: str = "full") -> KVCache:

@@ -81,15 +81,15 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
         return bytes_of
 
     peak = max(breakdown.peaks, key=lambda item: item[0].size, default=None)
-    at = peak[1].time if peak else 0
-    permanent["other"] += total - bytes_at(at).total()  # gaps between buffers
+    peak_time = peak[1].time if peak else 0
+    permanent["other"] += total - bytes_at(peak_time).total()  # gaps between buffers
     steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
     return {
         "seconds": timed.seconds if target.gpu else None,
         "passes": _passes([_pass(item) for item in breakdown.lifetimes.schedule], edges),
         "bands": list(BANDS),
         "columns": _columns((edges[begin], edges[end], bytes_at(begin)) for begin, end in steps),
-        "peak": _row((edges[at] + edges[at + 1]) / 2, bytes_at(at)),
+        "peak": _row((edges[peak_time] + edges[peak_time + 1]) / 2, bytes_at(peak_time)),
         "largest": [_described(item, breakdown) for item in breakdown.buffers[:LARGEST]],
         "largest_made": [_described(item, breakdown) for item in breakdown.buffers if item.region][:LARGEST],
     }
@@ -108,8 +108,8 @@ def band(buffer: NamedBuffer) -> str:
     return _BANDS[buffer.kind if buffer.part == "activations" and buffer.kind in _BANDS else buffer.part]
 
 
-def _row(at: float, sizes: Mapping[str, int]) -> list[float]:
-    return [round(at, 5), *(sizes.get(name, 0) for name in BANDS)]
+def _row(time: float, sizes: Mapping[str, int]) -> list[float]:
+    return [round(time, 5), *(sizes.get(name, 0) for name in BANDS)]
 
 
 def _described(buffer: NamedBuffer, breakdown: Breakdown) -> JsonDict:

@@ -296,7 +296,7 @@ def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     """Plan a program for its local devices. The step of each bucket is compiled once, also for the run; other phases
     are compiled when their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
     start = time.perf_counter()
-    steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
+    steps = {n: compile_all(bucket.lower_step(), {}, here=True)[0] for n, bucket in built.buckets.items()}
     step = steps.pop(built.cfg.data.sequence_length)
     target = local_target(list(built.layout.mesh.devices.flat))
     totals = {step_at(length): size.total for length, size in steps.items()}

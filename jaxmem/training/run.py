@@ -162,7 +162,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         corpus = loader.corpus
         progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
-        work = {bucket: lines.work_of(at) for bucket, at in built.buckets.items()}
+        work = {length: lines.work_of(bucket) for length, bucket in built.buckets.items()}
         rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
