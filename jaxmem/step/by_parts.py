@@ -208,8 +208,8 @@ def forward_by_parts(
 def run_forward(
     parts: Sequence[NetworkPart], network: Callable[[], Any], run_stack: Callable[[Layers, Flow], PassedStack]
 ) -> tuple[list[Passed], PassedFunctions]:
-    """Runs all parts but the functions after the last stack or matrix. Returns the former and the latter. `network`
-    returns a new network for each part: a pass may change the random number generators of a script's model."""
+    """Runs the parts. Returns those up to the last stack or matrix, and the functions after it. `network` returns a new
+    network for each part: a pass may change the random number generators of a script's model."""
     passed: list[Passed] = []
     functions = PassedFunctions((), Flow(None))  # since the last stack or matrix
     flow = functions.flow
