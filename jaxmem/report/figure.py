@@ -164,12 +164,12 @@ def _draw_memory(axes: Axes, strip: Axes, plan: JsonView, memory: JsonView) -> N
         labels=[memory["bands"][n] for n in bands],
     )
     peak = sum(memory["peak"][1:]) / unit
-    at = scale * memory["peak"][0]
-    axes.axvline(at, color="black", ls="--", lw=1)
-    is_late = at > scale / 2  # the text is on the side with more space
+    peak_x = scale * memory["peak"][0]
+    axes.axvline(peak_x, color="black", ls="--", lw=1)
+    is_late = peak_x > scale / 2  # the text is on the side with more space
     axes.annotate(
         f"peak {format_bytes(peak * unit)}",
-        (at, peak),
+        (peak_x, peak),
         (-4 if is_late else 4, 4),
         ha="right" if is_late else "left",
         textcoords="offset points",
