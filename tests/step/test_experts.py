@@ -52,8 +52,9 @@ WAYS = {
     "update during": {
         "memory": {"remat": "full", "update": "during"},
         "optimizer": {"clip_by": "previous", "epsilon": 1e-3},
+        "zero": 1,
     },
-    "triton, sharded experts": {"memory": {"remat": "full", "experts": "triton"}, "mesh": {"expert": 2}},
+    "triton, sharded experts, saved matmuls": {"memory": {"remat": "dots", "experts": "triton"}, "mesh": {"expert": 2}},
     "schedule, chunks": {"memory": {"remat": "sqrt", "mlp_chunk": 8}},
 }
 
@@ -112,8 +113,9 @@ def gpt_oss():
         ({"expert": 2, "fsdp": 2, "tensor": 2}, {}),
         ({"context": 2}, {"head_groups": 2, "remat": "sqrt", "update": "during"}),
         ({}, {"offload": "frozen", "remat": "sqrt", "update": "during", "experts": "triton", "expert_groups": 4}),
+        ({}, {"offload": "frozen", "remat": "full", "expert_groups": 2}),
     ],
-    ids=["mesh", "groups of heads", "groups of experts from the host, fused"],
+    ids=["mesh", "groups of heads", "groups of experts from the host, fused", "groups of experts, not fused"],
 )
 def test_sinks_and_biases_train_as_on_one_device(mesh, memory, gpt_oss):
     updates = 1 if "experts" in memory else 2  # an interpreted kernel takes seconds per update
