@@ -1,7 +1,7 @@
 """Writes the pages of the course: docs/tour/TOPIC.md and .png, and docs/tour.md, which lists them.
 
 python scripts/course/pages.py              # every topic, one after the other, each in a process of its own
-python scripts/course/pages.py memory gpu   # these alone, and the list
+python scripts/course/pages.py memory peak  # these alone, and the list
 python scripts/course/pages.py list         # the list alone
 """
 
