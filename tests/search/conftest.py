@@ -1,12 +1,14 @@
 """Small spaces to search, and compilers whose answers the tests choose."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from jaxmem.config import Config
+from jaxmem.estimate.memory import Estimate
 from jaxmem.planning import Target, parse_target
 from jaxmem.planning.estimated import estimated
 from jaxmem.search.compilers import CompilerPool
@@ -24,6 +26,14 @@ def config(**sections: Any) -> Config:
     return planned(**{**usual, "memory": memory, **sections})
 
 
+_estimate = functools.cache(estimated)
+
+
+def estimate_once(cfg: Config, target: Target) -> Estimate:
+    """An estimate does not depend on how much memory the target has, so targets of any size share it."""
+    return _estimate(cfg, dataclasses.replace(target, memory=0))
+
+
 def with_memory(name: str, size: int) -> Target:
     return dataclasses.replace(parse_target(name), memory=size)
 
@@ -36,7 +46,7 @@ class FakeCompilers(CompilerPool):
         self.factors, self.asked = factors, []
 
     def truth(self, cfg: Config) -> StepCost:
-        guess = estimated(cfg, self.target)
+        guess = estimate_once(cfg, self.target)
         size, time = self.factors(cfg)
         assert guess.seconds
         return StepCost(int(size * guess.total), 0, time * guess.seconds, {"logits": 1}, 0)
@@ -48,6 +58,14 @@ class FakeCompilers(CompilerPool):
 
     def phases(self, _: Config) -> dict[str, int]:
         return {"initialise": 1}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_estimates() -> Iterator[None]:
+    """The tests search the same spaces under several limits of memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxmem.search.candidates.estimated", estimate_once)
+        yield
 
 
 @pytest.fixture(autouse=True)

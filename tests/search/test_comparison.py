@@ -18,7 +18,6 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, format_bytes
-from jaxmem.planning.estimated import estimated
 from jaxmem.search import fit, nearest
 from jaxmem.search.candidates import candidates
 from jaxmem.search.comparison import Comparison, compare
@@ -27,7 +26,7 @@ from jaxmem.search.fit import search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
 
-from .conftest import SMALL, FakeCompilers, config, with_memory
+from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
 
 MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
 WORDS = ("remat", "offload", "update", "batch")
@@ -38,7 +37,7 @@ def limit_between(smaller: str, larger: str) -> int:
     """Memory that one method needs with everything saved, and the other does not."""
     wide = with_memory("h100-80gb:2", 1 << 40)
     sizes = [
-        estimated(for_devices(run_config(MODEL, ["memory.remat=full"], method=name, **OPTIONS), 2), wide).total
+        estimate_once(for_devices(run_config(MODEL, ["memory.remat=full"], method=name, **OPTIONS), 2), wide).total
         for name in (smaller, larger)
     ]
     assert sizes[0] < sizes[1]
@@ -109,7 +108,7 @@ def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyP
     def broken(cfg: Config, target: Target) -> Any:
         if cfg.precision.parameters == "int8" or cfg.memory.remat == "sqrt":
             raise TypeError("Custom VJP bwd rule\nand a page more")
-        return estimated(cfg, target)
+        return estimate_once(cfg, target)
 
     monkeypatch.setattr("jaxmem.search.candidates.estimated", broken)
     found = {one.name: one for one in compared.__wrapped__(with_memory("h100-80gb:2", 1 << 40)).results}
@@ -146,7 +145,9 @@ def test_recompute_is_tried_before_offloading() -> None:
     """The copies of an offloading config take longer than estimated, which only compiling it shows."""
     wide = with_memory("h100-80gb:2", 1 << 40)
     full, none = (
-        estimated(for_devices(run_config(MODEL, [f"memory.remat={remat}"], method="lora", **OPTIONS), 2), wide).total
+        estimate_once(
+            for_devices(run_config(MODEL, [f"memory.remat={remat}"], method="lora", **OPTIONS), 2), wide
+        ).total
         for remat in ("full", "none")
     )
     target = with_memory("h100-80gb:2", (full + none) // 2)
@@ -164,7 +165,7 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
     """The parts of a plan that advice reads, with the estimate as compiled bytes."""
     target = with_memory(f"h100-80gb:{devices}", memory)
     cfg = for_devices(cfg, devices)
-    total = estimated(cfg, target).total
+    total = estimate_once(cfg, target).total
     return SimpleNamespace(
         program=SimpleNamespace(cfg=cfg),
         target=target,
@@ -250,7 +251,7 @@ def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(cfg: Config, target: Target) -> Any:
         estimates.append(cfg)
-        return estimated(cfg, target)
+        return estimate_once(cfg, target)
 
     monkeypatch.setattr("jaxmem.search.candidates.estimated", counted)
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
