@@ -15,6 +15,7 @@ from tests.support.tiers import exhaustive
 
 QWEN = {"attention_bias": True, "experts": {"count": 4, "top_k": 2, "shared": 32, "renormalize": False}}
 EXPERTS = {"preset": "tiny", **SMALL, "vocab": 264, **QWEN}
+both_scalings = pytest.mark.parametrize("scaling", ["tensor", "row"])
 TWO = {"global_size": 8, "accumulate": 2}
 MATRICES = ("gate", "up", "down")
 
@@ -120,3 +121,23 @@ def test_losses_are_close_to_those_without_fp8(sections):
     for update, plain_update in zip(mine.metrics, theirs.metrics, strict=True):
         assert update["loss"] == pytest.approx(plain_update["loss"], rel=5e-3)
         assert update["gradient_norm"] == pytest.approx(plain_update["gradient_norm"], rel=0.15)
+
+
+@pytest.mark.exhaustive
+@both_scalings
+def test_an_update_during_the_backward_pass_is_as_close_to_one_without_fp8(scaling):
+    """It divides the gradient of the loss by the number of tokens before the backward pass, which changes how e5m2
+    rounds it, not how far. Everything else is computed in float32."""
+
+    def first_update(precision, update):
+        plain = {"name": "sgd", "learning_rate": 1e-2, "clip": None, "weight_decay": 0}
+        cfg = config(precision=precision, optimizer=plain, memory={"remat": "full", "update": update})
+        run = Trained(cfg, updates=1)
+        weights = map(jax.tree.leaves, (run.params, run.first))
+        return np.concatenate([np.ravel(w - begin) for w, begin in zip(*weights, strict=True)])
+
+    exact_update = first_update({"compute": "float32"}, "after")
+    after, during = (first_update(fp8(scaling), update) - exact_update for update in ("after", "during"))
+    size = np.linalg.norm(exact_update)
+    assert 0.02 * size < np.linalg.norm(after) < 0.2 * size
+    assert np.linalg.norm(during) == pytest.approx(np.linalg.norm(after), rel=0.1)
