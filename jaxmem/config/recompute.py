@@ -101,6 +101,10 @@ class Memory(Section):
         "none",
         "stored in host memory: saved activations (all, or a list of names), optimizer state, frozen parameters",
     )
+    save_dtype: Literal["compute", "fp8"] = setting(
+        "compute",
+        "what saved activations are stored in: the compute dtype, or FP8 (e4m3) with a scale per block of 128",
+    )
     update: Literal["after", "during"] = setting(
         "after", "when weights are updated: after the backward pass, or layer by layer during it"
     )

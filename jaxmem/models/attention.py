@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
@@ -24,6 +23,7 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, Layout, constrain, current, map_devices
+from jaxmem.stack import saved_as
 from jaxmem.typing import Tree
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
@@ -92,7 +92,7 @@ class Attention(nnx.Module):
         """With a `slot`, x continues the tokens in the KV cache, and the updated cache is also returned."""
         inner, outer = fold_keys(keys, 2)
         q, k, v = self._project(self._inner, x, tokens.angles, inner)
-        q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
+        q, k, v = (saved_as(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
         cache = None
         if slot is not None:
             # XLA's partitioner shards attention to the cache; it cannot shard the kernels in PER_DEVICE.

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmem.models.attention import Attention, Tokens, as_keys, context_order, gather_time, key_data, scatter_time
@@ -18,7 +17,7 @@ from jaxmem.models.chunking import map_token_chunks
 from jaxmem.models.layers import Features, Keys, Modules, RowKeys, dropout, fold_keys, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.sharding import constrain, current, row_major_in_stages
-from jaxmem.stack import recompute_from_inputs
+from jaxmem.stack import recompute_from_inputs, saved_as
 
 
 def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -50,10 +49,10 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: Features, keys: Keys | None = None) -> Features:
         matrix_keys = fold_keys(keys, 3)
-        gate = checkpoint_name(self.gate(x, matrix_keys[0]), "mlp_gate")
-        up = checkpoint_name(self.up(x, matrix_keys[1]), "mlp_up")
+        gate = saved_as(self.gate(x, matrix_keys[0]), "mlp_gate")
+        up = saved_as(self.up(x, matrix_keys[1]), "mlp_up")
         hidden = recompute_from_inputs(GATES[self.activation], gate, up)
-        hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
+        hidden = constrain(saved_as(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
         return self.down(hidden, matrix_keys[2])
 
 
@@ -67,8 +66,8 @@ class DenseMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"], keys: Keys | None = None) -> Float[Array, "*batch embed"]:
         matrix_keys = fold_keys(keys, 2)
-        up = checkpoint_name(self.up(x, matrix_keys[0]), "mlp_up")
-        hidden = checkpoint_name(recompute_from_inputs(jax.nn.gelu, up), "mlp_hidden")
+        up = saved_as(self.up(x, matrix_keys[0]), "mlp_up")
+        hidden = saved_as(recompute_from_inputs(jax.nn.gelu, up), "mlp_hidden")
         return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"), matrix_keys[1])
 
 
@@ -97,13 +96,13 @@ class Block(nnx.Module):
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
         size = self.attention.execution.chunking.chunk_size(x, self.mlp.hidden or 0)
         mixed, cache = self._attend(x, tokens, third, slot, size)
-        mixed = _apply_norm(self.attention_post_norm, checkpoint_name(mixed, "attention_out"))
+        mixed = _apply_norm(self.attention_post_norm, saved_as(mixed, "attention_out"))
         x = x + dropout(mixed, self.dropout, first)
         mlp = {"mlp": self.mlp} if self.mlp_norm is None else {"norm": self.mlp_norm, "mlp": self.mlp}
         size = size if self.mlp.hidden else None
         others = key_data(fourth), None if self.mlp.hidden else tokens.segment_ids  # only routers read segments
         y, router = map_token_chunks(_normed_mlp, mlp, x, others, size=size)
-        y = _apply_norm(self.mlp_post_norm, checkpoint_name(y, "mlp_out"))
+        y = _apply_norm(self.mlp_post_norm, saved_as(y, "mlp_out"))
         return scatter_time(x + dropout(y, self.dropout, second)), cache, router
 
     def _attend(
@@ -132,7 +131,7 @@ def _apply_norm(norm: Any, x: jax.Array, name: str | None = None) -> jax.Array:
     """The result of a norm, named `name` for activation checkpointing; x if there is no norm."""
     if norm is None:
         return x
-    return norm(x) if name is None else checkpoint_name(norm(x), name)
+    return norm(x) if name is None else saved_as(norm(x), name)
 
 
 def _normed_mlp(modules: Modules, x: Features, others: tuple[Any, Any]) -> tuple[Features, jax.Array | None]:

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -35,6 +34,7 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather_quantized, mean_over_groups
 from jaxmem.sharding.host import is_streamed
 from jaxmem.sharding.weights import frozen_of
+from jaxmem.stack import saved_as
 from jaxmem.typing import Tree
 
 Choices = Int[Array, "batch time top_k"]  # the experts of each token
@@ -149,7 +149,7 @@ class Experts(nnx.Module):
             axes = {name: module.axes for name, module in modules.items()}
             run = partial(mixture.over(layout).sharded, layout, axes)
         y = map_expert_groups(run, groups, *arrays) if streamed else run(*arrays)
-        y = checkpoint_name(y, MATMUL)
+        y = saved_as(y, MATMUL)
         if self.cfg.shared is not None:
             shared = self.shared(x, keys)
             if self.shared_gate is not None:

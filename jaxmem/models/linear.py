@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmem.config.base import Scaling
@@ -15,6 +14,7 @@ from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, 
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.weights import frozen_of
+from jaxmem.stack import saved_as
 
 
 class Linear(nnx.Module):
@@ -36,7 +36,7 @@ class Linear(nnx.Module):
             y = matmul(operand, w, self.scaling)
         else:
             y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2), self.scaling)
-        y = checkpoint_name(y, MATMUL)
+        y = saved_as(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
         return y if self.bias is None else y + fetch(self.bias, x.dtype)

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmem.config import networks
@@ -33,6 +32,7 @@ from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
 from jaxmem.models.linear import matmul
 from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import Axes, Layout, map_devices
+from jaxmem.stack import saved_as
 from jaxmem.typing import Tree
 
 Activate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> hidden units
@@ -114,12 +114,12 @@ class Mixture:
             if "a" in arrays:
                 low = grouped_matmul(x, arrays["a"], None, None, groups, gathers)
                 y = y + grouped_matmul(low, arrays["b"], None, None, groups, False)
-            return checkpoint_name(y, MATMUL)
+            return saved_as(y, MATMUL)
 
         try:
-            gate, up = (checkpoint_name(linear(weights[name], x, gathers), f"mlp_{name}") for name in ("gate", "up"))
+            gate, up = (saved_as(linear(weights[name], x, gathers), f"mlp_{name}") for name in ("gate", "up"))
             shares = shares.astype(x.dtype)
-            hidden = checkpoint_name(GATES[self.activation](gate, up) * shares[:, None], "mlp_hidden")
+            hidden = saved_as(GATES[self.activation](gate, up) * shares[:, None], "mlp_hidden")
             return linear(weights["down"], hidden, False, shares)
         except ValueError as error:
             raise UserError(f"memory.experts=triton: {error}; use memory.experts=blockwise") from error

@@ -103,7 +103,9 @@ class StageLayers:
                 assert self._derivative is not None
                 x, saved = self._derivative.forward(weights, x, layer_input, call.shared)
                 return x, put_layer(ring, slot * group + place, call.save(saved)), following
-            ring = put_layer(ring, slot * plan.slots + jnp.asarray(plan.forward_slots, jnp.int32)[place], call.save(x))
+            ring = put_layer(
+                ring, slot * plan.slots + jnp.asarray(plan.forward_slots, jnp.int32)[place], call.save_boundary(x)
+            )
             return call.run(weights, x, layer_input, call.shared)[0], ring, following
 
         begin = x, ring, self._fetch(call, jnp.int32(0), round_index)
@@ -137,7 +139,9 @@ class StageLayers:
             else:
                 read = partial(self._weights_and_input, current, round_index)
                 ring = recompute(current, ring, place, slot * plan.slots, read)
-                x = call.load(take_layer(ring, slot * plan.slots + jnp.asarray(plan.backward_slots, jnp.int32)[place]))
+                x = call.load_boundary(
+                    take_layer(ring, slot * plan.slots + jnp.asarray(plan.backward_slots, jnp.int32)[place])
+                )
                 derivative = layer_derivative(current.run, *known, x)
             dw, g = derivative(g)
             gradients, g = self._add(gradients, place, row, dw, g)
@@ -188,7 +192,10 @@ class StageLayers:
         if plan is not None:
             slots = of_items * plan.slots
             at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
-            stored = jax.tree.map(lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), x)
+            slot = self._call.encode_boundary(x)
+            stored = jax.tree.map(
+                lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), slot
+            )
         else:
             derivative = self._derivative
             assert derivative is not None

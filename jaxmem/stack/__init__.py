@@ -16,7 +16,7 @@ __getattr__, __all__ = lazy_names(
     apply="apply_call checkpointed stack_call stacked",
     call="LayerOrder StackCall StackOptions creating_in",
     interception="applies_stacks_once intercept_with",
-    remat="recompute_from_inputs",
+    remat="recompute_from_inputs saved_as",
     reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",
 )

@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
 from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
-from jaxmem.stack.call import DEFAULTS, StackCall, StackOptions, create_layers
+from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers
 from jaxmem.stack.interception import intercepted
 from jaxmem.stack.recompute_plan import recompute_plan
-from jaxmem.stack.remat import Forms, policy
+from jaxmem.stack.remat import Forms, policy, rounding, saved_as, saved_names
 from jaxmem.typing import Tree
 
 # (module, x, input of this layer, shared inputs) -> (x, output of this layer)
@@ -177,18 +176,34 @@ def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fe
     call = replace(call, plan=recompute_plan("every_1" if ahead else options.remat, layers))
     if call.plan is None:
         is_offloaded_later = fetches_ahead and call.on_host
-        run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
-        saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
+        host = () if is_offloaded_later else options.host
+        saved, run = saved_names(options.remat), call.run
+        if options.in_fp8 and saved is not None:
+            saved = (*saved, BOUNDARY)
+            run = _saving_in_fp8(run, (*saved, *host))
+        elif BOUNDARY in host:
+            run = _with_boundary_name(run)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
-        call = replace(call, run=jax.checkpoint(run, policy=saved, prevent_cse=False))
+        call = replace(call, run=jax.checkpoint(run, policy=policy(saved, forms, host), prevent_cse=False))
     return call
 
 
-def _with_boundary_name(run: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+def _with_boundary_name(run: Run) -> Run:
     def with_name(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), layer_input, shared)
+        return run(weights, jax.tree.map(lambda leaf: saved_as(leaf, BOUNDARY), x), layer_input, shared)
 
     return with_name
+
+
+def _saving_in_fp8(run: Run, names: tuple[str, ...]) -> Run:
+    """The layer, whose input and whose activations with these names are saved in FP8."""
+    named = _with_boundary_name(run)
+
+    def in_fp8(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        with rounding(names):
+            return named(weights, x, layer_input, shared)
+
+    return in_fp8
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Tree:

@@ -11,7 +11,7 @@ import jax
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding.host import to_device, to_host
 from jaxmem.stack.recompute_plan import RecomputePlan
-from jaxmem.stack.remat import Remat
+from jaxmem.stack.remat import Remat, decode, encode, is_encoded
 from jaxmem.typing import Tree
 
 Path = tuple[Any, ...]
@@ -40,6 +40,7 @@ class StackOptions:
     # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
     host: tuple[str, ...] = ()
     expert_groups: int = 1  # number of groups in which a layer copies frozen experts from host memory
+    in_fp8: bool = False  # whether saved activations are in FP8
 
 
 DEFAULTS = StackOptions()
@@ -73,6 +74,17 @@ class StackCall:
 
     def load(self, activations: Tree) -> Tree:
         return to_device(activations) if self.on_host else activations
+
+    def encode_boundary(self, x: Tree) -> Tree:
+        """The input of a layer as it is saved."""
+        return jax.tree.map(encode, x) if self.options.in_fp8 else x
+
+    def save_boundary(self, x: Tree) -> Tree:
+        return self.save(self.encode_boundary(x))
+
+    def load_boundary(self, saved: Tree) -> Tree:
+        x = self.load(saved)
+        return jax.tree.map(decode, x, is_leaf=is_encoded) if self.options.in_fp8 else x
 
 
 _creating: ContextVar[LayerOrder | None] = ContextVar("layer_order", default=None)

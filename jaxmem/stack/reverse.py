@@ -219,7 +219,7 @@ def _recomputing(call: StackCall, plan: RecomputePlan, proxies_of: Callable[[Tre
 
     def residuals(layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
         slots = recompute(replace(call, weights=weights), slots, layer)
-        return call.load(take_layer(slots, jnp.asarray(plan.backward_slots, jnp.int32)[layer])), slots
+        return call.load_boundary(take_layer(slots, jnp.asarray(plan.backward_slots, jnp.int32)[layer])), slots
 
     return ForwardPass(call, y, micro, proxies_of, residuals, lambda: slots, partial(layer_derivative, call.run))
 

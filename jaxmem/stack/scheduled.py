@@ -35,7 +35,7 @@ def first_pass(call: StackCall, plan: RecomputePlan) -> tuple[Tree, Tree, Tree]:
 
     def step(slots: Tree, input_and_slot: tuple[Tree, Tree], weights: Tree, x: Tree) -> tuple[Tree, Tree, Tree]:
         layer_input, slot = input_and_slot
-        boundary = call.save(x)
+        boundary = call.save_boundary(x)
         slots = slots if plan.saves_all else put_layer(slots, slot, boundary)
         x, output = call.run(weights, x, layer_input, call.shared)
         return x, slots, (output, boundary if plan.saves_all else None)
@@ -44,8 +44,9 @@ def first_pass(call: StackCall, plan: RecomputePlan) -> tuple[Tree, Tree, Tree]:
         """Slots filled with x, so that they are sharded like x. In host memory they are written one after the other;
         otherwise all of them would be on the device first."""
         if call.on_host:
-            return jax.lax.scan(lambda _, __: (None, call.save(call.x)), None, length=plan.slots)[1]
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), call.x)
+            return jax.lax.scan(lambda _, __: (None, call.save_boundary(call.x)), None, length=plan.slots)[1]
+        boundary = call.encode_boundary(call.x)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), boundary)
 
     slots = None if plan.saves_all else empty_slots()
     inputs = call.inputs, jnp.asarray(plan.forward_slots, jnp.int32)
@@ -103,8 +104,8 @@ def recompute(
     def again(i: jax.Array, slots: Tree) -> Tree:
         layer, source, target = steps[i]
         weights, layer_input = take_layer((call.weights, call.inputs), layer) if read is None else read(layer)
-        x, _ = call.run(weights, call.load(take_layer(slots, first + source)), layer_input, call.shared)
-        return put_layer(slots, first + target, call.save(x))
+        x, _ = call.run(weights, call.load_boundary(take_layer(slots, first + source)), layer_input, call.shared)
+        return put_layer(slots, first + target, call.save_boundary(x))
 
     with jax.named_scope(run_count(plan.runs, len(plan.backward_slots))):
         return jax.lax.fori_loop(begin, end, again, slots)
@@ -148,9 +149,9 @@ def by_plan(call: StackCall) -> tuple[Tree, Tree]:
         def step(carry: _Carry, of_step: tuple[jax.Array, jax.Array, Tree]) -> tuple[_Carry, tuple[Tree, Tree]]:
             layer, slot, of_output = of_step
             slots = recompute(saved_call, carry.slots, layer)
-            x = carry.x if plan.saves_all else call.load(take_layer(slots, slot))
+            x = carry.x if plan.saves_all else call.load_boundary(take_layer(slots, slot))
             # The previous layer is copied while this layer computes.
-            previous_x = call.load(take_layer(slots, jnp.maximum(slot - 1, 0))) if plan.saves_all else None
+            previous_x = call.load_boundary(take_layer(slots, jnp.maximum(slot - 1, 0))) if plan.saves_all else None
             previous = fetch_layer(weights, layer - 1)
             layer_weights = layer_with(weights, layer, carry.fetched)
             derivative = _derivative(call.run, layer_weights, x, take_layer(inputs, layer), shared)
@@ -165,7 +166,7 @@ def by_plan(call: StackCall) -> tuple[Tree, Tree]:
         zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
         layers = jnp.asarray(range(call.layers), jnp.int32)
         backward_slots = jnp.asarray(plan.backward_slots, jnp.int32)
-        x = call.load(take_layer(slots, jnp.int32(plan.backward_slots[-1]))) if plan.saves_all else None
+        x = call.load_boundary(take_layer(slots, jnp.int32(plan.backward_slots[-1]))) if plan.saves_all else None
         begin = _Carry(slots, x, fetch_layer(weights, last), gradients[0], zeros, [w.argument for w in hooked])
         end, (of_weights, of_inputs) = jax.lax.scan(step, begin, (layers, backward_slots, gradients[1]), reverse=True)
         if hooked:

@@ -94,7 +94,8 @@ class ExecutionSpec:
         """The settings that its stacks of layers receive."""
         memory = self.cfg.memory
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
-        return StackOptions(remat, self.pipeline, offloaded_activations(memory.offload), memory.expert_groups)
+        host = offloaded_activations(memory.offload)
+        return StackOptions(remat, self.pipeline, host, memory.expert_groups, memory.save_dtype == "fp8")
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:

@@ -109,6 +109,7 @@ memory.offload=optimizer
 memory.offload=frozen adapter.kind=lora
 memory.offload=[attention_out] memory.remat={{"save":[attention_out]}}
 memory.offload=[activations,optimizer] memory.remat=full
+memory.save_dtype=fp8 memory.remat=dots
 memory.update=during
 memory.attention=blockwise
 memory.attention=reference
@@ -499,6 +500,8 @@ def tolerance(row: Row) -> float:
     """Of the losses: rounding, and with stored or computed values of few bits what rounding decides."""
     cfg = config(overrides(row))
     if cfg.precision.compute in ("bfloat16", "float16", "fp8") or cfg.precision.gradients == "bfloat16":
+        return 2e-2
+    if cfg.memory.save_dtype == "fp8":
         return 2e-2
     is_coarse = cfg.precision.parameters != "float32"
     return 5e-3 if is_coarse or cfg.optimizer.name != "sgd" else 1e-4
