@@ -378,8 +378,8 @@ FAULTS = {
     "choices": Fault(
         "the first token of a choice has no score",
         "jaxmem/inference/evaluate.py",
-        "scored[at, start - 1 : len(ids) - 1] = 1",
-        "scored[at, start : len(ids) - 1] = 1",
+        "scored[row, start - 1 : len(ids) - 1] = 1",
+        "scored[row, start : len(ids) - 1] = 1",
         "tests/inference/test_chat.py",
     ),
     # ------------------------------------------------------------------ kernels
