@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -96,6 +97,23 @@ def short_locations(request: pytest.FixtureRequest) -> Iterator[None]:
         compilation_cache.reset_cache()
         if not full:
             yield
+
+
+# Rooms whose tests start runs and read no predicted bytes of their plans: predicting traces the layers again, a sixth
+# of the time of such a run.
+WITHOUT_PREDICTION = ("checkpoint", "inference", "scripts", "training")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_predictions(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.parent.name not in WITHOUT_PREDICTION:
+        yield
+        return
+    from jaxmem.planning import result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(result, "predict", lambda _: Counter())
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

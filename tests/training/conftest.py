@@ -1,8 +1,6 @@
-"""Runs of these tests differ in names, folders and numbers of steps, seldom in what they compile. What a run's plan
-predicts, which takes a sixth of the time of such a run, is tested in tests/planning."""
+"""Runs of these tests differ in names, folders and numbers of steps, seldom in what they compile."""
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -49,5 +47,4 @@ def programs_are_shared():
         for name in ("lower_step", "lower_initialise", "lower_evaluate"):
             patch.setattr(Program, name, kept(name, getattr(Program, name)))
         patch.setattr(result, "compile_all", compiled_once)
-        patch.setattr(result, "predict", lambda _: Counter())
         yield
