@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from jaxmem.config import MESH_AXES, Memory, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, parse_target
-from jaxmem.search.candidates import MAX_SIZE, candidates
+from jaxmem.search.candidates import MAX_SIZE, candidates, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed, values
 from tests.support.tiers import exhaustive
 
@@ -120,3 +121,9 @@ def test_a_large_space_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     singles = candidates(config(), EIGHT, allowed(["remat"]))
     assert {one.cfg for one in singles} <= {one.cfg for one in some}
     assert len(some) < 100
+
+
+def test_a_front_has_what_needs_a_hundredth_less_memory_than_all_that_is_faster() -> None:
+    sizes = [100.0, 100.5, 99.5, 98.0, 99.0]
+    compared: Any = [SimpleNamespace(seconds=at, total=size, refusal=None) for at, size in enumerate(sizes)]
+    assert [candidate.total for candidate in pareto_front(compared[::-1])] == [100.0, 98.0]
