@@ -106,12 +106,7 @@ def take_state(cfg: Config, rows: list[int], count: int) -> dict[str, Any]:
         return loader.state()
 
 
-def test_objectives_and_sources_that_do_not_fit(config: Make, numbered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"data\.source=digits does not support .*next_token; use a source of text"):
-        data.Loader(config(source="digits"))
-    texts = digits(config).replace(data={"source": "jsonl", "path": numbered})
-    with pytest.raises(UserError, match=r"data\.source=jsonl does not support .*classify; use data\.source=digits"):
-        data.Loader(texts)
+def test_without_scikit_learn_its_extra_is_named(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"requires scikit-learn.*jaxmem\[digits\]"):
         data.Loader(digits(config))
