@@ -171,7 +171,7 @@ def test_without_an_assembler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         target_devices(parse_target("h100-80gb"), GIB)
 
 
-@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("width", [60, 80])
 def test_the_list_shows_every_target_whole(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
     console.print(TargetList())
