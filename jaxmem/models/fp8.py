@@ -59,12 +59,18 @@ def _multiply(
     b, b_scale = _rounded(b, formats[1], along_b)
     # Behind a barrier no other dot has the same operand, with which XLA would join this one in bfloat16.
     a, b = jax.lax.optimization_barrier((a, b))
+    a = a.astype(dtype)
+    b = b.astype(dtype)
+    if scaling == "tensor":  # XLA passes the scale of an operand to cuBLASLt
+        a = a * a_scale.astype(dtype)
+        b = b * b_scale.astype(dtype)
     with jax.named_scope(SCOPE):
-        y = jax.lax.dot_general(a.astype(dtype), b.astype(dtype), (contracted, ((), ())))
+        y = jax.lax.dot_general(a, b, (contracted, ((), ())))
     if scaling == "row":
         a_scale = jnp.squeeze(a_scale, along_a)[..., None]
         b_scale = jnp.squeeze(b_scale, along_b)
-    return y * a_scale.astype(y.dtype) * b_scale.astype(y.dtype)
+        y = y * a_scale.astype(dtype) * b_scale.astype(dtype)
+    return y
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike, along: tuple[int, ...] | None) -> tuple[jax.Array, Float[Array, "..."]]:
