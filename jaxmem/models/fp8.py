@@ -57,7 +57,7 @@ def _multiply(
     dtype = a.dtype
     a, a_scale = _rounded(a, formats[0], along_a)
     b, b_scale = _rounded(b, formats[1], along_b)
-    # Behind a barrier no other dot has the same operand, with which XLA would join this one in bfloat16.
+    # Without the barrier, XLA joins dots that share an operand, and computes the joined dot in bfloat16.
     a, b = jax.lax.optimization_barrier((a, b))
     a = a.astype(dtype)
     b = b.astype(dtype)

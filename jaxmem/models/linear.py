@@ -65,12 +65,24 @@ def _matmul_backward(
     scaling: Scaling | None, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    if scaling is not None:
-        from jaxmem.models import fp8
+    return _input_gradient(g, w, scaling), _weight_gradient(x, g, scaling)
 
-        return fp8.input_gradient(g, w, scaling), fp8.weight_gradient(x, g, scaling)
-    rows = tuple(range(x.ndim - 1))
-    return g @ w.T, jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
+
+def _input_gradient(g: jax.Array, w: jax.Array, scaling: Scaling | None) -> jax.Array:
+    if scaling is None:
+        return g @ w.T
+    from jaxmem.models import fp8
+
+    return fp8.input_gradient(g, w, scaling)
+
+
+def _weight_gradient(x: jax.Array, g: jax.Array, scaling: Scaling | None) -> jax.Array:
+    if scaling is None:
+        rows = tuple(range(x.ndim - 1))
+        return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
+    from jaxmem.models import fp8
+
+    return fp8.weight_gradient(x, g, scaling)
 
 
 matmul.defvjp(lambda x, w, scaling: (matmul(x, w, scaling), (x, w)), _matmul_backward)
@@ -91,12 +103,7 @@ def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
 
 
 def _dequantizing_backward(axes: Axes, scaling: Scaling | None, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
-    w = _dequantized_after(g, q, axes)
-    if scaling is None:
-        return g @ w.T, None
-    from jaxmem.models import fp8
-
-    return fp8.input_gradient(g, w, scaling), None
+    return _input_gradient(g, _dequantized_after(g, q, axes), scaling), None
 
 
 dequantizing_matmul.defvjp(

@@ -6,7 +6,7 @@
     full   N * B + A      one extra forward pass (Chen et al., arXiv:1604.06174)
     names  N * (named)    recomputes all but activations with these names
 
-and with `schedule.py` fewer boundaries than N, at the cost of more forward passes.
+and with `recompute_plan.py` fewer boundaries than N, at the cost of more forward passes.
 
 `memory.save_dtype: fp8` saves boundaries and named activations in e4m3 with a float32 scale per block. The forward pass
 computes with the exact values; the backward pass reads the rounded ones, and recomputes the others from them. COAT (Xi
