@@ -8,9 +8,11 @@ import pytest
 
 from jaxmem import planning
 from jaxmem.config import Config, load_config
-from jaxmem.planning import Plan
+from jaxmem.planning import Plan, parse_target
+from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.hlo import Module, read_module
-from jaxmem.step import program
+from jaxmem.planning.targets import target_devices
+from jaxmem.step import Program, program
 
 SMALL = {
     "family": "decoder",
@@ -38,6 +40,14 @@ def config(**sections: Any) -> Config:
 def plan_here(devices: int = 8, **sections: Any) -> Plan:
     """Of a small run, for some of the simulated devices."""
     return planning.plan_program(program(config(**sections), jax.devices()[:devices]))
+
+
+def compiled_for(cfg: Config, name: str) -> tuple[Program, Compiled]:
+    """The step for GPUs that are not here, without the other phases of a plan."""
+    target = parse_target(name)
+    built = program(cfg, target_devices(target, target.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    return built, step
 
 
 def module_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Module:

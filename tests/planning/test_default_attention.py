@@ -8,11 +8,11 @@ import jaxmem
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.planning import parse_target
+from jaxmem.planning import Plan, parse_target
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import program
 from jaxmem.step.kernel_choice import attention_choice, resolve_kernels
-from tests.planning.conftest import SMALL, config
+from tests.planning.conftest import SMALL, compiled_for, config
 
 CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"
 PACKED = {
@@ -52,14 +52,13 @@ def test_packed_rows_on_each_gpu():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("gpu", ["rtx4090-24gb", "h100-80gb"])
-def test_the_kernels_of_packed_rows(gpu):
-    plan = jaxmem.plan(config(**SECTIONS), f"{gpu}:2")
-    module = plan.compiled_step.module
-    assert calls({one.proto.custom_call_target for one in module.walk()}) == {PACKED[gpu]}
-    assert plan.step_as_json()["kernels"]["memory.attention"]["implementation"] == (
-        "cudnn" if PACKED[gpu] == CUDNN else "triton"
-    )
+def test_the_kernels_of_packed_rows():
+    """Of cuDNN: test_gpu."""
+    target = parse_target("rtx4090-24gb:2")
+    built, step = compiled_for(config(**SECTIONS), target.name)
+    plan = Plan(built, target, step, 0.0)
+    assert calls({one.proto.custom_call_target for one in step.module.walk()}) == {TRITON}
+    assert plan.step_as_json()["kernels"]["memory.attention"]["implementation"] == "triton"
     assert plan.estimated_step_seconds
 
 

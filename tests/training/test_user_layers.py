@@ -33,9 +33,32 @@ def test_a_transformer_of_flax_equals_a_loop_of_flax(tmp_path):
     assert run.metrics["loss"] == pytest.approx(losses[-1], rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def as_list(tmp_path_factory):
+    return jaxmem.train(settings(tmp_path_factory.mktemp("list")), **LM)
+
+
+AXES = {
+    "*.attention.out.kernel": ("heads", None, "embed"),
+    "*.attention.*.kernel": ("embed", "heads", None),
+    "*.gate.kernel": ("embed", "mlp"),
+    "*.up.kernel": ("embed", "mlp"),
+    "*.down.kernel": ("mlp", "embed"),
+    "embed.embedding": ("vocab", "embed"),
+}
+
+
 @pytest.mark.exhaustive
-def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path):
-    as_list = jaxmem.train(settings(tmp_path / "list"), **LM)
+def test_axes_shard_a_transformer_of_flax_over_tensor_and_change_no_loss(tmp_path, as_list):
+    raw = settings(tmp_path, mesh={"fsdp": 4, "tensor": 2})
+    found = jaxmem.train(raw, **LM, axes=AXES, layers="blocks")
+    assert found.metrics["loss"] == pytest.approx(as_list.metrics["loss"], rel=1e-5)
+    up = [x for path, x in jax.tree_util.tree_leaves_with_path(found.state.params) if "'up'" in str(path)]
+    assert {x.addressable_shards[0].data.shape[-2:] for x in up if x.shape[-1] == 32 and x.ndim > 1} == {(4, 16)}
+
+
+@pytest.mark.exhaustive
+def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path, as_list):
     expected = as_list.metrics["loss"]
     changes = {"memory": {"remat": "full", "update": "during"}, "batch": {"global_size": ROWS, "accumulate": 2}}
     run = jaxmem.train(settings(tmp_path / "during", **changes), **LM, layers="blocks")
@@ -86,8 +109,7 @@ def test_a_list_may_have_any_name(tmp_path):
 )
 def test_low_rank_adapters_of_flax_layers(tmp_path, changes):
     raw = settings(tmp_path, optimizer={"learning_rate": 0.02, "schedule": "constant"}, train={"steps": 8}, **changes)
-    devices = jax.devices()[: raw["mesh"]["fsdp"]]
-    run = jaxmem.train(raw, devices, **LM, layers="blocks", held_out=TOKENS[:1])
+    run = jaxmem.train(raw, jax.devices()[: raw["mesh"]["fsdp"]], **LM, layers="blocks")
     assert run.metrics["loss"] < 3.4  # log 32 = 3.47
     block = run.state.params["blocks"]
     query = block["attention"]["query"]
@@ -144,14 +166,17 @@ def applied_in_a_loop(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
 
+def applied_often(model, batch):
+    return applied_twice(model, batch) + applied_in_a_loop(model, batch)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("calls", "devices"), [(applied_twice, 2), (applied_in_a_loop, 1)])
-def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path, calls, devices):
+def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path):
     """Also where each device accumulates the gradients of its own rows."""
     with jax.numpy_dtype_promotion("standard"):
         module = nnx.jit(lambda: without_dropout(nnx.Rngs(jax.random.key(0))))()
-        grads = nnx.jit(nnx.grad(lambda module: calls(module, TOKENS[0])))(module)
-    batch, mesh = {"global_size": ROWS, "accumulate": 2}, {"fsdp": devices}
+        grads = nnx.jit(nnx.grad(lambda module: applied_often(module, TOKENS[0])))(module)
+    batch, mesh = {"global_size": ROWS, "accumulate": 2}, {"fsdp": 2}
     cfg = settings(tmp_path, batch=batch, mesh=mesh, zero=1, train={"steps": 1})
-    run = jaxmem.train(cfg, jax.devices()[:devices], **LM | {"loss": calls}, layers="blocks")
+    run = jaxmem.train(cfg, jax.devices()[:2], **LM | {"loss": applied_often}, layers="blocks")
     assert run.metrics["gradient_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)

@@ -1,28 +1,31 @@
 """The stop of cut graphs: parts on devices compute what one device does, and no operation runs before its operands."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from pathlib import Path
+
 import pytest
 
-from scripts.course.cut import GRAPH, in_parts, initial, schedule, whole
+from scripts.course import STOPS, cut
+from scripts.course.cut import GRAPH, schedule
 
 
-def test_parts_on_devices_have_the_loss_and_the_gradients_of_one_device() -> None:
-    draws = np.random.default_rng(2)
-    x = jnp.asarray(draws.standard_normal((4, 8, 8, 1)), jnp.float32)
-    labels = jnp.asarray([0, 3, 9, 1], jnp.int32)
-    weights = initial()
-    loss, gradients = jax.jit(jax.value_and_grad(whole))(weights, x, labels)
-    found, parts, traffic = in_parts(weights, [(x[:1], labels[:1]), (x[1:], labels[1:])], jax.devices()[:4])
-    assert float(found) == pytest.approx(float(loss), rel=1e-5)
-    for name, part in GRAPH.items():
-        for key in part.shapes:
-            np.testing.assert_allclose(parts[name][key], gradients[name][key], rtol=1e-4, atol=1e-5)
-            assert parts[name][key].devices() == {jax.devices()[part.device]}
+@pytest.mark.exhaustive
+def test_parts_on_devices_have_the_loss_and_the_gradients_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut, "IMAGES", 4)
+    monkeypatch.setattr(cut, "SIDE", 8)
+    visit = STOPS["cut"].visit(micro_batches=2)
+    facts = visit.findings.facts
+    assert facts["parts"] == pytest.approx(facts["loss"], rel=1e-5)
+    assert facts["difference"] < 1e-5  # of gradients, relative to the largest of each array
+    places, edges = visit.findings.tables
+    for row, part in zip(places.rows, GRAPH.values(), strict=True):
+        assert row["gradients are on"] == row["device"] == str(part.device)
+    sent = {row["cut"]: row["sent, kB"] for row in edges.rows}
     for forward in ("stem to small", "stem to large", "small to head", "large to head"):
         source, _, target = forward.partition(" to ")
-        assert traffic.sizes[forward] == traffic.sizes[f"{target} to {source}"]  # its gradient goes back
+        assert sent[forward] == sent[f"{target} to {source}"]  # its gradient goes back
+    assert visit.draw(tmp_path / "cut.png")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
