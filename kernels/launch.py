@@ -32,6 +32,6 @@ def next_power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def block_size(most: int, size: int, least: int = 16) -> int:
-    """`most`, or the next power of two of `size` if that is smaller."""
-    return min(most, max(least, next_power_of_2(size)))
+def block_size(most: int, size: int) -> int:
+    """`most`, or the next power of two of `size` if that is smaller; at least 16, for the tensor cores."""
+    return min(most, max(16, next_power_of_2(size)))

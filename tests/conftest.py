@@ -71,10 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     distributes tests does without, and the others start sooner."""
     if getattr(config.option, "numprocesses", None):
         return
-    from jaxmem.kernels import mosaic_launch, triton_launch
-    from tests.kernels import interpreter, warpgroups
+    from jaxmem.kernels import triton_launch
+    from tests.kernels import interpreter
 
-    mosaic_launch.EVALUATOR = warpgroups.evaluator
     triton_launch.INTERPRETER = interpreter.interpret
 
 

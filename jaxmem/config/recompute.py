@@ -108,7 +108,7 @@ class Memory(Section):
     update: Literal["after", "during"] = setting(
         "after", "when weights are updated: after the backward pass, or layer by layer during it"
     )
-    attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(
+    attention: Literal["auto", "blockwise", "cudnn", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
     )
     experts: Literal["auto", "blockwise", "triton"] = setting(

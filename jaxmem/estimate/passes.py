@@ -34,8 +34,7 @@ DEVICE = jax.memory.Space.Device
 HOST = jax.memory.Space.Host
 MATMULS = ("dot_general", "conv_general_dilated")
 LOOPS = ("scan", "while", "cond")
-# Primitives of kernels: Pallas for Mosaic GPU, without and with an accumulator; Triton; library calls.
-KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
+KERNELS = ("triton_kernel_call", "ffi_call")  # primitives of kernels: Triton, and calls of libraries
 _COMPUTE = {"compute", "fp8_scaling", "fp8_layers"}  # the keys of `precision` on which matmuls depend
 _BACKWARD = 0.75  # share of the backward pass in the time of both, with full recompute
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
@@ -109,7 +108,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     shape = shape.replace(
         optimizer=config.Optimizer(trainable=cfg.optimizer.trainable),
         memory=memory,
-        train=config.Train(steps=1, deterministic=cfg.train.deterministic),
+        train=config.Train(steps=1),
         # The stored dtype of weights does not matter: matmuls read them in the compute dtype.
         precision=config.Precision(parameters="bfloat16", **shape.precision.model_dump(include=_COMPUTE)),
     )
@@ -190,7 +189,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
             matmuls.append(matmul(eqn, times))
         if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
             kernels += _KERNELS_PER_MATMUL * times
-        elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted kernels are for CPUs
+        elif eqn.primitive.name in KERNELS:
             matmuls.append(_kernel(eqn, times))
             kernels += times
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))

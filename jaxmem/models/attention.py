@@ -27,7 +27,7 @@ from jaxmem.stack import saved_as
 from jaxmem.typing import Tree
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
-PER_DEVICE = ("cudnn", "mosaic", "triton")  # implementations that XLA's partitioner cannot shard
+PER_DEVICE = ("cudnn", "triton")  # implementations that XLA's partitioner cannot shard
 
 
 class Tokens(NamedTuple):
@@ -219,12 +219,11 @@ def sharded_attention(
     if execution.attention == "cudnn" and spec.causal and not execution.packed:
         segment_ids = None  # padding is last, so a causal mask hides it from the tokens that have a loss
     over = () if layout is None else layout.over("activations", "time")
-    how = {"deterministic": execution.deterministic, "max_segments": execution.max_segments}
 
     @category("attention")
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, has_window: Any, sinks: Any) -> jax.Array:
         options = {"implementation": execution.attention, "segment_ids": ids, "sinks": sinks}
-        options |= spec.options(has_window) | how
+        options |= spec.options(has_window) | {"max_segments": execution.max_segments}
         if not over:
             return kernels.attention(q, k, v, causal=spec.causal, kv_segment_ids=ids, **options)
         from jaxmem.kernels.fused_attention.context import attention_over

@@ -31,7 +31,6 @@ class Execution:
     dtype: np.dtype = np.dtype(np.float32)  # the compute dtype  # noqa: RUF009 - immutable
     attention: str | None = None  # an implementation; None: chosen by device and shape
     experts: str = "blockwise"  # matmuls of experts: blockwise or triton
-    deterministic: bool = False  # attention gradients are bitwise reproducible
     packed: bool = True  # a sequence may have several documents; false: one document, and padding
     max_segments: int | None = None  # largest number of segments of a packed sequence, with padding; None: unknown
     context_method: str = "ring"  # the communication of attention over `context`

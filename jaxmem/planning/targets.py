@@ -159,8 +159,8 @@ device_description_str: "NVIDIA {gpu.kind} like {like}"
 
 
 # For each compute capability: bytes of shared memory per multiprocessor, and the limit per block; threads and float32
-# lanes per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of this capability in jax's own
-# table, which Pallas uses. CUDA 13 does not support older capabilities.
+# lanes per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of this capability by name, from
+# which kernels derive the capability. CUDA 13 does not support older capabilities.
 _CORES = {
     "8.0": (167936, 166912, 2048, 64, "NVIDIA A100"),
     "8.6": (102400, 101376, 1536, 128, "NVIDIA A10"),

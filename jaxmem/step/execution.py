@@ -81,7 +81,6 @@ class ExecutionSpec:
             dtype=self.dtype,
             attention=implementation,
             experts=experts.implementation if (experts := self.kernels.get("memory.experts")) else "blockwise",
-            deterministic=self.cfg.train.deterministic,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
             context_method=self.context_method,

@@ -15,9 +15,7 @@ from .arguments import CHECKS, AttentionOptions, check_arguments
 from .derivative import Implementation
 from .support import OPERATION, PLAIN, Request, refusal
 
-IMPLEMENTATIONS: dict[str, Any] = {
-    name: f"{__name__}.{name}" for name in ("blockwise", "cudnn", "mosaic", "reference", "triton")
-}
+IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("blockwise", "cudnn", "reference", "triton")}
 
 
 def attention(
@@ -51,8 +49,6 @@ def attention(
             needs this number; its output is NaN for sequences with more runs.
             `scale`: by default 1/sqrt(dim). `soft_cap` bounds the scores, cap tanh(score / cap).
             `sinks`: a logit for each head, [heads], that is part of each softmax without a value; differentiable.
-            `deterministic`: equal inputs have bitwise equal gradients. Otherwise `mosaic` accumulates dq in an order
-            that varies between runs, which is faster; all other implementations are always deterministic.
 
     Returns:
         An array of the shape of q, zero for a query that attends to no key; with `return_lse` a pair.

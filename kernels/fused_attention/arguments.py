@@ -28,7 +28,6 @@ class AttentionOptions(TypedDict, total=False):
     max_segments: int | None
     scale: float | None
     soft_cap: float | None
-    deterministic: bool
     has_window: ArrayLike | None
     window_share: tuple[int, int] | None
     sinks: ArrayLike | None
@@ -42,7 +41,6 @@ class Options:
     window: int | None
     scale: float
     soft_cap: float | None
-    deterministic: bool
     max_segments: int | None = None  # largest number of runs of equal segment ids in a sequence; None: unknown
     window_share: tuple[int, int] | None = None  # (number of calls with the window, number of all calls)
 
@@ -102,7 +100,7 @@ def check_arguments(
     _require(k.shape[0] == batch, f"k has batch {k.shape[0]} and q {batch}; they should be the same")
     _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
     _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; the {heads} heads of q should be a multiple of them")
-    causal, deterministic = (CHECKS.flag(name, read(name, False)) for name in ("causal", "deterministic"))
+    causal = CHECKS.flag("causal", read("causal", False))
     if (window := read("window")) is not None:
         window = CHECKS.whole_number("window", window)
         _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the position of the query)")
@@ -135,7 +133,7 @@ def check_arguments(
         sinks = jnp.asarray(sinks)
         is_right = sinks.shape == (heads,) and sinks.dtype in DTYPES
         _require(is_right, f"sinks is {describe(sinks)}; it should be floats of shape [{heads}], one per head")
-    options = Options(causal, window, scale, soft_cap, deterministic, max_segments, read("window_share"))
+    options = Options(causal, window, scale, soft_cap, max_segments, read("window_share"))
     return (q, k, v), options, Extras(segment_ids, kv_segment_ids, has_window, sinks)
 
 

@@ -1,7 +1,7 @@
-"""The common part of the fused implementations: block sizes, the blocks that a program visits, and scores.
+"""What the Triton programs receive: block sizes, the blocks that a program visits, the rows of the backward pass.
 
 One kernel computes the output and the log-sum-exp of each row. In the backward pass one kernel computes dq and another
-kernel dk and dv, or one kernel computes all three. The blocks to visit are computed here, as an array that the kernels
+kernel dk and dv. The blocks to visit are computed here, as an array that the kernels
 read. Packed sequences have sorted segment ids, so kernels skip complete blocks.
 """
 
@@ -119,47 +119,36 @@ class MaskArrays(NamedTuple):
 # forward block stores (queries + 2 x keys x stages) x head_dim elements in shared memory, of which a consumer GPU has
 # 99 KB; d_keys keeps two sums of keys x head_dim in registers, which would spill with larger blocks of queries.
 BLOCKS = {
-    ("triton", "forward"): {
+    "forward": {
         (2, 64): BlockSizes(128, 64, 8, 3),
         (2, 128): BlockSizes(128, 64, 8, 2),
         (2, 256): BlockSizes(64, 32, 8, 2),
         (4, 64): BlockSizes(32, 32, 4, 2),
         (4, 256): BlockSizes(32, 16, 4, 2),
     },
-    ("triton", "d_queries"): {
+    "d_queries": {
         (2, 64): BlockSizes(64, 64, 4, 2),
         (2, 128): BlockSizes(64, 64, 8, 1),
         (2, 256): BlockSizes(32, 32, 4, 1),
         (4, 128): BlockSizes(32, 32, 4, 1),
         (4, 256): BlockSizes(16, 16, 4, 1),
     },
-    ("triton", "d_keys"): {
+    "d_keys": {
         (2, 64): BlockSizes(32, 128, 8, 2),
         (2, 128): BlockSizes(32, 64, 8, 1),
         (2, 256): BlockSizes(32, 32, 8, 1),
         (4, 128): BlockSizes(32, 32, 4, 1),
         (4, 256): BlockSizes(16, 16, 4, 1),
     },
-    # The two computing warpgroups of `mosaic` are 8 warps.
-    ("mosaic", "forward"): {
-        (2, 64): BlockSizes(128, 128, 8, 3),
-        (2, 128): BlockSizes(128, 128, 8, 2),
-        (2, 256): BlockSizes(128, 64, 8, 2),
-    },
-    ("mosaic", "gradients"): {(2, 128): BlockSizes(64, 128, 8, 2)},
 }
 
 
-def call_for(
-    kernel: tuple[str, str], options: Options, q: jax.Array, k: jax.Array, min_block: int = 16
-) -> AttentionCall:
-    """The call of a kernel, a key of BLOCKS. `min_block`: the least number of positions of a block."""
+def call_for(kernel: str, options: Options, q: jax.Array, k: jax.Array) -> AttentionCall:
+    """The call of a kernel, a key of BLOCKS."""
     table = BLOCKS[kernel]
     wide = next_power_of_2(q.shape[3])
     most = table[min(key for key in table if key >= (q.dtype.itemsize, wide))]
-    fitted = most._replace(
-        queries=block_size(most.queries, q.shape[1], min_block), keys=block_size(most.keys, k.shape[1], min_block)
-    )
+    fitted = most._replace(queries=block_size(most.queries, q.shape[1]), keys=block_size(most.keys, k.shape[1]))
     return AttentionCall(options, q.shape[1], k.shape[1], q.shape[3], fitted)
 
 

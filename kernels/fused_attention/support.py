@@ -1,7 +1,6 @@
 """Which implementations support a call of attention, and which one is chosen, before anything is compiled.
 
-The first of these that supports the call is chosen: cuDNN; `mosaic` on Hopper; `triton` on NVIDIA GPUs from Ampere on;
-plain JAX.
+The first of these that supports the call is chosen: cuDNN; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from .arguments import Extras, Options
 OPERATION = "attention"
 ORDER = {  # the reason to choose each implementation
     "cudnn": "cuDNN supports this attention",
-    "mosaic": "the kernel for compute capability 9.0",
     "triton": "the kernel for compute capability 8.0 and newer",
 }
 PLAIN = "blockwise"  # runs wherever XLA does
@@ -40,7 +38,7 @@ class Request:
     masked: bool = True  # causal, or with a window
     window: bool = False
     soft_cap: bool = False
-    deterministic: bool = False
+    deterministic: bool = False  # whether equal inputs need bitwise equal gradients
     has_segments: bool = False
     keys_have_own: bool = False  # whether the keys have other segment ids than the queries
     max_segments: int | None = None  # segments per sequence; None: unknown
@@ -53,7 +51,6 @@ class Request:
             masked=options.causal or options.window is not None,
             window=options.window is not None,
             soft_cap=options.soft_cap is not None,
-            deterministic=options.deterministic,
             has_segments=extras.segment_ids is not None,
             keys_have_own=keys_have_own,
             max_segments=options.max_segments,
@@ -102,11 +99,6 @@ def _triton(call: Request, capability: int | None) -> Limits:
     yield from _common(call, capability, 256, FLOATS)
 
 
-def _mosaic(call: Request, capability: int | None) -> Limits:
-    yield capability not in (None, 90), _has(capability), "needs 9.0"
-    yield from _common(call, capability, 256, SIXTEEN_BIT)
-
-
 def _cudnn(call: Request, capability: int | None) -> Limits:
     """cuDNN 9 as XLA calls it (docs.nvidia.com/deeplearning/cudnn, "Scaled Dot Product Attention")."""
     yield from _common(call, capability, 256 if capability in (None, 90) else 128, SIXTEEN_BIT)
@@ -148,7 +140,7 @@ def _has(capability: int | None) -> str:
     return f"compute capability is {(capability or 0) / 10}"
 
 
-_RULES: dict[str, Callable[[Request, int | None], Limits]] = {"cudnn": _cudnn, "mosaic": _mosaic, "triton": _triton}
+_RULES: dict[str, Callable[[Request, int | None], Limits]] = {"cudnn": _cudnn, "triton": _triton}
 
 
 def choose(call: Request, capability: int | None, failed: Mapping[str, str] = NONE_FAILED) -> Choice:

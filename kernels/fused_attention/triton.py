@@ -87,7 +87,7 @@ def static(call: AttentionCall, heads: int, kv_heads: int, *, segments: bool) ->
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    call = flash.call_for(("triton", "forward"), options, q, k)
+    call = flash.call_for("forward", options, q, k)
     rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     out, lse = _run("attention_forward", call, (q, k, v), extras, (q, rows), 4 * call.pairs / call.queries)
     return out, lse
@@ -96,9 +96,9 @@ def attend(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[ja
 def gradients(saved: Residuals, d_out: Tree, d_lse: Tree, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
     q, k, v, *_ = saved
     arrays = q, k, v, d_out, *flash.backward_rows(saved, d_out, d_lse, options)
-    call = flash.call_for(("triton", "d_queries"), options, q, k)
+    call = flash.call_for("d_queries", options, q, k)
     (dq,) = _run("attention_d_queries", call, arrays, extras, (q,), 6 * call.pairs / call.queries)
-    call = flash.call_for(("triton", "d_keys"), options, q, k)
+    call = flash.call_for("d_keys", options, q, k)
     flops = 8 * call.pairs * (q.shape[2] // k.shape[2]) / call.keys
     dk, dv = _run("attention_d_keys", call, arrays, extras, (k, k), flops)
     return dq, dk, dv

@@ -47,11 +47,11 @@ class BenchSelection:
 
     def has(self, name: str, of: str, without: Sequence[str]) -> bool:
         """Whether a contestant's pass is selected. A name selects all names that begin with its words: `jax.nn` also
-        selects `jax.nn xla`, and `mosaic` all passes of mosaic.
+        selects `jax.nn xla`, and `triton` all passes of triton.
 
         >>> BenchSelection().has("jax.nn xla", "forward", ["jax.nn"])
         False
-        >>> BenchSelection(only=("mosaic forward",)).has("mosaic", "forward", ())
+        >>> BenchSelection(only=("triton forward",)).has("triton", "forward", ())
         True
         """
         words = f"{name} {of} "
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--operation", default="attention", help=f"one of {', '.join(OPERATIONS)}")
     parser.add_argument("--check", action="store_true", help="only check results, with each option of a kernel")
     name = {"action": "append", "default": [], "metavar": "NAME"}
-    parser.add_argument("--only", **name, help="measure only this implementation or pass, e.g. 'mosaic forward'")
+    parser.add_argument("--only", **name, help="measure only this implementation or pass, e.g. 'triton forward'")
     parser.add_argument("--without", **name, help="leave out this implementation or pass, e.g. jax.nn")
     parser.add_argument("--seconds", type=float, default=5.0, help="approximate time per shape")
     options = parser.parse_args(arguments)

@@ -75,7 +75,6 @@ def attention_checks(shape: AttentionShape) -> Mapping[str, Callable[[], BenchWo
         "window": partial(attention_work, odd._replace(causal=True, window=odd.keys // 3)),
         "segments": partial(attention_work, odd, **options),
         "soft cap": partial(attention_work, odd, soft_cap=2.0),
-        "deterministic": partial(attention_work, odd, deterministic=True),
     }
 
 

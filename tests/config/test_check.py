@@ -314,11 +314,11 @@ def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert "memory.attention=auto" in line
 
 
-def test_mosaic_requires_16_bits() -> None:
-    over = "memory.attention=mosaic"
-    assert load_config(TEXT, [over]).memory.attention == "mosaic"
+def test_cudnn_requires_16_bits() -> None:
+    over = "memory.attention=cudnn"
+    assert load_config(TEXT, [over]).memory.attention == "cudnn"
     [line] = lines(TEXT, over, "precision.compute=float32")
-    assert "memory.attention=mosaic does not support precision.compute=float32" in line
+    assert "memory.attention=cudnn does not support precision.compute=float32" in line
 
 
 def test_a_path_that_the_locale_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,12 @@ from jaxmem.kernels.fused_attention.flash import BlockSizes
 
 KEY = jax.random.key(7)
 BLOCKS = BlockSizes(queries=64, keys=64, warps=4, stages=1)
-# Blockwise has two ways: everything written out, and a loop over tiles. Small tiles make small cases cross many. Mosaic
-# goes backward in one pass or in two.
+# Blockwise has two ways: everything written out, and a loop over tiles. Small tiles make small cases cross many.
 WAYS = {
     **{name: {} for name in IMPLEMENTATIONS if name != "cudnn"},  # test_cudnn.py
     "blockwise, small tiles": {"SHORT_BLOCK": 32},
-    "mosaic, deterministic": {},
 }
-# In float32, but for what takes 16 bits only: there it is as good as the rounding of p and of the results.
-TAKES = {way: ("float16", 4e-3) if way.startswith("mosaic") else ("float32", 2e-5) for way in WAYS}
+TOLERANCE = 2e-5  # in float32
 
 # name: (batch, queries, keys, heads, kv_heads, dim), options
 CASES = {
@@ -119,8 +116,8 @@ def exact(
 
 def run(way, arrays, options):
     """Output, log-sum-exp, dq, dk, dv of an implementation, compiled. A log-sum-exp of -inf gets no cotangent."""
-    name, deterministic = way.split(",")[0], way.endswith("deterministic")
-    options = options | {"implementation": name, "deterministic": deterministic}
+    name = way.split(",")[0]
+    options = options | {"implementation": name}
     calls = []
     module = importlib.import_module(IMPLEMENTATIONS[name])
     attend = module.attend
@@ -138,8 +135,8 @@ def run(way, arrays, options):
         patch.setattr(module, "attend", counted)
         for constant, value in WAYS[way].items():
             patch.setattr(blockwise, constant, value)
-        for of in [of for of in flash.BLOCKS if of[0] == "triton"]:
-            patch.setitem(flash.BLOCKS, of, {(4, 256): BLOCKS})
+        for kernel in flash.BLOCKS:
+            patch.setitem(flash.BLOCKS, kernel, {(4, 256): BLOCKS})
         results = both(*arrays)
     assert calls == [name]
     return results

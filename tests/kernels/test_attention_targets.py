@@ -32,14 +32,6 @@ CASES = [
     ("triton", "b200-180gb", 128, "bfloat16", {}),
     ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
-MOSAIC = [
-    *[(dim, "bfloat16", {"causal": True}) for dim in (96, 256)],
-    (64, "float16", EVERYTHING),
-    (128, "bfloat16", {"causal": True, "soft_cap": 30.0, "window": 900, "segments": True}),
-    (128, "bfloat16", {"causal": True, "window": 900, "segments": True, "deterministic": True}),
-]
-# jax 0.10 does not name a kernel that adds to what is there.
-ONE = {"new_body" if jax.__version_info__ < (0, 11) else "attention_gradients"}
 
 
 def compiled(implementation, target, dim, dtype, options, folder):
@@ -92,28 +84,6 @@ def test_it_fits_each_gpu(implementation, target, dim, dtype, options, tmp_path)
         stores = [int(count) for count in re.findall(r"(\d+) bytes spill stores", said)]
         assert stores
         assert not any(stores), said
-
-
-@pytest.mark.parametrize(("dim", "dtype", "options"), cases(MOSAIC, MOSAIC[0]))
-def test_mosaic_fits_hopper(dim, dtype, options, tmp_path, monkeypatch, capfd):
-    """What its compiler says of registers; shared memory it refuses to exceed."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    made, _ = compiled("mosaic", "h100-80gb", dim, dtype, options, tmp_path)
-    one = LENGTH * HEADS * dim * jnp.dtype(dtype).itemsize
-    assert made.memory_analysis().temp_size_in_bytes < 4 * one
-    module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    seen = pairs(LENGTH, LENGTH, causal="causal" in options, window=options.get("window"))
-    one_pass = dim in (64, 128) and not options.get("deterministic")
-    assert total_flops(module) == pytest.approx((4 + (10 if one_pass else 14)) * HEADS * seen * dim, rel=1e-6)
-    said = capfd.readouterr().out
-    kernels = set(re.findall(r"entry function '(\w+?)_mosaic", said))
-    assert kernels == {"attention_forward"} | (ONE if one_pass else set())
-    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said
-
-
-def test_mosaic_refuses_another_gpu(tmp_path):
-    with pytest.raises(ValueError, match=r"compute capability is 8.0; the mosaic implementation needs 9.0"):
-        compiled("mosaic", "a100-40gb", 128, "bfloat16", {}, tmp_path)
 
 
 def ptxas():

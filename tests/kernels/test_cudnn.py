@@ -204,7 +204,7 @@ def test_wide_heads_are_compiled_for_a_gpu_that_is_not_installed():
         (CALL, {80: "cudnn", 86: "cudnn", 89: "cudnn", 90: "cudnn", 100: "cudnn", 120: "cudnn"}),
         (PACKED, {80: "triton", 86: "triton", 89: "triton", 90: "cudnn", 100: "cudnn", 120: "triton"}),
         (Request("float32", 64, 64, 2, 64), dict.fromkeys(TARGETS, "triton")),
-        (Request("bfloat16", 64, 64, 2, 64, soft_cap=True), dict.fromkeys(TARGETS, "triton") | {90: "mosaic"}),
+        (Request("bfloat16", 64, 64, 2, 64, soft_cap=True), dict.fromkeys(TARGETS, "triton")),
         (Request("bfloat16", 64, 64, 2, 512), dict.fromkeys(TARGETS, "blockwise")),
         (CALL, {None: "blockwise", 75: "blockwise"}),
     ],
@@ -215,7 +215,7 @@ def test_the_choice_of_each_gpu(call, chosen):
 
 def test_an_implementation_that_failed_its_check_is_replaced_by_the_next():
     chosen = choose(CALL, 90, {"cudnn": "it is off by 3"})
-    assert (chosen.implementation, "it is off by 3" in chosen.why) == ("mosaic", True)
+    assert (chosen.implementation, "it is off by 3" in chosen.why) == ("triton", True)
 
 
 @pytest.mark.parametrize(

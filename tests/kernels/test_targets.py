@@ -98,7 +98,7 @@ def held(run, *shapes):
 @pytest.mark.exhaustive
 def test_triton_says_what_has_no_room(monkeypatch):
     """160 KB and more, on a card of 99 and on one of 227."""
-    monkeypatch.setitem(flash.BLOCKS, ("triton", "forward"), {(2, 128): BlockSizes(128, 128, 8, 3)})
+    monkeypatch.setitem(flash.BLOCKS, "forward", {(2, 128): BlockSizes(128, 128, 8, 3)})
     run = lambda q: attention(q, q, q, implementation="triton")  # noqa: E731
     shape = (1, 256, 1, 128), jnp.bfloat16
     with pytest.raises(

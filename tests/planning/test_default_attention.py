@@ -96,13 +96,13 @@ H100 = 90
     ("gpu", "mesh", "sections", "method", "implementation"),
     [
         (H100, {"context": 8}, {}, "ulysses", "cudnn"),
-        (H100, {"context": 8, "context_method": "ring"}, {}, "ring", "mosaic"),  # documents of other devices
+        (H100, {"context": 8, "context_method": "ring"}, {}, "ring", "triton"),  # documents of other devices
         (80, {"context": 8}, {}, "ulysses", "triton"),
         (None, {"context": 8}, {}, "ulysses", "blockwise"),
         # Heads that are not divisible by 16; all-to-all between hosts, which takes longer than an overlapped ring.
-        (H100, {"context": 16}, {"model": {"preset": "llama3-8b", "heads": 24}}, "ring", "mosaic"),
+        (H100, {"context": 16}, {"model": {"preset": "llama3-8b", "heads": 24}}, "ring", "triton"),
         (H100, {"context": 16}, {"data": {"sequence_length": 2**17, "packing": False}}, "ring", "cudnn"),
-        (H100, {"context": 8}, {"model": {"preset": "llama3-8b", "window": 512}}, "ring", "mosaic"),
+        (H100, {"context": 8}, {"model": {"preset": "llama3-8b", "window": 512}}, "ring", "triton"),
         (H100, {"context": 8, "context_method": "ulysses"}, {"memory": {"attention": "triton"}}, "ulysses", "triton"),
     ],
 )

@@ -99,16 +99,15 @@ def checked(cfg, **options):
 
 def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
     wrong = {
-        "cudnn": "it is off by 1",
-        "mosaic": "it does not compile",
+        ("memory.attention", "cudnn"): "it is off by 1",
+        ("memory.attention", "triton"): "it does not compile",
         ("optimizer.kernel", "triton"): "it is off by 2",
     }
-    monkeypatch.setattr(kernel_check, "failure", lambda key, name, _: wrong.get(name) or wrong.get((key, name)))
+    monkeypatch.setattr(kernel_check, "failure", lambda key, name, _: wrong.get((key, name)))
     settings, lines = checked(config())
-    names = ("memory.attention=cudnn", "memory.attention=mosaic", "optimizer.kernel=triton")
-    for line, name, why in zip(lines, names, wrong.values(), strict=True):
-        assert line == f"warning: {name} failed its check and is not used: {why}"
-    assert settings == {"memory.attention": "triton", "optimizer.kernel": "none"}
+    for line, ((key, name), why) in zip(lines, wrong.items(), strict=True):
+        assert line == f"warning: {key}={name} failed its check and is not used: {why}"
+    assert settings == {"memory.attention": "blockwise", "optimizer.kernel": "none"}
 
 
 def test_kernels_that_pass_leave_the_config_as_it_is(monkeypatch):

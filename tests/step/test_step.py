@@ -11,8 +11,10 @@ from flax import nnx
 
 from jaxmem import optim
 from jaxmem.config import Optimizer
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.step import program
+from jaxmem.step.kernel_choice import attention_choice
 from jaxmem.step.programs import compiler_options
 from tests.step.conftest import SMALL, Trained, batch_for, config
 
@@ -35,17 +37,14 @@ def test_micro_batches_add_up_to_the_large_batch(plain):
     Trained(micro, updates=2, batches=cut, begin=plain).agrees_with(plain)
 
 
-@pytest.mark.exhaustive
-def test_what_is_deterministic_adds_in_no_order_that_changes():
-    """Attention's gradients then come from two kernels, each of which is one call of Python on a CPU."""
-    kernels = {}
-    for deterministic in (False, True):
-        sections = {"precision": {"compute": "bfloat16"}, "memory": {"attention": "mosaic"}}
-        built = program(config(**sections, train={"steps": 1, "deterministic": deterministic}), jax.devices()[:1])
-        kernels[deterministic] = built.lower_step().as_text().count("python_cpu_callback")
-        told = compiler_options("cuda", 1, fetches=False, deterministic=deterministic)
-        assert ("xla_gpu_deterministic_ops" in told) == deterministic
-    assert kernels[True] == kernels[False] + 1
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_deterministic_adds_in_no_order_that_changes(deterministic):
+    """Neither in XLA's kernels nor in cuDNN's."""
+    options = compiler_options("cuda", 1, fetches=False, deterministic=deterministic)
+    assert ("xla_gpu_deterministic_ops" in options) == deterministic
+    cfg = config(precision={"compute": "bfloat16"}, train={"steps": 1, "deterministic": deterministic})
+    chosen = attention_choice(for_devices(cfg, 1), "gpu", 90)
+    assert chosen.implementation == ("triton" if deterministic else "cudnn")
 
 
 @pytest.mark.exhaustive

@@ -13,9 +13,8 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.share import DeviceShare, share_of
 
 # Rates of an H100, to compare methods; the ratios of other GPUs are similar. FLOP/s of kernels: cuDNN, and Triton (as
-# FlashAttention-2) from arXiv:2407.08608; Pallas from the jax repository. Bytes/s of memory, of NVLink within a host,
-# and of a 400 Gb/s network.
-_FLOPS = {"cudnn": 5.3e14, "mosaic": 4.5e14, "triton": 3.3e14}
+# FlashAttention-2) from arXiv:2407.08608. Bytes/s of memory, of NVLink within a host, and of a 400 Gb/s network.
+_FLOPS = {"cudnn": 5.3e14, "triton": 3.3e14}
 _PLAIN, _MEMORY, _NVLINK, _NETWORK = 5e13, 3.3e12, 4.5e11, 5e10
 _HOST = 8  # GPUs of a host
 

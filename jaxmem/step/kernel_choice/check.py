@@ -46,7 +46,7 @@ def refuse_gpu_kernels(cfg: Config) -> None:
     """Refuses kernels that a CPU cannot run."""
     for key in (ATTENTION, EXPERTS, UPDATE):
         value = value_of(cfg, key)
-        if value in ("cudnn", "mosaic", "triton") and triton_launch.INTERPRETER is None:
+        if value in ("cudnn", "triton") and triton_launch.INTERPRETER is None:
             raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
 
 
@@ -143,7 +143,7 @@ def _attention(call: Request, implementation: str) -> dict[str, jax.Array]:
     sizes = (call.heads, kv_heads, kv_heads, call.heads)
     arrays = [jnp.asarray(rng.standard_normal((call.batch, LENGTH, n, call.dim)), call.dtype) for n in sizes]
     ids = np.sort(rng.integers(0, call.max_segments, (call.batch, LENGTH))) if call.has_segments else None
-    options: JsonDict = {"causal": call.masked, "deterministic": call.deterministic}
+    options: JsonDict = {"causal": call.masked}
     options |= {"segment_ids": ids, "max_segments": call.max_segments, "window": WINDOW if call.window else None}
     options |= {"soft_cap": SOFT_CAP if call.soft_cap else None}
 

@@ -93,7 +93,7 @@ def test_the_report_compares_planned_and_measured(tmp_path: Path) -> None:
     }
     other = row | {"seconds": 3.0, "measured": 22 * 2**30}
     saver, without = SETTINGS["costs"]["GaLore"]
-    wrong = {"operation": "attention", "contestant": "mosaic", "pass": "forward", "check": "full", "right": False}
+    wrong = {"operation": "attention", "contestant": "triton", "pass": "forward", "check": "full", "right": False}
     timed = {"shape": "2048x64", "pass": "forward", "rate": 400.0}
     results = {
         ("steps", saver): [other],
@@ -112,4 +112,4 @@ def test_the_report_compares_planned_and_measured(tmp_path: Path) -> None:
     assert cells["GaLore"] == ["100.0", "100.0"]
     assert cells["llama3-8b-10gb within 9.0 GiB"][-1] == "no"
     assert cells["2048x64 forward"] == ["400.0", "380.0"]
-    assert cells["attention, mosaic forward"] == ["full", "9.500"]
+    assert cells["attention, triton forward"] == ["full", "9.500"]
