@@ -9,9 +9,8 @@ from typing import Any, Unpack
 from jax.typing import ArrayLike
 
 from jaxmem.kernels.choice import Operation, capability
-from jaxmem.kernels.typing import Tree
 
-from .arguments import CHECKS, AttentionOptions, check_arguments
+from .arguments import AttentionOptions, QueryHeads, check_arguments
 from .derivative import Implementation
 from .support import OPERATION, PLAIN, Request, refusal
 
@@ -24,9 +23,8 @@ def attention(
     v: ArrayLike,
     *,
     implementation: str | None = None,
-    return_lse: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tree:  # an array; with `return_lse` a pair
+) -> QueryHeads:
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
     Args:
@@ -35,7 +33,6 @@ def attention(
             share a key head.
         v: Like `k`.
         implementation: A name in IMPLEMENTATIONS; None: `blockwise`.
-        return_lse: Also return log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
         **options:
             `causal`: a query attends to the keys up to its own position; with more keys than queries, the last query is
             at the position of the last key.
@@ -51,20 +48,15 @@ def attention(
             `sinks`: a logit for each head, [heads], that is part of each softmax without a value; differentiable.
 
     Returns:
-        An array of the shape of q, zero for a query that attends to no key; with `return_lse` a pair.
+        An array of the shape of q, zero for a query that attends to no key.
     """
     arrays, checked, extras = check_arguments(q, k, v, **options)
-    with_lse = CHECKS.flag("return_lse", return_lse)
-    CHECKS.require(not with_lse or extras.has_window is None, "return_lse does not support has_window")
-    CHECKS.require(not with_lse or extras.sinks is None, "return_lse does not support sinks")
     kv_segment_ids = options.get("kv_segment_ids")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not options.get("segment_ids")
     request = Request.of(*arrays[:2], checked, extras, keys_have_own=keys_have_own)
-
-    out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
+    return Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
         lambda module: Implementation(module).attend(*arrays, checked, extras),
         (arrays, extras),
         lambda name: refusal(name, request, capability()),
     )
-    return (out, lse) if with_lse else out

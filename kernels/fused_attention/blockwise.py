@@ -72,20 +72,18 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
 
 
 def gradients(
-    saved: Residuals, d_out: QueryHeads, d_lse: LogSumExp | None, options: Options, extras: Extras
+    saved: Residuals, d_out: QueryHeads, options: Options, extras: Extras
 ) -> tuple[QueryHeads, KeyHeads, KeyHeads]:
     q, k, v, out, lse = saved
     kv_heads = k.shape[2]
     problem = Problem(options, extras, q.shape[1], k.shape[1])
     arrays = _grouped(q, kv_heads), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), _grouped(d_out, kv_heads)
-    # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
-    # cotangent of the log-sum-exp. The log-sum-exp of a row without keys, -inf, is replaced by 0, so
-    # that p = exp(-inf) = 0.
+    # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row. The log-sum-
+    # exp of a row without keys, -inf, is replaced by 0, so that p = exp(-inf) = 0.
     # The sum is a matmul with ones, because a sum of so few numbers takes 15 times as long with XLA:CPU of jax 0.10.
     both = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     ones = jnp.ones(out.shape[-1:], jnp.float32)
     inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).swapaxes(1, 2)
-    inner = inner if d_lse is None else inner - d_lse
     rows = (x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), inner))
     dq, dk, dv = _visit_backward(problem, *arrays, *rows)
     return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)

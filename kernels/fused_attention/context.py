@@ -60,7 +60,7 @@ def attention_over(
             return _halo(kernel, axis, options, q, k, v, extras)
         CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
     attend, derivative = METHODS[method]
-    return differentiable(ShardedAttention(attend, derivative, kernel, axis, options), options, q, k, v, extras)[0]
+    return differentiable(ShardedAttention(attend, derivative, kernel, axis, options), options, q, k, v, extras)
 
 
 # ---------------------------------------------------------------- ulysses
@@ -77,7 +77,7 @@ def _ulysses_backward(shard: ShardedAttention, inputs: Tree, out: Any, lse: Tree
     q, k, v, extras = inputs
     q, keys, values, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
     here = _of_sequence(axis, extras)
-    *gradients, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, None, shard.options, here)
+    *gradients, d_sinks = shard.kernel.gradients(Residuals(q, keys, values, out, lse), d_out, shard.options, here)
     if d_sinks is not None:  # the gradients for this device's heads; zeros for the other heads
         first = jax.lax.axis_index(axis) * d_sinks.size
         d_sinks = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(extras.sinks), d_sinks, first, 0)
@@ -131,7 +131,7 @@ def _halo(kernel: Implementation, axis: str, options: Options, q: Any, k: Any, v
         parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
     k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     options = dataclasses.replace(options, window=min(options.window, k.shape[1]))
-    return kernel.attend(q, k, v, options, Extras(ids, key_ids, sinks=extras.sinks))[0]
+    return kernel.attend(q, k, v, options, Extras(ids, key_ids, sinks=extras.sinks))
 
 
 METHODS: dict[str, Any] = {  # (method, its derivative)

@@ -66,7 +66,7 @@ ON_CPU: Callable[[str, CudnnCall, Sequence[jax.Array]], Any] | None = None
 
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
-    """Output and log-sum-exp; the log-sum-exp is not differentiable."""
+    """Output and log-sum-exp."""
     call, packed = _call(q, k, options, extras)
     if packed is not None:  # with too many documents the loss is NaN instead of a wrong result
         q = jnp.where(packed.count <= call.slots, q, jnp.nan)
@@ -74,12 +74,8 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
     return out, stats if packed is None else packed.per_position(call, stats)
 
 
-def gradients(
-    saved: Residuals, d_out: jax.Array, d_lse: jax.Array | None, options: Options, extras: Extras
-) -> tuple[jax.Array, ...]:
+def gradients(saved: Residuals, d_out: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
     q, k, v, out, lse = saved
-    if d_lse is not None:
-        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use blockwise")
     call, packed = _call(q, k, options, extras)
     if packed is None:
         return _run(_BACKWARD, call, (q, k, v, lse, d_out, out), None)

@@ -1,9 +1,9 @@
 """The derivative of attention, once for all implementations, and the options that are the same for all of them.
 
 An implementation is a module with `attend(q, k, v, options, extras)`, which returns the output and the log-sum-exp, and
-`gradients(saved, d_out, d_lse, options, extras)`, which returns the gradients of q, k and v; if `saved` has a part of
-the keys, the first gradient is the contribution of this part. `d_lse` is None if no loss depends on the log-sum-exp.
-`reference` has no `gradients`: jax differentiates it.
+`gradients(saved, d_out, options, extras)`, which returns the gradients of q, k and v; if `saved` has a part of the
+keys, the first gradient is the contribution of this part. The log-sum-exp has no gradient of its own. `reference` has
+no `gradients`: jax differentiates it.
 
 Sinks (Xiao et al., arXiv:2309.17453; gpt-oss) are a logit for each head in the softmax of every row, without a value.
 With the log-sum-exp l of the scores of a row and the sink s of its head, the output is multiplied by e^l / (e^l + e^s),
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.kernels.scopes import run_count
 from jaxmem.kernels.typing import Tree
@@ -49,20 +48,20 @@ class Implementation(NamedTuple):
         return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
     def gradients(
-        self, saved: Residuals, d_out: Tree, d_lse: Tree, options: Options, extras: Extras
+        self, saved: Residuals, d_out: Tree, options: Options, extras: Extras
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The gradients of q, k and v, and of the sinks, with the log-sum-exp that includes them."""
-        of_arrays = _branches(lambda *how: self.module.gradients(saved, d_out, d_lse, *how), options, extras)
+        of_arrays = _branches(lambda *how: self.module.gradients(saved, d_out, *how), options, extras)
         if extras.sinks is None:
             return *of_arrays, None
         inner = row_products(saved.out, d_out)
         share = jnp.exp(extras.sinks.astype(saved.lse.dtype)[:, None] - saved.lse)
         return *of_arrays, -jnp.sum(share * inner, axis=(0, 2)).astype(extras.sinks.dtype)
 
-    def attend(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-        """Output and log-sum-exp, differentiable."""
+    def attend(self, q: Any, k: Any, v: Any, options: Options, extras: Extras) -> jax.Array:
+        """The output, differentiable."""
         if not hasattr(self.module, "gradients"):
-            return self.forward(q, k, v, options, extras)
+            return self.forward(q, k, v, options, extras)[0]
         return differentiable(self, options, q, k, v, extras)
 
 
@@ -83,26 +82,24 @@ def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: E
         return jax.lax.cond(has_window, lambda: run(options, extras), lambda: run(without, extras))
 
 
-def _run(implementation: Any, options: Options, q: Any, k: Any, v: Any, extras: Any) -> tuple[jax.Array, jax.Array]:
-    return implementation.forward(q, k, v, options, extras)
+def _run(implementation: Any, options: Options, q: Any, k: Any, v: Any, extras: Extras) -> jax.Array:
+    return implementation.forward(q, k, v, options, extras)[0]
 
 
-def _saving(implementation: Any, options: Options, *inputs: Tree) -> tuple[Tree, Tree]:
-    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
-    out, lse = (checkpoint_name(x, SAVED) for x in _run(implementation, options, *inputs))
-    return (out, lse), (inputs, out, lse)
+def _saving(implementation: Any, options: Options, *inputs: Tree) -> tuple[jax.Array, Tree]:
+    q, k, v, extras = inputs
+    out, lse = (checkpoint_name(x, SAVED) for x in implementation.forward(q, k, v, options, extras))
+    return out, (inputs, out, lse)
 
 
-def _backward(implementation: Any, options: Options, saved: Tree, cotangents: tuple[Tree, Tree]) -> tuple[Tree, ...]:
-    ((*arrays, extras), out, lse), (d_out, d_lse) = saved, cotangents
-    d_out = jnp.zeros_like(out) if isinstance(d_out, SymbolicZero) else d_out.astype(out.dtype)
-    d_lse = None if isinstance(d_lse, SymbolicZero) else d_lse
-    q, k, v = arrays
-    *of_arrays, d_sinks = implementation.gradients(Residuals(q, k, v, out, lse), d_out, d_lse, options, extras)
+def _backward(implementation: Any, options: Options, saved: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
+    (*arrays, extras), out, lse = saved
+    residuals = Residuals(*arrays, out, lse)
+    *of_arrays, d_sinks = implementation.gradients(residuals, d_out, options, extras)
     of_extras = None if d_sinks is None else Extras(sinks=d_sinks)
     return *(d.astype(x.dtype) for d, x in zip(of_arrays, arrays, strict=True)), of_extras
 
 
-# (an object with `forward` and `gradients`, options, q, k, v, extras) -> output and log-sum-exp.
+# (an object with `forward` and `gradients`, options, q, k, v, extras) -> output.
 differentiable = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
-differentiable.defvjp(_saving, _backward, symbolic_zeros=True)
+differentiable.defvjp(_saving, _backward)

@@ -152,15 +152,12 @@ def call_for(kernel: str, options: Options, q: jax.Array, k: jax.Array) -> Atten
     return AttentionCall(options, q.shape[1], k.shape[1], q.shape[3], fitted)
 
 
-def backward_rows(
-    saved: Residuals, d_out: jax.Array, d_lse: jax.Array | None, options: Options
-) -> tuple[jax.Array, jax.Array]:
+def backward_rows(saved: Residuals, d_out: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
     """Two values for each row: its log-sum-exp in units of the scores, and `inner`: d(loss)/d(score) = p (dp - inner),
-    where inner is the dot product of output and cotangent, minus the cotangent of the log-sum-exp. In a row without
-    keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced."""
-    inner = row_products(saved.out, d_out)
+    where inner is the dot product of output and cotangent. In a row without keys p = exp(-inf) = 0, if its log-sum-exp
+    of -inf is replaced."""
     lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse / score_unit(options))
-    return lse, inner if d_lse is None else inner - d_lse
+    return lse, row_products(saved.out, d_out)
 
 
 def mask_arrays(call: AttentionCall, extras: Extras, batch: int, *, by_keys: bool) -> MaskArrays:

@@ -30,7 +30,7 @@ class ShardedAttention(NamedTuple):
     def forward(self, q: Any, k: Any, v: Any, _: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
         return self.method(self, q, k, v, extras)
 
-    def gradients(self, saved: Residuals, d_out: Tree, _lse: Tree, _: Options, extras: Extras) -> Tree:
+    def gradients(self, saved: Residuals, d_out: Tree, _: Options, extras: Extras) -> Tree:
         return self.derivative(self, (*saved[:3], extras), saved.out, saved.lse, d_out)
 
 
@@ -86,7 +86,7 @@ def backward(
     def gradients(rows: tuple[Tree, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
         (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
         saved = Residuals(q, k, v, out, lse.swapaxes(1, 2))
-        *parts, _ = shard.kernel.gradients(saved, d_out, None, options, Extras(ids, key_ids))
+        *parts, _ = shard.kernel.gradients(saved, d_out, options, Extras(ids, key_ids))
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 

@@ -93,9 +93,9 @@ def attend(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[ja
     return out, lse
 
 
-def gradients(saved: Residuals, d_out: Tree, d_lse: Tree, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
+def gradients(saved: Residuals, d_out: Tree, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
     q, k, v, *_ = saved
-    arrays = q, k, v, d_out, *flash.backward_rows(saved, d_out, d_lse, options)
+    arrays = q, k, v, d_out, *flash.backward_rows(saved, d_out, options)
     call = flash.call_for("d_queries", options, q, k)
     (dq,) = _run("attention_d_queries", call, arrays, extras, (q,), 6 * call.pairs / call.queries)
     call = flash.call_for("d_keys", options, q, k)

@@ -118,7 +118,7 @@ WHOLE = {
 NUMBERS = {
     "attention": ("scale", "soft_cap"), "adam8_update": ("beta1", "beta2", "epsilon"),
 }  # fmt: skip
-FLAGS = {"attention": ("causal", "return_lse")}
+FLAGS = {"attention": ("causal",)}
 NO_NUMBER = ["3", b"3", [3], np.array([3]), np.array([3.0, 4.0]), True, 1j, KEY]
 
 

@@ -391,10 +391,10 @@ FAULTS = {
         "tests/kernels/test_attention.py",
     ),
     "log-sum-exp": Fault(
-        "the gradient of the log-sum-exp has the wrong sign",
+        "the log-sum-exp of a row without its maximum",
         "kernels/fused_attention/blockwise.py",
-        "inner if d_lse is None else inner - d_lse",
-        "inner if d_lse is None else inner + d_lse",
+        "top + jnp.log(jnp.where(seen, total, 1.0))",
+        "jnp.log(jnp.where(seen, total, 1.0))",
         "tests/kernels/test_attention.py",
     ),
     "soft cap": Fault(
