@@ -180,12 +180,9 @@ def _mesh(cfg: Config) -> Iterator[str]:
 
 
 def _context(cfg: Config, model: Decoder) -> Iterator[str]:
-    method = f"mesh.context_method={cfg.mesh.context_method}"
-    if cfg.mesh.context_method not in ("auto", "ulysses") and (model.windows_differ or model.attention_sinks):
+    if cfg.mesh.context_method == "ring" and (model.windows_differ or model.attention_sinks):
         what = "layers with and without a window" if model.windows_differ else "model.attention_sinks=true"
-        yield unsupported(method, what, "mesh.context_method=ulysses")
-    elif cfg.mesh.context_method == "all_gather" and model.window is not None:
-        yield unsupported(method, f"model.window={model.window}", "mesh.context_method=ring")
+        yield unsupported("mesh.context_method=ring", what, "mesh.context_method=ulysses")
 
 
 def _rules(cfg: Config) -> Iterator[str]:

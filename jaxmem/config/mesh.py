@@ -19,9 +19,9 @@ class Mesh(Section):
     )
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
-    context_method: Literal["auto", "ring", "ulysses", "all_gather"] = setting(
+    context_method: Literal["auto", "ring", "ulysses"] = setting(
         "auto",
-        "attention over context; ring: keys and values are sent in a ring; all_gather; ulysses: all-to-all over heads",
+        "attention over context; ring: keys and values are sent in a ring; ulysses: all-to-all over heads",
     )
 
     @property

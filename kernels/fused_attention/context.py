@@ -3,10 +3,9 @@
 METHODS, for implementations that compute gradients for some of the keys (`gradients` in the module):
 
 `ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to the keys that
-it has received and merges results by log-sum-exp. `all_gather` (Llama 3, arXiv:2407.21783) gathers all keys and values
-first, and reduce-scatters their gradients. A causal mask would leave the first devices idle, so for both methods
-positions are in the order of `ring.places`: of 2n chunks, device i has the i-th from the front and the i-th from the
-back, so that all devices have equal work. `ulysses` (DeepSpeed-Ulysses, arXiv:2309.14509): all-to-all from shards of
+it has received and merges results by log-sum-exp. A causal mask would leave the first devices idle, so positions are in
+the order of `ring.places`: of 2n chunks, device i has the i-th from the front and the i-th from the back, so that all
+devices have equal work. `ulysses` (DeepSpeed-Ulysses, arXiv:2309.14509): all-to-all from shards of
 the sequence to shards of the heads, attention to the complete sequence, and back; positions are in order.
 
 Each device saves its shards of q, k, v, output and log-sum-exp for the backward pass, which repeats the communication.
@@ -17,7 +16,6 @@ With a window a device needs only the last keys before its own keys: `ring` is t
 """
 
 import dataclasses
-import functools
 import importlib
 import math
 from typing import Any
@@ -54,11 +52,11 @@ def attention_over(
     why = refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
     kernel = Implementation(importlib.import_module(f"{__package__}.{implementation}"))
-    if method != "ulysses":
-        CHECKS.require(extras.has_window is None, f"has_window is set; {method} does not support it, use ulysses")
-        if method == "ring" and window is not None:
+    if method == "ring":
+        CHECKS.require(extras.has_window is None, "has_window is set; ring does not support it, use ulysses")
+        if window is not None:
             return _halo(kernel, axis, options, q, k, v, extras)
-        CHECKS.require(extras.sinks is None, f"sinks is set; {method} does not support it, use ulysses")
+        CHECKS.require(extras.sinks is None, "sinks is set; ring does not support it, use ulysses")
     attend, derivative = METHODS[method]
     return differentiable(ShardedAttention(attend, derivative, kernel, axis, options), options, q, k, v, extras)
 
@@ -137,5 +135,4 @@ def _halo(kernel: Implementation, axis: str, options: Options, q: Any, k: Any, v
 METHODS: dict[str, Any] = {  # (method, its derivative)
     "ulysses": (_ulysses, _ulysses_backward),
     "ring": (ring.forward, ring.backward),
-    "all_gather": tuple(functools.partial(part, gathered=True) for part in (ring.forward, ring.backward)),
 }

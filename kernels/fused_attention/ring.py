@@ -1,5 +1,5 @@
-"""The methods `ring` and `all_gather` (`gathered=True`) of `context.py`: attention to the keys of one device after the
-other, merged by log-sum-exp. The sequence is the second dimension of all arrays."""
+"""The method `ring` of `context.py`: attention to the keys of one device after the other, merged by log-sum-exp. The
+sequence is the second dimension of all arrays."""
 
 import dataclasses
 from collections.abc import Callable
@@ -48,9 +48,7 @@ def places(length: int, devices: int) -> np.ndarray:
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 
 
-def forward(
-    shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras, *, gathered: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def forward(shard: ShardedAttention, q: Any, k: Any, v: Any, extras: Extras) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp."""
     ids = extras.segment_ids
 
@@ -67,18 +65,12 @@ def forward(
 
     all_seen = dataclasses.replace(shard.options, causal=False)
     local = (k, v, ids)
-    out, lse = _visited(shard.axis, meet, local, attend((q, ids), local, shard.options), gathered)
+    out, lse = _visited(shard.axis, meet, local, attend((q, ids), local, shard.options))
     return out.astype(q.dtype), lse
 
 
 def backward(
-    shard: ShardedAttention,
-    inputs: tuple[Tree, ...],
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    *,
-    gathered: bool = False,
+    shard: ShardedAttention, inputs: tuple[Tree, ...], out: jax.Array, lse: jax.Array, d_out: jax.Array
 ) -> tuple[Tree, ...]:
     """dq, dk and dv in float32, and None. `inputs`: q, k, v and extras, as in `forward`."""
     axis = shard.axis
@@ -92,39 +84,25 @@ def backward(
 
     def meet(state: Tree, block: Block, step: jax.Array) -> Tree:
         dq, d_keys = state
-        # The block's gradients so far: zeros if gathered, otherwise the sum over the devices that the block has
-        # visited.
-        d_block = jax.tree.map(lambda x: jnp.zeros_like(x[0]), d_keys) if gathered else _send_to_next(axis, d_keys)
+        d_block = _send_to_next(axis, d_keys)  # the sum over the devices that the block has visited
         for rows, keys in _pairs(axis, step):
             dq_of_block, d_keys_of_block = gradients(_half(rows, mine), _half(keys, block), all_seen)
             dq = _put(rows, dq, _half(rows, dq) + dq_of_block)
             d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_keys_of_block))
-        return dq, _store(d_keys, d_block, _device(axis, step)) if gathered else d_block
+        return dq, d_block
 
-    q, k, v, ids = *inputs[:3], inputs[3].segment_ids
+    q, k, v, extras = inputs
+    ids = extras.segment_ids
     all_seen = dataclasses.replace(shard.options, causal=False)
     mine = (q, ids, out, lse, d_out)
-    dq, d_keys = gradients(mine, (k, v, ids), shard.options)
-    if gathered:
-        every = jax.tree.map(lambda x: jnp.zeros((jax.lax.axis_size(axis), *x.shape), x.dtype), d_keys)
-        d_keys = _store(every, d_keys, jax.lax.axis_index(axis))
-    dq, d_keys = _visited(axis, meet, (k, v, ids), (dq, d_keys), gathered)
-    return dq, *(jax.lax.psum_scatter(d_keys, axis) if gathered else _send_to_next(axis, d_keys)), None
+    dq, d_keys = _visited(axis, meet, (k, v, ids), gradients(mine, (k, v, ids), shard.options))
+    return dq, *_send_to_next(axis, d_keys), None
 
 
-def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], local: Block, result: Tree, gathered: bool) -> Tree:
-    """Calls `meet` with the keys of every other device. Either all keys are gathered first, or each device sends its
-    current block to the next device while `meet` uses it."""
+def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], local: Block, result: Tree) -> Tree:
+    """Calls `meet` with the keys of every other device: each device sends its current block to the next device while
+    `meet` uses it."""
     last = jax.lax.axis_size(axis) - 1
-    if gathered:
-        every = jax.lax.all_gather(local, axis)
-
-        def read(result: Tree, step: jax.Array) -> tuple[Any, None]:
-            device = _device(axis, step)
-            block = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), every)
-            return meet(result, block, step), None
-
-        return jax.lax.scan(read, result, jnp.arange(1, last + 1, dtype=jnp.int32))[0]
 
     def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
         result, block = state
@@ -132,15 +110,6 @@ def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], local: Block, re
 
     (result, block), _ = jax.lax.scan(visit, (result, _send_to_next(axis, local)), jnp.arange(1, last, dtype=jnp.int32))
     return meet(result, block, jnp.int32(last))
-
-
-def _device(axis: str, step: jax.Array) -> jax.Array:
-    """The device whose keys are on this device after `step` sends."""
-    return (jax.lax.axis_index(axis) - step) % jax.lax.axis_size(axis)
-
-
-def _store(arrays: Tree, block: Any, device: jax.Array) -> Tree:
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, device, 0), arrays, block)
 
 
 def _send_to_next(axis: str, block: Any) -> Tree:

@@ -215,11 +215,6 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["mesh.context_method=ring"], "mesh.context_method=ring ... mesh.context=1 ... context_method=auto"),
         (
             TEXT,
-            ["mesh.context=2", "mesh.context_method=all_gather", "model.window=8"],
-            "mesh.context_method=all_gather ... model.window=8 ... mesh.context_method=ring",
-        ),
-        (
-            TEXT,
             ["mesh.context=2", "mesh.context_method=ring", "memory.attention=cudnn"],
             "mesh.context_method=ring with data.packing=true ... memory.attention=cudnn ... ulysses",
         ),

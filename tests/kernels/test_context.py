@@ -78,12 +78,10 @@ def check(method, arrays, ids, atol=1e-5, **options):
             ("ring", 1000, False),
             ("ulysses", None, False),
             ("ulysses", 20, True),
-            ("all_gather", None, True),
         ],
         ("ring", None, True),
         ("ring", 20, False),
         ("ulysses", None, False),
-        ("all_gather", None, True),
     ),
 )
 def test_it_is_attention(method, window, packed):
@@ -96,9 +94,7 @@ def test_ulysses_repeats_kv_heads_that_are_fewer_than_devices(heads, kv_heads):
     check("ulysses", drawn(heads, kv_heads), documents())
 
 
-@pytest.mark.parametrize(
-    ("method", "packed"), [("ring", False), exhaustive("all_gather", False), exhaustive("ulysses", True)]
-)
+@pytest.mark.parametrize(("method", "packed"), [("ring", False), exhaustive("ulysses", True)])
 def test_cudnn_computes_blocks_of_keys_and_shares_of_heads(method, packed, monkeypatch):
     """The gradients of a block of keys come from the output and the log-sum-exp of all keys."""
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)

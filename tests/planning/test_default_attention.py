@@ -71,7 +71,7 @@ def test_the_kernels_of_packed_rows():
         # Each device attends to the complete sequence, with some of the heads.
         ("h100-80gb", {"mesh": {"context": 2}}, {CUDNN}, "cudnn"),
         ("h100-80gb", {"mesh": {"context": 2, "context_method": "ring"}, "data": UNPACKED}, {CUDNN}, "cudnn"),
-        ("a100-40gb", {"mesh": {"context": 2, "context_method": "all_gather"}}, {TRITON}, "triton"),
+        ("a100-40gb", {"mesh": {"context": 2, "context_method": "ring"}}, {TRITON}, "triton"),
         ("h100-80gb", {"memory": {"attention": "blockwise"}}, set(), "blockwise"),
     ],
 )

@@ -44,7 +44,7 @@ def test_every_two_axes_meet():
 
 
 # The communication of attention, where it is not ulysses.
-METHODS = {"data x context": "ring", "context x tensor": "all_gather"}
+METHODS = {"data x context": "ring", "context x tensor": "ring"}
 # Those that go back by a schedule of boundaries.
 SCHEDULED = {"hybrid x tensor": "sqrt", "context x tensor": "slots_1"}
 
@@ -72,7 +72,7 @@ def claimed(mesh, zero, method):
     for axis in {"fsdp", "context"} & set(mesh):
         kinds[axis] |= {"gather"} if zero >= 1 else set()  # weights
         kinds[axis] |= {"exchange"} if zero >= 2 else set()  # rows of the embedding
-    of_context = {"ring": {"pass on"}, "all_gather": {"gather"}, "ulysses": {"exchange", "gather"}}[method]  # of ids
+    of_context = {"ring": {"pass on"}, "ulysses": {"exchange", "gather"}}[method]  # of ids
     more = {"tensor": {"gather"}, "context": of_context, "stage": {"pass on", "gather"}}  # of stages: their norms
     for axis in more.keys() & mesh.keys():
         kinds[axis] |= more[axis]

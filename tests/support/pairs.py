@@ -203,7 +203,6 @@ mesh.replica=2
 mesh.fsdp=2
 mesh.context=2
 mesh.context_method=ring mesh.context=2
-mesh.context_method=all_gather mesh.context=2
 mesh.tensor=2
 pipeline.rounds=2 mesh.stage=2 batch.accumulate=2
 pipeline.schedule=gpipe mesh.stage=2 batch.accumulate=2

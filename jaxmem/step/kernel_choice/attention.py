@@ -56,10 +56,11 @@ def context_methods(share: DeviceShare, head_groups: int | Literal["auto"]) -> l
     heads = share.heads_of(model.heads)
     kv_heads = share.heads_of(model.kv_heads)
     counts = head_group_counts(heads, kv_heads, share.mesh.context) if heads % kv_heads == 0 else []
-    excluded = set() if counts and head_groups in ("auto", *counts) else {"ulysses"}
-    excluded |= set() if model.window is None else {"all_gather"}
-    excluded |= {"ring", "all_gather"} if model.windows_differ or model.attention_sinks else set()
-    return [method for method in METHODS if method not in excluded]
+    supported = {
+        "ulysses": bool(counts) and head_groups in ("auto", *counts),
+        "ring": not model.windows_differ and not model.attention_sinks,
+    }
+    return [method for method in METHODS if supported[method]]
 
 
 def context_traffic(share: DeviceShare, precision: Precision, method: str) -> tuple[float, float]:
@@ -78,7 +79,7 @@ def context_traffic(share: DeviceShare, precision: Precision, method: str) -> tu
         return sent, sent
     sent = (devices - 1) * keys
     widening = 1 if precision.compute == "float32" else 2  # float32 gradients
-    return sent, sent + widening * (devices * keys if method == "ring" else sent)
+    return sent, sent + widening * devices * keys
 
 
 def context_seconds(share: DeviceShare, precision: Precision, call: Request, method: str, implementation: str) -> float:
@@ -102,4 +103,4 @@ def context_seconds(share: DeviceShare, precision: Precision, call: Request, met
         return compute + sent
     # The outputs for blocks of keys are summed in float32: each block reads two arrays and writes one.
     merged = 6 * 4 * numbers * (devices - 1) * call.queries / devices / _MEMORY
-    return merged + (max(compute, sent) if method == "ring" else compute + sent)
+    return merged + max(compute, sent)
