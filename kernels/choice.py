@@ -48,7 +48,7 @@ def choose(
       order: fused implementations, and the reason to choose each.
       plain: the implementation in plain JAX, if all others are refused.
       capability: the compute capability of the GPU; None: not a GPU.
-      refusal: returns the reason why an implementation cannot be used; None: it can.
+      refusal: returns the reason why an implementation cannot be used, with its name; None: it can.
       kind: the dtypes and formats of the calls.
     """
     if capability is None:
@@ -58,10 +58,7 @@ def choose(
         why = refusal(name)
         if why is None:
             return Choice(name, "; ".join([reason, *refused]), kind)
-        value, _, limit = why.partition("; ")
-        is_stated = bool(limit) and any(earlier.startswith(value) for earlier in refused)
-        text = limit if is_stated else why  # a value is stated once
-        refused.append(text if name in text else f"{name}: {text}")
+        refused.append(why)
     return Choice(plain, "; ".join(refused), kind)
 
 
