@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from .choice import capability
-from .launch import on_each_platform
 
 # Largest shared memory of a block in bytes, by compute capability (CUDA programming guide).
 SHARED_MEMORY_BYTES = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
@@ -44,7 +44,8 @@ def load_programs(module: str) -> Any:
 @dataclass(frozen=True)
 class Launch:
     """How a kernel is compiled and launched. `static`: its compile-time values. `in_place`: indices of the arrays that
-    the kernel overwrites. `flops`: as in `on_each_platform`."""
+    the kernel overwrites. `flops`: operations per element of its first output, which the compiled program carries as
+    metadata."""
 
     grid: tuple[int, ...]
     static: Any
@@ -85,7 +86,28 @@ def launch(
             options |= {"out_shape": results, "enable_fp_fusion": True}
         return list(call(*arrays, kernel=kernel, grid=how.grid, **options))
 
-    return list(on_each_platform(kernel.__name__, how.flops, cpu=on_cpu, gpu=on_gpu)(*arrays))
+    return list(_on_each_platform(kernel.__name__, how.flops, cpu=on_cpu, gpu=on_gpu)(*arrays))
+
+
+def _on_each_platform(
+    name: str, flops: float, *, cpu: Callable[..., Any], gpu: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A kernel as a function of arrays. XLA cannot batch a kernel, so under `jax.vmap` it runs once per element. Its
+    gradient raises an error: operations have separate kernels for first gradients, and support higher gradients in
+    plain JAX only."""
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays: jax.Array) -> Any:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            return jax.lax.platform_dependent(*arrays, cpu=cpu, default=gpu)
+
+    once = jax.custom_jvp(run)
+
+    @once.defjvp
+    def refuse(*_: Any) -> Any:
+        raise ValueError(f"{name}: a kernel has no gradient; use implementation='reference'")
+
+    return once
 
 
 @functools.cache
@@ -108,3 +130,12 @@ def _triton_call() -> Any:
 
     library.compile_ttir_inplace = check_shared_memory
     return library.triton_call
+
+
+def next_power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def block_size(most: int, size: int) -> int:
+    """`most`, or the next power of two of `size` if that is smaller; at least 16, for the tensor cores."""
+    return min(most, max(16, next_power_of_2(size)))

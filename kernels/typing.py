@@ -3,5 +3,4 @@
 from typing import Any
 
 Tree = Any  # nested tuples, dicts and dataclasses of arrays
-Ref = Any  # memory of a kernel, in which it reads and writes
 Index = Any  # an integer, known or traced

@@ -12,7 +12,7 @@ from jaxmem.kernels.choice import Operation, capability
 
 from .arguments import AttentionOptions, QueryHeads, check_arguments
 from .derivative import Implementation
-from .support import OPERATION, PLAIN, Request, refusal
+from .support import OPERATION, PORTABLE, Request, refusal
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("blockwise", "cudnn", "reference", "triton")}
 
@@ -54,7 +54,7 @@ def attention(
     kv_segment_ids = options.get("kv_segment_ids")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not options.get("segment_ids")
     request = Request.of(*arrays[:2], checked, extras, keys_have_own=keys_have_own)
-    return Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
+    return Operation(OPERATION, IMPLEMENTATIONS, PORTABLE).run(
         implementation,
         lambda module: Implementation(module).attend(*arrays, checked, extras),
         (arrays, extras),

@@ -70,7 +70,7 @@ def row_products(out: jax.Array, d_out: jax.Array) -> jax.Array:
     return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
 
-def _branches(run: Callable[[Options, Extras], Any], options: Options, extras: Extras) -> Tree:
+def _branches(run: Callable[[Options, Extras], Tree], options: Options, extras: Extras) -> Tree:
     """`run` with the window or, where `has_window` is false, without it."""
     share = options.window_share
     has_window = extras.has_window

@@ -7,14 +7,14 @@ read. Packed sequences have sorted segment ids, so kernels skip complete blocks.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Array, Int32
 
-from jaxmem.kernels.launch import block_size, next_power_of_2
+from jaxmem.kernels.triton_launch import block_size, next_power_of_2
 
 from .arguments import Extras, Options, Residuals, pairs
 from .derivative import row_products
@@ -108,11 +108,11 @@ def score_unit(options: Options) -> float:
 
 
 class MaskArrays(NamedTuple):
-    """Inputs of a kernel besides q, k and v: arrays outside of the kernel, references inside."""
+    """Inputs of a kernel besides q, k and v."""
 
-    ids: Any
-    kv_ids: Any
-    ranges: Any  # [batch, blocks, 4]: for each block of the kernel, the blocks to visit, as in `block_ranges`
+    ids: Int32[Array, "batch queries"] | None
+    kv_ids: Int32[Array, "batch keys"] | None
+    ranges: Int32[Array, "batch blocks 4"]  # for each block of the kernel, the blocks to visit, as in `block_ranges`
 
 
 # Block sizes of each pass: (largest bytes per element, largest head_dim) -> sizes. They fit every GPU from Ampere on: a

@@ -20,7 +20,7 @@ ORDER = {  # the reason to choose each implementation
     "cudnn": "cuDNN supports this attention",
     "triton": "the kernel for compute capability 8.0 and newer",
 }
-PLAIN = "blockwise"  # runs wherever XLA does
+PORTABLE = "blockwise"  # runs wherever XLA does
 SIXTEEN_BIT = ("bfloat16", "float16")
 MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed sequences; kernels without workspace are as fast
 
@@ -158,4 +158,4 @@ def choose(call: Request, capability: int | None, failed: Mapping[str, str] = NO
         missing = triton_refusal(capability) if name == "triton" else None
         return failed.get(name) or missing or refusal(name, call, capability)
 
-    return choice.choose(ORDER, PLAIN, capability, reason, call.kind)
+    return choice.choose(ORDER, PORTABLE, capability, reason, call.kind)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxmem.kernels.codes import KernelFormat
-from jaxmem.kernels.launch import block_size
+from jaxmem.kernels.triton_launch import block_size
 
 
 class TileSizes(NamedTuple):

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmem.kernels.launch import block_size
-from jaxmem.kernels.triton_launch import Launch, launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, block_size, launch, load_programs
 from jaxmem.kernels.typing import Tree
 
 from .blocks import Groups, block_table, sum_of_groups, usual_rows

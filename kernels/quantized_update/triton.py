@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels.launch import next_power_of_2
-from jaxmem.kernels.triton_launch import Launch, launch, load_programs
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs, next_power_of_2
 
 from . import AdamHyperparameters, Moments8, ScaleBlocks, blocked, lines
 

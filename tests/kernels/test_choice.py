@@ -67,7 +67,7 @@ def test_both_spellings_of_jax_triton(monkeypatch):
     kernel.arg_names = ["x", "y", "unused", "s"]
     how = triton_launch.Launch(grid=(1,), static=None, in_place=(0,))
     array = jnp.zeros(4)
-    monkeypatch.setattr(triton_launch, "on_each_platform", lambda *_, gpu, **__: gpu)
+    monkeypatch.setattr(triton_launch, "_on_each_platform", lambda *_, gpu, **__: gpu)
     for call in (newer, older):
         monkeypatch.setattr(triton_launch, "_triton_call", lambda call=call: call)
         outputs = triton_launch.launch(kernel, [array], [jax.ShapeDtypeStruct((2,), jnp.float32)], how)
