@@ -93,11 +93,10 @@ def _saving(implementation: Any, options: Options, *inputs: Tree) -> tuple[jax.A
 
 
 def _backward(implementation: Any, options: Options, saved: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
-    (*arrays, extras), out, lse = saved
-    residuals = Residuals(*arrays, out, lse)
-    *of_arrays, d_sinks = implementation.gradients(residuals, d_out, options, extras)
+    (q, k, v, extras), out, lse = saved
+    dq, dk, dv, d_sinks = implementation.gradients(Residuals(q, k, v, out, lse), d_out, options, extras)
     of_extras = None if d_sinks is None else Extras(sinks=d_sinks)
-    return *(d.astype(x.dtype) for d, x in zip(of_arrays, arrays, strict=True)), of_extras
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), of_extras
 
 
 # (an object with `forward` and `gradients`, options, q, k, v, extras) -> output.
