@@ -6,7 +6,6 @@ backward pass stores the intermediates of one layer and its gradient. Weights in
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -193,7 +192,12 @@ def _derivative(run: Run, *arguments: Tree) -> Callable[[Tree, Tree], tuple[Tree
     layout = current()
     if layout is None or not layout.vmapped:
         return lambda *g: _gradients(run, arguments, g)
-    of_group = custom_vmap(partial(_gradients, run))
+
+    @custom_vmap
+    def of_group(arguments: Tree, g: Tree) -> Tree:
+        """Traced once for its shapes, where the axis of the groups is not bound."""
+        with replace(layout, vmapped=()):
+            return _gradients(run, arguments, g)
 
     # `jax.vmap` does not support the residuals of a differentiated `shard_map`. So `run` is first mapped over groups of
     # rows, and the mapped function is differentiated.
