@@ -62,6 +62,7 @@ def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, functi
     module = importlib.import_module(module)
     monkeypatch.setattr(kernel_check, "ROWS", 256)
     monkeypatch.setattr(kernel_check, "COLUMNS", 256)
+    monkeypatch.setattr(kernel_check, "LENGTH", 64)
     assert failure(setting, "triton", kind) is None
     right = getattr(module, function)
 
@@ -70,7 +71,7 @@ def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, functi
         return made * 1.1 if function.startswith(("of_", "_of_")) else (made[0] + made[0], *made[1:])
 
     monkeypatch.setattr(module, function, wrong)
-    monkeypatch.setattr(kernel_check, "LENGTH", 128)  # another call: passing is remembered per call
+    # The space makes it another call: passing is remembered per call.
     assert (failure(setting, "triton", kind + " ") or "").startswith(f"its {output} differs from plain JAX's by")
 
 

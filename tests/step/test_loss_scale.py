@@ -34,8 +34,8 @@ def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves():
 
 
 def test_float16_with_a_scale_learns_what_float32_learns():
-    wide = Trained(config())
-    half = Trained(config(precision={**HALF, "loss_scale": 256.0}, mesh={"fsdp": 4}), devices=4)
+    wide = Trained(config(), updates=2)
+    half = Trained(config(precision={**HALF, "loss_scale": 256.0}, mesh={"fsdp": 4}), devices=4, updates=2)
     for mine, exact in zip(half.metrics, wide.metrics, strict=True):
         assert mine["loss"] == pytest.approx(exact["loss"], rel=2e-3)
         assert mine["gradient_norm"] == pytest.approx(exact["gradient_norm"], rel=2e-2)
@@ -46,8 +46,8 @@ def test_float16_with_a_scale_learns_what_float32_learns():
 def test_quantized_weights_computed_in_float16_learn_what_they_learn_in_float32():
     """Gradients are not stored in float16: AdamW squares them."""
     adamw = {"epsilon": 1e-8}  # a second moment of zero divides by this
-    wide = Trained(config(precision={"parameters": "uint5"}, optimizer=adamw), updates=4)
-    half = Trained(config(precision={"parameters": "uint5", "compute": "float16"}, optimizer=adamw), updates=4)
+    wide = Trained(config(precision={"parameters": "uint5"}, optimizer=adamw), updates=2)
+    half = Trained(config(precision={"parameters": "uint5", "compute": "float16"}, optimizer=adamw), updates=2)
     for mine, exact in zip(half.metrics, wide.metrics, strict=True):
         assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
 

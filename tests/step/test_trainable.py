@@ -59,34 +59,26 @@ def test_what_cannot_be_chosen():
         _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).spec.state
 
 
-@pytest.mark.exhaustive
-def test_micro_batches_of_some_layers_beside_adapters():
-    """Gradients are added in place also in a range of layers whose saved boundaries are on the host."""
-    sections = {
-        "model": {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3},
-        "adapter": {"kind": "lora", "rank": 2, "targets": ["*.mlp.*"]},
-        "optimizer": {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": ["blocks[-2:].*"]},
-        "memory": {"remat": "full", "offload": ["activations"]},
-    }
-    whole = Trained(config(**sections, batch={"global_size": 4}))
-    Trained(config(**sections, batch={"global_size": 4, "accumulate": 2}), begin=whole).agrees_with(whole)
-
-
 SOME = ["blocks[:1].attention.*", "blocks[-1:].mlp.*", "blocks[1:].mlp.up.*", "*norm.scale"]
 
 
 @pytest.mark.exhaustive
 def test_some_layers_learn_on_any_mesh():
-    """Of stacks with three layers, each weight in other ones; where groups of rows keep their sums apart, too."""
-    own = {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": SOME}
-    model, batch = {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3}, {"global_size": 8, "accumulate": 2}
-    alone = Trained(config(model=model, optimizer=own, batch=batch), updates=2)
+    """Of stacks with three layers, each weight in other ones, beside adapters; in micro-batches, whose gradients are
+    added in place, also where boundaries are on the host and where groups of rows keep their sums apart."""
+    sections = {
+        "model": {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3},
+        "adapter": {"kind": "lora", "rank": 2, "targets": ["blocks.attention.q"]},
+        "optimizer": {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": SOME},
+    }
+    whole = {"global_size": 8}
+    alone = Trained(config(**sections, batch=whole, memory={"remat": "sqrt"}), updates=2)
     before, after = (flatten_dict(params)["blocks", "mlp", "up", "weight"] for params in (alone.first, alone.params))
     assert [bool((before[n] != after[n]).any()) for n in range(3)] == [False, True, True]
     assert "blocks.mlp.down.weight of layer 2" in alone.built.spec.gradient_names
     assert "blocks.mlp.down.weight of layer 1" not in alone.built.spec.gradient_names
-    mesh = {"replica": 2, "fsdp": 2}
-    split = config(model=model, optimizer=own, batch=batch, mesh=mesh, memory={"remat": "sqrt"})
+    memory = {"remat": "full", "offload": ["activations"]}
+    split = config(**sections, batch={**whole, "accumulate": 2}, mesh={"replica": 2, "fsdp": 2}, memory=memory)
     Trained(split, devices=4, updates=2, begin=alone).agrees_with(alone)
 
 
