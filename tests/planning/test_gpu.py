@@ -58,6 +58,13 @@ def test_the_peak_is_the_one_that_xla_allocates_for(planned: Plan) -> None:
     assert held == pytest.approx(_simulated_peak(planned.compiled_step.assignment), rel=0.01)
 
 
+def test_attention_is_that_of_cudnn(planned: Plan) -> None:
+    """Whose kernel the default of this GPU is, for packed rows too."""
+    kernels = {one.proto.custom_call_target for one in planned.compiled_step.module.walk()}
+    assert any(kernel.startswith("__cudnn$fmha") for kernel in kernels)
+    assert planned.step_as_json()["kernels"]["memory.attention"]["implementation"] == "cudnn"
+
+
 def test_states_are_sharded_over_all_devices(planned: Plan) -> None:
     count = planned.program.model.parameter_count
     assert planned.bytes_per_device["optimizer"] == pytest.approx(8 * count / 8, rel=0.02)
@@ -99,17 +106,15 @@ def test_devices_stand_host_by_host(planned: Plan) -> None:
 
 WITH_CODE = """
 import json
-from jaxmem import load_config
 from jaxmem.machine import devices
 devices.use_cpu_without_gpu(only_compile=True)
-from jaxmem.planning.compile import compile_all
-from jaxmem.planning.compile import UNTIMED, without_cache
-from jaxmem.planning.hlo_proto import BufferAssignmentProto
+import jax
+from jaxmem.planning.compile import UNTIMED, compile_all, without_cache
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step import program
 target = parse_target("rtx4090-24gb")
-built = program(load_config("configs/digits-mlp.yaml"), target_devices(target, target.memory))
-lowered = built.lower_step()
+place = jax.sharding.SingleDeviceSharding(target_devices(target, target.memory)[0])
+x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=place)
+lowered = jax.jit(lambda w, x: (w - jax.nn.softmax(x @ w) @ x).sum(0), donate_argnums=0).lower(x, x)
 planned, _ = compile_all(lowered, {}, here=False)
 with without_cache():
     held = lowered.compile(compiler_options=UNTIMED).memory_analysis()
@@ -134,7 +139,9 @@ def test_machine_code_without_any_cuda_of_the_system(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     planned, made = json.loads(out)
     assert planned == made
-    assert all(made)
+    arguments, *_, temporaries = made
+    assert arguments == 2 * 4 * 256 * 256
+    assert temporaries
     assemblers = [(path, arguments) for path, arguments in seen if path.name == "ptxas"]
     assert any(b"-arch=sm_89" in arguments for _, arguments in assemblers)
     assert all("site-packages" in path.parts for path, _ in assemblers)

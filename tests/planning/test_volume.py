@@ -18,7 +18,7 @@ from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
-from tests.planning.conftest import SMALL, config
+from tests.planning.conftest import SMALL, compiled_for, config
 from tests.support.communication_theory import volume
 from tests.support.tiers import cases
 
@@ -27,7 +27,6 @@ LAYOUTS = {
     "data": ({"fsdp": 8}, 0, {"all-reduce"}),
     "zero-2": ({"fsdp": 8}, 2, {"reduce-scatter", "all-gather", "all-to-all"}),
     "hybrid": ({"replica": 2, "fsdp": 4}, 3, {"reduce-scatter", "all-gather", "all-to-all", "all-reduce"}),
-    "tensor": ({"tensor": 8}, 3, {"reduce-scatter", "all-gather"}),
     "all of them": (
         {"fsdp": 2, "context": 2, "tensor": 2},
         3,
@@ -116,13 +115,11 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
 @pytest.mark.exhaustive
 def test_gradient_communication_overlaps_with_matmuls():
     """Also the last that it makes; on what is older than Hopper, where XLA has to be told."""
-    target = parse_target("a100-80gb:8")
     cfg = config(
         model={"preset": "llama3-8b", "layers": 4}, mesh={"fsdp": 8}, data={"sequence_length": 8192},
         memory={"remat": "full"},
     )  # fmt: skip
-    built = program(cfg, target_devices(target, target.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    _, step = compiled_for(cfg, "a100-80gb:8")
     in_layers = [one for one in sent_by(step).collectives if one.message.kind == "reduce-scatter" and one.executed == 4]
     assert len(in_layers) == 7
     assert all(one.exposed == 0 for one in in_layers)
@@ -133,8 +130,7 @@ def test_quantized_weights_are_updated_in_place(monkeypatch):
     """Part after part: what is sent are codes, twice, and gradients."""
     monkeypatch.setattr(in_place, "PART_SIZE", 2**12)
     cfg = config(model=MODEL, mesh={"fsdp": 8}, precision={"parameters": "int8"}, memory={"remat": "full"})
-    built = program(cfg, target_devices(TARGET, TARGET.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    built, step = compiled_for(cfg, TARGET.name)
     sent = sum(one.wire_bytes for one in sent_by(step).traffic.values())
     assert sent < 6 * built.model.parameter_count
 
@@ -199,8 +195,7 @@ def test_new_weights_are_gathered_in_place_of_the_old_ones(sections):
     """ZeRO-2: one layer at a time, and each byte once."""
     model, batch = MODEL | {"layers": 16}, {"global_size": 8}
     cfg = config(model=model, mesh={"fsdp": 8}, zero=2, batch=batch, optimizer={"clip": None}, **sections)
-    built = program(cfg, target_devices(TARGET, TARGET.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    built, step = compiled_for(cfg, TARGET.name)
     weights = 4 * built.model.parameter_count  # bytes
     assert step.sizes["temporaries"] < 0.75 * weights
     sent = sum(one.traffic.wire_bytes for one in sent_by(step).collectives)
@@ -215,6 +210,5 @@ def test_gradients_of_micro_batches_are_added_in_place(remat):
         model=MODEL | {"layers": 16}, mesh={"fsdp": 8}, zero=1,
         batch={"global_size": 32, "accumulate": 4}, memory={"remat": remat},
     )  # fmt: skip
-    built = program(cfg, target_devices(TARGET, TARGET.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    built, step = compiled_for(cfg, TARGET.name)
     assert step.sizes["temporaries"] < 1.6 * 4 * built.model.parameter_count

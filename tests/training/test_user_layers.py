@@ -166,17 +166,14 @@ def applied_in_a_loop(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
 
-def applied_often(model, batch):
-    return applied_twice(model, batch) + applied_in_a_loop(model, batch)
-
-
 @pytest.mark.exhaustive
-def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path):
+@pytest.mark.parametrize(("calls", "devices"), [(applied_twice, 2), (applied_in_a_loop, 1)])
+def test_a_stack_that_is_applied_twice_has_the_sum_of_both_gradients(tmp_path, calls, devices):
     """Also where each device accumulates the gradients of its own rows."""
     with jax.numpy_dtype_promotion("standard"):
         module = nnx.jit(lambda: without_dropout(nnx.Rngs(jax.random.key(0))))()
-        grads = nnx.jit(nnx.grad(lambda module: applied_often(module, TOKENS[0])))(module)
-    batch, mesh = {"global_size": ROWS, "accumulate": 2}, {"fsdp": 2}
+        grads = nnx.jit(nnx.grad(lambda module: calls(module, TOKENS[0])))(module)
+    batch, mesh = {"global_size": ROWS, "accumulate": 2}, {"fsdp": devices}
     cfg = settings(tmp_path, batch=batch, mesh=mesh, zero=1, train={"steps": 1})
-    run = jaxmem.train(cfg, jax.devices()[:2], **LM | {"loss": applied_often}, layers="blocks")
+    run = jaxmem.train(cfg, jax.devices()[:devices], **LM | {"loss": calls}, layers="blocks")
     assert run.metrics["gradient_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
