@@ -67,8 +67,7 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
-            compiled = plan.step_for(program.bucket(batch))  # a step for each length of `data.buckets`
-            state, metrics = compiled(state, program.place(batch))  # the old state is donated
+            state, metrics = plan.step(state, program.place(batch))  # the old state is donated
             losses.append(metrics["loss"])  # not read yet: devices run ahead of the host
             is_last = step == cfg.steps
             if is_first and (is_last or step % cfg.train.log_every == 0):

@@ -41,7 +41,6 @@ def check_data(cfg: Config) -> Iterator[str]:
                 yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; use data.mixture[0].{field}"
     elif data.weight != Source().weight:
         yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
-    yield from _buckets(data)
     streams = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
     for kind in sorted(kinds - {*streams}) if data.streaming else ():
         yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(streams)}")
@@ -92,14 +91,6 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
     if (source.kind.contents == "images") == is_text:
         names = [name for name, source in SOURCES.items() if (source.contents == "images") != is_text]
         yield unsupported(given, f"model.family={cfg.model.family}", f"{key}.source={one_of(names)}")
-
-
-def _buckets(data: Data) -> Iterator[str]:
-    lengths = tuple(sorted({length for length in data.buckets if length < data.sequence_length}))
-    if data.buckets != lengths:
-        most = f"data.sequence_length={data.sequence_length}"
-        use = f"data.buckets={as_yaml(lengths)}"
-        yield f"data.buckets={as_yaml(data.buckets)} must be ascending and less than {most}; use {use}"
 
 
 CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and activations that each computes in parts

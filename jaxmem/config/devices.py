@@ -107,15 +107,13 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     yield from _head_groups(cfg)
     parts = time_parts(mesh)
     prompt_length = cfg.prompt_length
-    for length in cfg.data.lengths if isinstance(cfg.model, Decoder) else ():
-        if (length + prompt_length) % parts:
-            over = " and ".join(
-                f"mesh.{axis}={getattr(mesh, axis)}" for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1
-            )
-            near = nearest_numbers(length, range(parts - prompt_length % parts, length + parts + 1, parts))
-            key = "data.sequence_length" if length == cfg.data.sequence_length else "data.buckets"
-            prompt = f" plus adapter.virtual_tokens={prompt_length}" if prompt_length else ""
-            yield f"{key}={length}{prompt} is not divisible by {parts}, as {over} requires; use {key}={near}"
+    length = cfg.data.sequence_length
+    if isinstance(cfg.model, Decoder) and (length + prompt_length) % parts:
+        over = " and ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1)
+        near = nearest_numbers(length, range(parts - prompt_length % parts, length + parts + 1, parts))
+        prompt = f" plus adapter.virtual_tokens={prompt_length}" if prompt_length else ""
+        given = f"data.sequence_length={length}{prompt} is not divisible by {parts}, as {over} requires"
+        yield f"{given}; use data.sequence_length={near}"
 
 
 def _experts(cfg: Config) -> Iterator[str]:

@@ -108,9 +108,6 @@ class Data(Source):
     documents_per_row: Count = setting(
         31, "largest number of documents per packed sequence; fused attention needs more memory if this is larger"
     )
-    buckets: ListOf[Count] = setting(
-        (), "shorter sequence lengths, without packing; each batch uses the shortest one that fits its records"
-    )
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
     streaming: bool = setting(
@@ -130,11 +127,6 @@ class Data(Source):
     def max_segments(self) -> int:
         """Largest number of segments of a packed sequence: its documents, and the padding."""
         return 1 + self.documents_per_row
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of sequences, the longest last."""
-        return (*self.buckets, self.sequence_length)
 
 
 class Batch(Section):
@@ -303,10 +295,6 @@ class Config(Section):
         if self.train.tokens is None:
             raise UserError("train.steps and train.tokens are both null; set exactly one of them")
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
-
-    def at_length(self, length: int) -> Config:
-        """This config with all sequences of one length."""
-        return self.replace(data={"sequence_length": length, "buckets": ()})
 
     @property
     def trainable_patterns(self) -> tuple[str, ...]:

@@ -7,8 +7,8 @@
     fingerprint       whether the data is still the same
 
 A record is a document, or a piece of a document that is longer than max(16 KiB, 8 * sequence_length) bytes. The order
-of records is computed from their numbers (`record_order`); rows of a batch are streams of records (`packing`), or
-records of similar length (`buckets`). With `data.streaming`, files are read one after the other (`streaming`).
+of records is computed from their numbers (`record_order`); rows of a batch are streams of records (`packing`). With
+`data.streaming`, files are read one after the other (`streaming`).
 """
 
 from jaxmem.lazy import lazy_names

@@ -60,15 +60,9 @@ class TokenCache(RecordSource):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def _span(self, index: int) -> tuple[int, int]:
-        return int(self._ends[index - 1]) if index else 0, int(self._ends[index])
-
-    def length(self, index: int) -> int:
-        start, end = self._span(index)
-        return end - start
-
     def documents(self, index: int) -> Sequence[Document]:
-        start, end = self._span(index)
+        start = self._ends[index - 1] if index else 0
+        end = self._ends[index]
         return [Document(np.asarray(self._tokens[start:end], np.int32))]
 
 

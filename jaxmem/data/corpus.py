@@ -71,10 +71,6 @@ class Corpus:
             source.counts = counts
         return float(np.mean(lengths or [0]))
 
-    def length(self, source: int, record: Any) -> int | None:
-        """The number of tokens of a record, if it is known without reading it."""
-        return self.sources[source].length(record)
-
     def reference(self, record: int) -> np.ndarray:
         """The reference model's log-probability of each answer of a pair."""
         if self.references is None:

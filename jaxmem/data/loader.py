@@ -2,7 +2,7 @@
 
 The rows of the global batch are numbered row-major over [accumulate, B], B = global_size / accumulate: row a * B + b. A
 process passes its columns b (by default all) and gets arrays [accumulate, its columns, ...]. The contents of a row
-depend only on its number (see `packing`, `buckets`), not on the number of processes; with `data.streaming`, also on the
+depend only on its number (see `packing`), not on the number of processes; with `data.streaming`, also on the
 number of processes at the start of the run (`streaming`).
 
 If a split ends (held-out data; training with `data.epochs`), rows end at different steps: a row that has ended is
@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxmem.config.sections import Config
-from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
 from jaxmem.errors import UserError
@@ -96,7 +95,7 @@ class Loader(AbstractContextManager["Loader"]):
         first = int(self._rows[0])
         is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
         files = min(len(stream.names) for stream in self.corpus.sources)
-        has_own_shard = is_share and columns // count <= files and not self._cfg.data.buckets
+        has_own_shard = is_share and columns // count <= files
         return Shards(columns // count if has_own_shard else 1, columns)
 
     def _build(self) -> Rows:
@@ -123,8 +122,6 @@ class Loader(AbstractContextManager["Loader"]):
                 assert isinstance(images, ImageSource)
                 return ImageRows(cfg, images, order, rows_here, total)
             records = {0: _ordered(corpus, order, total, has_references=cfg.objective.name == "dpo")}
-        if data.buckets:
-            return BucketRows(records[0], rows_here, size, data.lengths)
         most = data.documents_per_row if data.packing else None
         streams = [
             RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), size // shards.count, most)
@@ -164,7 +161,7 @@ class Loader(AbstractContextManager["Loader"]):
 
     def state(self) -> State:
         """The position after the last batch that was returned, for JSON: the rows of this process as [row, record,
-        token], or the position of all buckets."""
+        token]."""
         position = self._batches.get_state()
         state = {"step": position["step"], "global_size": self._cfg.batch.global_size} | position
         if self._shards:
@@ -223,7 +220,6 @@ def _ordered(corpus: Corpus, order: Any, total: int, *, has_references: bool) ->
         documents=lambda place: corpus.documents(*order[place]),
         has=lambda place: place < total,
         per_record=corpus.sources[0].documents_per_record,
-        length=lambda place: corpus.length(*order[place]),
         references=(lambda place: corpus.reference(order[place][1])) if has_references else None,
     )
 
@@ -256,10 +252,6 @@ def merge_states(states: Iterable[State]) -> State:
         if len(set(counts)) != 1:
             raise ValueError(f"processes are at different batches: {sorted(set(counts))}")
         return {"own": counts[0], "iterators": iterators}
-    if "rows" not in states[0]:  # with buckets, the position of all processes is the same
-        if any(state != states[0] for state in states):
-            raise ValueError("processes are at different positions in the data")
-        return states[0]
     common = {(state["step"], state["global_size"]) for state in states}
     if len(common) != 1:
         raise ValueError(f"processes are at different (step, global_size): {sorted(common)}")

@@ -42,7 +42,6 @@ class OrderedRecords:
     documents: Callable[[int], Sequence[Document]]
     has: Callable[[int], bool]  # whether the split has a record at this place
     per_record: int = 1  # documents per record; if above 1, each document is one row
-    length: Callable[[int], int | None] = lambda _: None  # tokens of a record, if known without reading it
     # For DPO: the log-probability of each document of a record under the reference model.
     references: Callable[[int], np.ndarray] | None = None
     release: Callable[[int], None] | None = None  # records before this place are no longer needed

@@ -93,10 +93,6 @@ class RecordSource:
         """The documents of a record; empty documents if the record is skipped."""
         raise NotImplementedError
 
-    def length(self, index: int) -> int | None:  # noqa: ARG002
-        """The number of tokens of a record, if it is known without reading it."""
-        return None
-
     def where(self, index: int) -> str:
         """The file and place of a record, for messages."""
         raise NotImplementedError

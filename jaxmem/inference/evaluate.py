@@ -47,15 +47,14 @@ class Evaluator(AbstractContextManager["Evaluator"]):
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
         self._loader = open_loader(program.cfg, split, program.rows, corpus=corpus, agree=any_process)
-        self._sums = {length: bucket.compiled_evaluate for length, bucket in program.buckets.items()}
+        self._sums = program.compiled_evaluate
 
     def __call__(self, params: Tree, batches: int | None = None) -> Means:
         """Means over `batches` batches, by default all."""
         self._loader.rewind()
         total: Sums = {}
         for batch in islice(self._loader, batches):
-            compiled = self._sums[self._program.bucket(batch)]
-            sums = serialized(compiled(params, self._program.place(batch)))
+            sums = serialized(self._sums(params, self._program.place(batch)))
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         if not total or not total["count"]:
             reason = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"

@@ -101,8 +101,7 @@ def _compute(program: Program, corpus: Corpus, params: Tree) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
     results = []
-    one_length = program.cfg.at_length(program.cfg.data.sequence_length)  # without length buckets
-    with Loader(one_length, "all", program.rows, corpus=corpus, agree=any_process) as loader:
+    with Loader(program.cfg, "all", program.rows, corpus=corpus, agree=any_process) as loader:
         for batch in loader:
             rows = serialized(program.compiled_likelihoods(params, program.place(batch)))
             results.append(np.asarray(rows).ravel())

@@ -27,7 +27,6 @@ from jaxmem.planning.targets import Target, local_target, parse_target, reserved
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.step import Program, program
-from jaxmem.step.programs import step_at
 from jaxmem.typing import JsonDict
 
 
@@ -50,25 +49,14 @@ class Plan(Printed):
     unlimited: Compiled | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
     replicated: Sequence[str] = ()  # arrays that XLA replicates on every device to reshard them
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
-    shorter: Mapping[int, Compiled] = field(default_factory=dict)  # local steps of shorter buckets, by sequence length
     remat_why: str | None = None  # the reason for the policy of `memory.remat: auto`; None: the config names it
 
     @property
     def step(self) -> jax.stages.Compiled:
-        """The step that `train` runs on local devices for sequences of the full length."""
-        return self.step_for(self.program.cfg.data.sequence_length)
-
-    def step_for(self, bucket: int) -> jax.stages.Compiled:
-        """The step that `train` runs for sequences of this length."""
-        executable = self.shorter.get(bucket, self.compiled_step).executable
+        """The step that `train` runs on local devices."""
+        executable = self.compiled_step.executable
         assert executable is not None, f"{self.target.name} is not this machine"
         return executable
-
-    def total_for(self, bucket: int) -> int:
-        """Bytes per device of a step for sequences of this length."""
-        if bucket == self.program.cfg.data.sequence_length:
-            return self.compiled_step.total
-        return self.others[step_at(bucket)]
 
     @property
     def kernels(self) -> dict[str, dict[str, str]]:
@@ -133,7 +121,6 @@ class Plan(Printed):
             "initialise": self._bytes_of("initialise"),
             "load": state,  # each shard of an array is read directly to its device
             "step": self.compiled_step.total,
-            **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
             **({"evaluate": self._bytes_of("evaluate") + optimizer} if self.program.cfg.train.evaluate_every else {}),
             "save": state,  # the checksum needs no device memory; a copy of the state is in host memory (`host_bytes`)
         }
@@ -293,11 +280,9 @@ def plan(
 
 
 def plan_program(built: Program, remat_why: str | None = None) -> Plan:
-    """Plan a program for its local devices. The step of each bucket is compiled once, also for the run; other phases
-    are compiled when their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
+    """Plan a program for its local devices. The step is compiled once, also for the run; other phases are compiled when
+    their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
     start = time.perf_counter()
-    steps = {n: compile_all(bucket.lower_step(), {}, here=True)[0] for n, bucket in built.buckets.items()}
-    step = steps.pop(built.cfg.data.sequence_length)
+    step, _ = compile_all(built.lower_step(), {}, here=True)
     target = local_target(list(built.layout.mesh.devices.flat))
-    totals = {step_at(length): size.total for length, size in steps.items()}
-    return Plan(built, target, step, time.perf_counter() - start, others=totals, shorter=steps, remat_why=remat_why)
+    return Plan(built, target, step, time.perf_counter() - start, remat_why=remat_why)

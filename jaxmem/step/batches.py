@@ -15,8 +15,7 @@ Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every 
 
 
 def batch_spec(cfg: Config) -> dict[str, Array]:
-    """Shape, dtype and logical axes of each array of the global batch; with `data.buckets`, of the longest
-    sequences."""
+    """Shape, dtype and logical axes of each array of the global batch."""
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
     mask: Array = (rows, np.float32, axes)

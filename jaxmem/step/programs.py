@@ -149,9 +149,8 @@ class Program:
 
     def lower_others(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """The other functions that a run compiles, by phase."""
-        shorter = {step_at(length): at.lower_step for length, at in self.buckets.items() if at is not self}
         evaluate = {"evaluate": self.lower_evaluate} if self.cfg.train.evaluate_every else {}
-        return {"initialise": self.lower_initialise, **shorter, **evaluate}
+        return {"initialise": self.lower_initialise, **evaluate}
 
     @cached_property
     def compiled_initialise(self) -> jax.stages.Compiled:
@@ -209,29 +208,19 @@ class Program:
             return jax.jit(create, out_shardings=outputs)(jax.random.key(self.cfg.seed))
 
     @cached_property
-    def buckets(self) -> dict[int, Program]:
-        """The program for each sequence length in `data.buckets`; the last is this program itself."""
-        shorter = {length: replace(self, cfg=self.cfg.at_length(length)) for length in self.cfg.data.buckets}
-        return {**shorter, self.cfg.data.sequence_length: self}
-
-    def bucket(self, batch: Mapping[str, Any]) -> int:
-        """The index in `buckets` of a batch."""
-        return int(batch["inputs"].shape[2]) if self.cfg.data.buckets else self.cfg.data.sequence_length
-
-    @cached_property
     def rows(self) -> range:
         """The rows of the global batch on the devices of this process."""
         return batches.rows(self.spec.batch)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A batch on its devices. Each process passes the `rows` of its devices."""
-        built, order = self.buckets[self.bucket(batch)], None
+        order = None
         if isinstance(self.cfg.model, Decoder):
             from jaxmem.models.attention import context_order
 
-            length, method = batch["inputs"].shape[2], built.model.execution.context_method
-            order = context_order(self.layout, length, method, self.cfg.model.window)
-        return batches.place(order, self.rows, built.spec.batch, batch)
+            length = self.cfg.data.sequence_length
+            order = context_order(self.layout, length, self.model.execution.context_method, self.cfg.model.window)
+        return batches.place(order, self.rows, self.spec.batch, batch)
 
     @contextlib.contextmanager
     def lowering(self) -> Iterator[None]:
@@ -290,11 +279,6 @@ def check_mesh(layout: Layout, model: ModelSpec) -> None:
             use += f", or name the axes of its weights, e.g. axes={{'*.up.kernel': ('embed', '{named[-1]}')}}"
             use += " (docs/how-to/from-a-script.md)"
         raise UserError(f"mesh.{axis}={getattr(cfg.mesh, axis)} does not shard the model: {why}; {use}")
-
-
-def step_at(length: int) -> str:
-    """The name of the phase for the step with sequences of this length."""
-    return f"step at {length}"
 
 
 def compiler_options(platform: str, devices: int, *, fetches: bool, deterministic: bool) -> Options:

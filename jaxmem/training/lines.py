@@ -84,7 +84,7 @@ def data_line(data: Data, rows: int, steps: int, corpus: Corpus, tokens: float) 
       tokens: mean length of a document.
     """
     source = corpus.sources[0]
-    if not tokens or len(corpus.sources) > 1 or data.buckets or source.documents_per_record > 1:
+    if not tokens or len(corpus.sources) > 1 or source.documents_per_record > 1:
         return None
     most = data.documents_per_row if data.packing else 1
     in_update = rows * min(data.sequence_length / tokens, most)

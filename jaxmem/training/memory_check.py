@@ -83,12 +83,12 @@ class PeakCheck:
         self._plan = plan
         self._file = file
         self._steps = 0
-        self._planned = plan.phases["initialise"]  # the largest planned peak of the phases that have run
+        # The largest planned peak of the phases that have run.
+        self._planned = max(plan.phases["initialise"], plan.compiled_step.total)
 
-    def after_step(self, bucket: int) -> str | None:
-        """A line to print, once; otherwise None. `bucket` is the sequence length of the step."""
+    def after_step(self) -> str | None:
+        """A line to print, once; otherwise None."""
         self._steps += 1
-        self._planned = max(self._planned, self._plan.total_for(bucket))
         if self._steps != MEASURED_AFTER or jax.process_index():
             return None
         peak = device_memory().get("peak_bytes_in_use")

@@ -162,7 +162,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         corpus = loader.corpus
         progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
-        work = {length: lines.work_of(bucket) for length, bucket in built.buckets.items()}
+        work = lines.work_of(built)
         rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
@@ -182,14 +182,13 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
-            bucket = built.bucket(batch)
             profile.before(step)
-            state, metrics = serialized(plan.step_for(bucket)(state, built.place(batch)))
+            state, metrics = serialized(plan.step(state, built.place(batch)))
             profile.after(step, metrics)
             last = stop.from_any_process(largest_signal.of(stop.requested or 0)) or step == cfg.steps
             try:
-                telemetry.update(step, metrics, work[bucket])
-                progress.say(peak.after_step(bucket))
+                telemetry.update(step, metrics, work)
+                progress.say(peak.after_step())
                 with progress.paused():
                     if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
                         held_out = evaluate(state.params, cfg.train.evaluate_batches)

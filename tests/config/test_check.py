@@ -175,17 +175,6 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["data.field=body"], "data.field=body ... data.source=jsonl"),
         (TEXT, ["data.source=digits"], "data.source=digits ... model.family=decoder ... data.source=stdlib"),
         (PICTURES, ["data.source=stdlib"], "data.source=stdlib ... model.family=vit ... data.source=digits"),
-        (TEXT, ["data.buckets=[8]"], "data.packing=true ... data.packing=false"),
-        (
-            TEXT,
-            ["data={packing: false, sequence_length: 64, buckets: [16, 8, 64]}"],
-            "data.buckets=[16, 8, 64] ... data.sequence_length=64 ... data.buckets=[8, 16]",
-        ),
-        (
-            TEXT,
-            ["data.packing=false", "data.buckets=[8]", "train={tokens: 100000}"],
-            "train.tokens=100000 ... train.steps",
-        ),
         (TEXT, ["data.weight=2"], "data.weight=2 requires data.mixture"),
         (
             TEXT,

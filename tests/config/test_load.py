@@ -208,7 +208,6 @@ FORMS = [  # every field that is a list, a mapping or a section of its own
     "adapter={kind: lora, targets: {'*.mlp.*': 2, '*.q': 5}}",
     "adapter={kind: lora, targets: ['*.q']}",
     "data.mixture=[{source: stdlib}, {source: text, path: a}]",
-    "data={packing: false, buckets: [8, 16]}",
     "memory.remat={save: [mlp_hidden]}",
     "memory={remat: full, offload: [activations, optimizer]}",
     "optimizer.trainable=['head.*']",

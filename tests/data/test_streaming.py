@@ -39,7 +39,7 @@ def texts_of(shards: Path) -> list[str]:
     return [json.loads(line)["text"] for file in sorted(shards.iterdir()) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": False, "sequence_length": 64}, {"buckets": [16, 32]}])
+@pytest.mark.parametrize("options", [{}, {"packing": False, "sequence_length": 64}])
 def test_every_document_that_often(config: Make, shards: Path, options: dict[str, Any]) -> None:
     cfg = config(path=str(shards), streaming=True, epochs=2, **{"sequence_length": 40, **options})
     assert documents(take(cfg)) == Counter(dict.fromkeys(texts_of(shards), 2))

@@ -281,7 +281,6 @@ data.field=other data.path=DATA/texts.jsonl data.source=jsonl
 data.sequence_length=32
 data.packing=false
 data.documents_per_row=2
-data.buckets=[8,16] data.packing=false
 data.epochs=1
 data.streaming=true
 data.on_overlong=drop {CHAT}

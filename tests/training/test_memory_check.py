@@ -114,8 +114,8 @@ def test_measured_stands_beside_planned(plan: Plan, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan.as_json()))
-    measured, length = PeakCheck(plan, file), plan.program.cfg.data.sequence_length
-    said = [measured.after_step(length) for _ in range(6)]
+    measured = PeakCheck(plan, file)
+    said = [measured.after_step() for _ in range(6)]
     assert [line is not None for line in said] == [False, False, True, False, False, False]
     assert "measured peak" in str(said[2])
     told = json.loads(file.read_text())
@@ -128,7 +128,7 @@ def test_measured_stands_beside_planned(plan: Plan, tmp_path: Path, monkeypatch:
 
 def test_devices_that_do_not_tell_are_not_asked_again(plan: Plan, tmp_path: Path) -> None:
     measured = PeakCheck(plan, tmp_path / "plan.json")
-    assert [measured.after_step(plan.program.cfg.data.sequence_length) for _ in range(5)] == [None] * 5
+    assert [measured.after_step() for _ in range(5)] == [None] * 5
 
 
 # ------------------------------------------------------------------ one number for what is left over
