@@ -17,7 +17,7 @@ from jaxmem.config.names import (
     offloaded_activations,
 )
 from jaxmem.config.networks import Convnet, Decoder, ImageInput, Vit
-from jaxmem.config.recompute import Save, is_scheduled, policy_of
+from jaxmem.config.recompute import Save, is_scheduled
 from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.errors import as_yaml, nearest, nearest_numbers, one_of, required, unsupported
 
@@ -138,9 +138,6 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield f"{offload} has no effect: sgd with optimizer.momentum=0 has no state; use memory.offload=none"
     if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
         yield f"{offload} has no effect: all parameters are trainable; use memory.offload=none or optimizer"
-    policy = policy_of(memory.remat)
-    if memory.expert_groups != 1 and (policy is None or policy.saved != ()):  # the layer would be copied as a whole
-        yield unsupported(f"memory.expert_groups={memory.expert_groups}", remat, "memory.remat=full or sqrt")
     named = [name for name in away if name != BOUNDARY]
     if named and is_scheduled(memory.remat):
         yield unsupported(offload, remat, "memory.remat=full")

@@ -124,14 +124,6 @@ def _experts(cfg: Config) -> Iterator[str]:
     elif experts is not None and experts.count % size:
         near = nearest_numbers(size, divisors(experts.count))
         yield f"model.experts.count={experts.count} is not divisible by mesh.expert={size}; use mesh.expert={near}"
-    groups = cfg.memory.expert_groups
-    devices = math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)
-    if groups > 1 and devices > 1:
-        yield f"memory.expert_groups={groups} does not support {devices} devices; use memory.expert_groups=1"
-    elif groups > 1 and experts is not None and experts.count % groups:
-        near = nearest_numbers(groups, divisors(experts.count))
-        given = f"model.experts.count={experts.count} is not divisible by memory.expert_groups={groups}"
-        yield f"{given}; use memory.expert_groups={near}"
 
 
 def _head_groups(cfg: Config) -> Iterator[str]:

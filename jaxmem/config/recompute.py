@@ -122,9 +122,6 @@ class Memory(Section):
     head_groups: Literal["auto"] | Count = setting(
         "auto", "number of groups of heads; attention is computed for one group at a time"
     )
-    expert_groups: Count = setting(
-        1, "number of groups of frozen experts in host memory; one group is copied while another one is computed"
-    )
 
 
 def policy_of(remat: object) -> Policy | None:

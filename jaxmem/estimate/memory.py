@@ -87,7 +87,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         layer = _one_layer(size_of, role, away)
         experts = _one_layer(size_of, role, [x for x in leaves if x.can_offload and "expert" in x.axes])
         if may_offload:  # the weights of the current and of the next layer
-            kinds["weights: from the host"] = 2 * (layer - experts + experts // cfg.memory.expert_groups)
+            kinds["weights: from the host"] = 2 * layer
         else:  # XLA slices the experts of a layer from the stack, since loops and kernels read them
             kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + experts
     if is_during := cfg.memory.update == "during":

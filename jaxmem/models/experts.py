@@ -8,13 +8,9 @@ are uniform; and the z-loss (Zoph et al., arXiv:2202.08906), the square of the l
 means are over the tokens of documents, without padding. A shared expert (Dai et al., arXiv:2401.06066) is an MLP that
 computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 
-`mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts. Frozen experts in
-host memory (`memory.expert_groups`) are computed in equal groups, one after the other, while the weights of the next
-group are copied to the device, which thus stores two groups and not two layers. Each group is copied once in the
-forward pass and once in the backward pass, which also recomputes it.
+`mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +28,6 @@ from jaxmem.models.linear import Linear
 from jaxmem.models.mixture import Mixture
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather_quantized, mean_over_groups
-from jaxmem.sharding.host import is_streamed
 from jaxmem.sharding.weights import frozen_of
 from jaxmem.stack import saved_as
 from jaxmem.typing import Tree
@@ -64,15 +59,13 @@ class ExpertLinear(Linear):
         self.lora = nnx.data(None)
 
     def frozen(self, dtype: DTypeLike) -> Tree:
-        """The weight, if it has no gradient; quantized weights are not dequantized, streamed weights not copied."""
+        """The weight, if it has no gradient; quantized weights are not dequantized."""
         weight = self.weight.get_value()
         value = frozen_of(weight)
         if value is None:
-            if not (isinstance(weight, QTensor) or is_streamed(weight)):
+            if not isinstance(weight, QTensor):
                 return {}
             value = weight
-        if any(map(is_streamed, jax.tree.leaves(value, is_leaf=is_streamed))):
-            return {"weight": value}
         if not isinstance(value, QTensor):
             return {"weight": fetch(self.weight, dtype)}
         return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
@@ -138,18 +131,15 @@ class Experts(nnx.Module):
         frozen = {name: module.frozen(x.dtype) for name, module in modules.items()}
         layout = current()
         arrays = trainable, frozen, x, choices, shares
-        streamed = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_streamed) if is_streamed(leaf)]
-        groups = streamed[0].groups if streamed else 1
         scalings = tuple(module.scaling for module in modules.values())
-        mixture = Mixture(self.cfg, self.activation, self.implementation, group_count=groups, scalings=scalings)
+        mixture = Mixture(self.cfg, self.activation, self.implementation, scalings=scalings)
         # Kernels need `jax.shard_map`, from which they know the device to compile for.
         if layout is None or (layout.mesh.size == 1 and self.implementation == "blockwise"):
             run: Any = mixture
         else:
             axes = {name: module.axes for name, module in modules.items()}
             run = partial(mixture.over(layout).sharded, layout, axes)
-        y = map_expert_groups(run, groups, *arrays) if streamed else run(*arrays)
-        y = saved_as(y, MATMUL)
+        y = saved_as(run(*arrays), MATMUL)
         if self.cfg.shared is not None:
             shared = self.shared(x, keys)
             if self.shared_gate is not None:
@@ -186,84 +176,3 @@ def _of_top_groups(cfg: networks.Experts, x: Float[Array, "batch time experts"])
     chosen = jax.lax.top_k(jnp.max(grouped, axis=-1), cfg.top_groups)[1]
     is_chosen = jnp.any(jax.nn.one_hot(chosen, cfg.groups, dtype=bool), axis=-2)
     return jnp.where(is_chosen[..., None], grouped, jnp.zeros_like(grouped)).reshape(x.shape)
-
-
-# (trainable and frozen weights of a group, x, choices, counted from its first expert, and shares) -> result
-Run = Callable[[Tree, Tree, jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def map_expert_groups(
-    run: Run, groups: int, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array
-) -> jax.Array:
-    """The sum of `run` over groups of the experts. Weights are [experts, ...], on the device or streamed. Gradients
-    exist for `trainable`, `x` and `shares`."""
-    weights = _Groups(groups, trainable, frozen, x.dtype)
-
-    def step(group: jax.Array | int, frozen_group: Tree, y: jax.Array) -> jax.Array:
-        new = run(weights.trainable_of(group), frozen_group, x, weights.within(choices, group), shares)
-        return y + new.astype(jnp.float32)
-
-    return weights.for_each(step, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
-
-
-def _groups_backward(run: Run, groups: int, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
-    trainable, frozen, x, choices, shares = saved
-    weights = _Groups(groups, trainable, frozen, x.dtype)
-
-    def step(
-        group: jax.Array | int, frozen_group: Tree, gradients: tuple[Tree, jax.Array, jax.Array]
-    ) -> tuple[Any, ...]:
-        chosen = weights.within(choices, group)
-
-        def result(trainable: Tree, x: jax.Array, shares: jax.Array) -> jax.Array:
-            return run(trainable, frozen_group, x, chosen, shares)
-
-        def write(all_groups: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(all_groups, new, group * new.shape[0], 0)
-
-        of_trainable, of_x, of_shares = gradients
-        new, dx, dshares = jax.vjp(result, weights.trainable_of(group), x, shares)[1](g)
-        return jax.tree.map(write, of_trainable, new), of_x + dx.astype(jnp.float32), of_shares + dshares
-
-    begin = jax.tree.map(jnp.zeros_like, trainable), jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(shares)
-    of_trainable, of_x, of_shares = weights.for_each(step, begin)
-    return of_trainable, None, of_x.astype(x.dtype), None, of_shares
-
-
-map_expert_groups.defvjp(lambda run, groups, *saved: (map_expert_groups(run, groups, *saved), saved), _groups_backward)
-
-
-class _Groups:
-    def __init__(self, groups: int, trainable: Tree, frozen: Tree, dtype: DTypeLike):
-        self._groups, self._trainable, self._frozen, self._dtype = groups, trainable, frozen, dtype
-        self._size = jax.tree.leaves((trainable, frozen), is_leaf=is_streamed)[0].shape[0] // groups
-
-    def within(self, choices: jax.Array, group: jax.Array | int) -> jax.Array:
-        return choices - jnp.asarray(group * self._size, choices.dtype)
-
-    def trainable_of(self, group: jax.Array | int) -> Tree:
-        return jax.tree.map(lambda x: self._slice(x, group), self._trainable)
-
-    def for_each(self, step: Callable[[Any, Tree, Any], Any], carry: Tree) -> Tree:
-        """Applies `step(group, frozen weights, carry)` to each group."""
-
-        def next_group(group: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-            following = self._fetch(group + 1)
-            return step(group, state[1], state[0]), following
-
-        # The last group is not in the loop, which would copy one group too many.
-        carry, last = jax.lax.fori_loop(0, self._groups - 1, next_group, (carry, self._fetch(0)))
-        return step(self._groups - 1, last, carry)
-
-    def _fetch(self, group: jax.Array | int) -> Tree:
-        def weight(w: Tree) -> Tree:
-            w = jax.tree.map(lambda x: self._slice(x, group), w, is_leaf=is_streamed)
-            return w if isinstance(w, QTensor) else w.astype(self._dtype)
-
-        return jax.tree.map(weight, self._frozen, is_leaf=lambda w: isinstance(w, QTensor) or is_streamed(w))
-
-    def _slice(self, x: Tree, group: jax.Array | int) -> jax.Array:
-        if is_streamed(x):
-            return x.group(group)
-        return jax.lax.dynamic_slice_in_dim(x, group * self._size, self._size)

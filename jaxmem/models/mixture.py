@@ -48,7 +48,6 @@ class Mixture:
     activation: str
     implementation: str
     experts: int = 1  # number of devices along `expert`
-    group_count: int = 1  # number of groups of experts that are computed one after the other (`expert_groups`)
     gathers: bool = False  # whether the devices along `expert` have different tokens
     tensor: tuple[str, ...] = ()  # mesh axes that shard hidden units
     parts: int = 1  # number of devices along the axes `tensor`
@@ -78,8 +77,7 @@ class Mixture:
 
     def _run(self, trainable: Tree, frozen: Tree, x: jax.Array, choices: jax.Array, shares: jax.Array) -> jax.Array:
         """The weighted sum over the experts of this device, for its shard of their hidden units."""
-        parts = self.experts * self.group_count
-        count = self.cfg.count // parts
+        count = self.cfg.count // self.experts
         top_k = self.cfg.top_k
         if self.experts > 1:
             choices = choices - jax.lax.axis_index("expert").astype(choices.dtype) * count
@@ -90,11 +88,11 @@ class Mixture:
         inputs = trainable, frozen, rows, shares.reshape(-1)[groups.order], groups
         if self.implementation == "blockwise":
             mlp = partial(_gated_mlp, GATES[self.activation], self.parts, self.scalings)
-            y = map_groups(mlp, *inputs, parts=parts).astype(x.dtype)
-        elif parts == 1:
+            y = map_groups(mlp, *inputs, parts=self.experts).astype(x.dtype)
+        elif self.experts == 1:
             y = sum_of_groups(self._fused(True, *inputs), groups, rows.shape[0])
         else:
-            chunk = math.ceil(MAX_LOAD_RATIO * choices.size / parts)
+            chunk = math.ceil(MAX_LOAD_RATIO * choices.size / self.experts)
             y = map_chunks(partial(self._fused, False), chunk, *inputs)
         return y.reshape(x.shape)
 

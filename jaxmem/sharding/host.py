@@ -8,8 +8,6 @@ computation of a layer (Ren et al., arXiv:2101.06840). CPUs have only one memory
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,35 +21,6 @@ HOST_MEMORY = "pinned_host"  # jax's name of the memory
 CHUNK_ELEMENTS = 2**24  # elements that are written at a time
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StreamedArray:
-    """A stack in host memory, or a layer of it, which the layer copies in groups, one after the other."""
-
-    stack: jax.Array
-    groups: int = field(metadata={"static": True})  # the number of equal parts of the first dimension of a layer
-    layer: jax.Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stack.shape if self.layer is None else self.stack.shape[1:]
-
-    ndim = property(lambda self: len(self.shape))
-    dtype = property(lambda self: self.stack.dtype)
-
-    def group(self, number: jax.Array | int) -> jax.Array:
-        """A group, on the device. One slice selects the layer and the group; a slice of a slice would copy the layer
-        in host memory."""
-        assert self.layer is not None
-        size = self.shape[0] // self.groups
-        start = (self.layer, number * size, *[0] * (self.ndim - 1))
-        return to_device(jax.lax.dynamic_slice(self.stack, start, (1, size, *self.shape[1:])).squeeze(0))
-
-
-def is_streamed(x: object) -> bool:
-    return isinstance(x, StreamedArray)
-
-
 def to_host(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
@@ -61,18 +30,13 @@ def to_device(tree: Tree) -> Tree:
 
 
 def is_on_host(x: object) -> bool:
-    """Whether an array has to be copied to the device. A streamed array is copied where it is used."""
-    return not is_streamed(x) and bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
-
-
-def _map(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """`function` of each array; a streamed array is one array."""
-    return jax.tree.map(function, tree, is_leaf=is_streamed)
+    """Whether an array has to be copied to the device."""
+    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
 def fetch_from_host(tree: Tree) -> Tree:
-    """A tree with all leaves on the device, except streamed arrays."""
-    return _map(lambda x: to_device(x) if is_on_host(x) else x, tree)
+    """A tree with all leaves on the device."""
+    return jax.tree.map(lambda x: to_device(x) if is_on_host(x) else x, tree)
 
 
 def send_like(tree: Tree, like: Tree) -> Tree:
@@ -90,25 +54,18 @@ def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 
 def host_leaves(tree: Tree) -> Tree:
-    """The leaves in host memory that are not streamed; None for others."""
-    return _map(lambda x: x if is_on_host(x) else None, tree)
+    """The leaves in host memory; None for others."""
+    return jax.tree.map(lambda x: x if is_on_host(x) else None, tree)
 
 
 def device_leaves(tree: Tree) -> Tree:
     """The leaves on the device; None for others."""
-    return _map(lambda x: None if is_streamed(x) or is_on_host(x) else x, tree)
+    return jax.tree.map(lambda x: None if is_on_host(x) else x, tree)
 
 
 def take_layer(stacked: Tree, layer: jax.Array, dim: int = 0) -> Tree:
     """One layer of stacked arrays; `dim` is the dimension of layers."""
-    read = lambda x: replace(x, layer=layer) if is_streamed(x) else _read(dim)(x, layer)  # noqa: E731
-    return _map(read, stacked)
-
-
-def streamed_leaves(stacked: Tree, layer: jax.Array) -> Tree:
-    """A layer of the streamed arrays; None for other leaves."""
-    streamed = lambda x: replace(x, layer=layer) if is_streamed(x) else None  # noqa: E731
-    return _map(streamed, stacked)
+    return jax.tree.map(lambda x: _read(dim)(x, layer), stacked)
 
 
 def put_layer(stacked: Tree, layer: jax.Array, new: Tree) -> Tree:

@@ -39,7 +39,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.config.sections import Precision
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
-from jaxmem.sharding.host import is_streamed, to_host
+from jaxmem.sharding.host import to_host
 from jaxmem.sharding.table import Axes
 from jaxmem.typing import Tree
 
@@ -179,10 +179,6 @@ def is_quantized(x: object) -> bool:
     return isinstance(x, QTensor | WithRemainder)
 
 
-def _is_weight(x: object) -> bool:
-    return is_quantized(x) or is_streamed(x)
-
-
 def differentiable(params: Tree, dtype: DTypeLike | None = None) -> Tree:
     """The arrays to differentiate with respect to: each weight that has this dtype, and zeros of this dtype for any
     other weight. With `dtype` None, the dtype of each weight."""
@@ -191,7 +187,7 @@ def differentiable(params: Tree, dtype: DTypeLike | None = None) -> Tree:
         target = jnp.dtype(w.dtype if dtype is None else dtype)
         return w if isinstance(w, jax.Array) and w.dtype == target else jnp.zeros(w.shape, target)
 
-    return jax.tree.map(proxy, params, is_leaf=_is_weight)
+    return jax.tree.map(proxy, params, is_leaf=is_quantized)
 
 
 def with_gradients(params: Tree, proxies: Tree, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Tree:
@@ -205,7 +201,7 @@ def with_gradients(params: Tree, proxies: Tree, partial: Mapping[Any, tuple[int,
             return proxy
         return StoredWeight(w, proxy)
 
-    return jax.tree_util.tree_map_with_path(with_gradient, params, proxies, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(with_gradient, params, proxies, is_leaf=is_quantized)
 
 
 MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original

@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
-from jaxmem.sharding.host import StreamedArray, fetch_from_host, host_leaves, is_on_host, put_layer, take_layer
+from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
 from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
 from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers
 from jaxmem.stack.interception import intercepted
@@ -57,9 +56,7 @@ def stack_call(
     def run(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
         return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, layer_input, shared)
 
-    experts = (path for path, variable in nnx.to_flat_state(state) if "expert" in variable.get_metadata()["axes"])
-    streamed = frozenset(experts if options.expert_groups > 1 else ())
-    return StackCall(run, nnx.to_pure_dict(state), x, inputs, shared, options, streamed)
+    return StackCall(run, nnx.to_pure_dict(state), x, inputs, shared, options)
 
 
 def apply_call(call: StackCall) -> tuple[Tree, Tree]:
@@ -74,7 +71,6 @@ def apply_call(call: StackCall) -> tuple[Tree, Tree]:
     if len(ranges) == 1:
         return _apply(call, forms)
     forms |= {(*group, size, *form) for form in forms for size in (1, call.layers) for group in ((), vmap_groups())}
-    call = replace(call, streamed=frozenset())
     outputs = []
     x = call.x
     for layers in ranges:
@@ -89,7 +85,7 @@ def _apply(call: StackCall, forms: Forms) -> tuple[Tree, Tree]:
     if call.plan is not None:
         from jaxmem.stack.scheduled import by_plan
 
-        return by_plan(with_streams(call))
+        return by_plan(call)
     if hooks_in_place(call.weights):
         return _scan_with_hooks(call)
     return jax.lax.scan(
@@ -97,15 +93,6 @@ def _apply(call: StackCall, forms: Forms) -> tuple[Tree, Tree]:
         call.x,
         (call.weights, call.inputs),
     )
-
-
-def with_streams(call: StackCall) -> StackCall:
-    """The call, in which layers copy the weights `call.streamed` from host memory in groups."""
-    if not call.streamed:
-        return call
-    stream = partial(jax.tree.map, lambda x: StreamedArray(x, call.options.expert_groups) if is_on_host(x) else x)
-    weights = {path: stream(w) if path in call.streamed else w for path, w in flatten_dict(call.weights).items()}
-    return replace(call, weights=unflatten_dict(weights))
 
 
 def _scan_with_hooks(call: StackCall) -> tuple[Tree, Tree]:

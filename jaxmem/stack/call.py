@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -14,7 +14,6 @@ from jaxmem.stack.recompute_plan import RecomputePlan
 from jaxmem.stack.remat import Remat, decode, encode, is_encoded
 from jaxmem.typing import Tree
 
-Path = tuple[Any, ...]
 # (weights of a layer, x, the input of this layer, inputs shared by all layers) -> (x, output of this layer)
 Run = Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
 
@@ -39,7 +38,6 @@ class StackOptions:
     order: LayerOrder | None = None  # how the layers are stored; None: in the order of the network
     # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
     host: tuple[str, ...] = ()
-    expert_groups: int = 1  # number of groups in which a layer copies frozen experts from host memory
     in_fp8: bool = False  # whether saved activations are in FP8
 
 
@@ -56,7 +54,6 @@ class StackCall:
     inputs: Tree = None  # the inputs of all layers, stacked
     shared: Tree = None
     options: StackOptions = DEFAULTS
-    streamed: frozenset[Path] = frozenset()  # weights that layers copy from host memory in groups, if they are there
     plan: RecomputePlan | None = None  # the boundaries to save; None: all, and the activations that `run` saves
 
     @property

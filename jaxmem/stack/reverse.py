@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxmem.sharding import shard_count
 from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack.apply import checkpointed, with_streams
+from jaxmem.stack.apply import checkpointed
 from jaxmem.stack.call import Run, StackCall
 from jaxmem.stack.recompute_plan import RecomputePlan
 from jaxmem.stack.scheduled import available_after, fetch_layer, first_pass, layer_with, recompute, scan_layers
@@ -109,7 +109,7 @@ def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = N
         micro: the number of micro-batches, which are processed one after the other; they need a policy that saves the
             input of every layer.
     """
-    call = with_streams(checkpointed(call, call.layers, fetches_ahead=True))
+    call = checkpointed(call, call.layers, fetches_ahead=True)
     proxies_of = differentiable_weights(trainable, dtype)
     return _saving(call, proxies_of, micro) if call.plan is None else _recomputing(call, call.plan, proxies_of, micro)
 

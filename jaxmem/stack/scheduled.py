@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxmem.kernels.scopes import run_count
 from jaxmem.sharding import GROUPS, current
-from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, streamed_leaves, take_layer, to_device
+from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, take_layer, to_device
 from jaxmem.sharding.weights import (
     HookedWeight,
     StoredWeight,
@@ -73,7 +73,7 @@ def scan_layers(
         x, carried, fetched = carry
         stored, layer_input, layer = of_layer
         following = fetch_layer(weights, layer + 1)
-        x, carried, output = step(carried, layer_input, fill(fill(stored, fetched), streamed_leaves(weights, layer)), x)
+        x, carried, output = step(carried, layer_input, fill(stored, fetched), x)
         return (x, carried, following), output
 
     numbers = jnp.arange(jax.tree.leaves((weights, inputs))[0].shape[0], dtype=jnp.int32)
@@ -253,7 +253,7 @@ def _is_weight(x: object) -> bool:
 
 def layer_with(stacked: Tree, layer: jax.Array, fetched: Tree) -> Tree:
     """The weights of one layer, some of which have been copied from host memory."""
-    return fill(fill(take_layer(device_leaves(stacked), layer), fetched), streamed_leaves(stacked, layer))
+    return fill(take_layer(device_leaves(stacked), layer), fetched)
 
 
 def available_after(x: Tree, layer: jax.Array) -> jax.Array:

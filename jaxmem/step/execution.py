@@ -94,7 +94,7 @@ class ExecutionSpec:
         memory = self.cfg.memory
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         host = offloaded_activations(memory.offload)
-        return StackOptions(remat, self.pipeline, host, memory.expert_groups, memory.save_dtype == "fp8")
+        return StackOptions(remat, self.pipeline, host, memory.save_dtype == "fp8")
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:

@@ -267,7 +267,6 @@ model.experts.balance_loss=0.1 {EXPERTS}
 model.experts.z_loss=0.1 {EXPERTS}
 memory.experts=blockwise {EXPERTS}
 memory.experts=triton {EXPERTS}
-memory.expert_groups=2 memory.offload=frozen adapter.kind=qlora memory.remat=full {EXPERTS}
 mesh.expert=2 {EXPERTS}
 adapter.experts=mxfp4 adapter.kind=qlora {EXPERTS}
 adapter.experts=int4 adapter.kind=qlora {EXPERTS}
