@@ -178,7 +178,7 @@ def pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
 
 
 ATTENTION_SHAPES = {
-    "bench": AttentionShape(8, 256, 256, 8, 8, 32),  # configs/bench.yaml
+    "bench": AttentionShape(8, 256, 256, 8, 8, 32),  # a model that fits on a CPU
     "llama2-7b": AttentionShape(1, 4096, 4096, 32, 32, 128),
     "llama3-8b": AttentionShape(1, 8192, 8192, 32, 8, 128),
     "llama3.2-1b": AttentionShape(4, 2048, 2048, 32, 8, 64),

@@ -1,21 +1,26 @@
 """Measures implementations (contestants) alternately: each runs a short burst of calls, then the next one does, and the
 result is the median over its bursts. So other load on the device slows all of them. A contestant that fails, e.g. for
-lack of memory, is left out, and the others continue."""
+lack of memory, is left out, and the others continue. What may hang or end its process is a program of its own with a
+limit of time (`program_rows`)."""
 
 import contextlib
-import multiprocessing
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 Call = Callable[[], Any]  # starts work on the device; returns its future result
-Say = Callable[[str], None]  # tells the parent process which contestant's turn begins
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 BURST_SECONDS = 0.02  # seconds of a burst
 MIN_BURSTS = 5  # least number of bursts of each contestant
 MAX_ERROR = 8.0  # largest error of a correct result, in steps (`BenchPass.step`)
@@ -69,11 +74,11 @@ class Contestant:
         }
 
 
-def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> None:
+def take_turns(contestants: Sequence[Contestant], seconds: float) -> None:
     """Runs alternating bursts of `BURST_SECONDS` for `seconds`, but at least `MIN_BURSTS` bursts of each contestant."""
     bursts: dict[int, int] = {}
     for contestant in contestants:
-        with _record_failure(contestant, say):
+        with _record_failure(contestant):
             contestant.burst(1)  # warms up
             bursts[id(contestant)] = max(1, round(BURST_SECONDS / contestant.burst(3)[0]))
     end = time.perf_counter() + seconds
@@ -83,7 +88,7 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
         if not left:
             return
         for contestant in left:
-            with _record_failure(contestant, say):
+            with _record_failure(contestant):
                 duration, enqueued = contestant.burst(bursts[id(contestant)])
                 contestant.seconds.append(duration)
                 contestant.enqueued.append(enqueued)
@@ -91,9 +96,8 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
 
 
 @contextlib.contextmanager
-def _record_failure(contestant: Contestant, say: Say) -> Iterator[None]:
+def _record_failure(contestant: Contestant) -> Iterator[None]:
     """A context in which an error excludes this contestant, but does not end the measurement."""
-    say(f"{contestant.name} {contestant.of}")
     try:
         yield
     except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
@@ -119,80 +123,35 @@ def ceilings(size: int) -> Iterator[Contestant]:
     yield Contestant(CEILING, "copy", lambda: copy(wide), amount=2 * wide.nbytes / 1e9, unit="GB/s")
 
 
-MAX_TURN_SECONDS = 100.0  # limit of a turn in seconds, most of which are for compilation
+def program_rows(program: str, *arguments: str, text: str = "") -> Callable[[float], list[Row]]:
+    """The rows that a program of this folder writes to its `--rows`, one line of JSON each; with `error` in the last
+    one if it fails, or is stopped at the limit of its seconds.
 
-# ---------------------------------------------------------------- in separate processes
-# A call that hangs, or makes the device unusable for its process, is skipped: the other calls continue in a new
-# process, which takes about ten seconds to start on a GPU.
+    Args:
+        program: The name of its module.
+        arguments: Its arguments.
+        text: Its standard input.
+    """
 
-# work(job, done=known rows, without=names left out, say=function that reports whose turn begins) yields rows.
-RowSource = Callable[..., Iterator[Row]]
+    def run(seconds: float) -> list[Row]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows.jsonl")
+            command = [sys.executable, "-m", f"scripts.bench.{program}", *arguments, "--rows", str(file)]
+            try:
+                ended = subprocess.run(
+                    command, cwd=ROOT, input=text, check=False, timeout=seconds, capture_output=True, text=True
+                )
+                why = (ended.stderr.strip().splitlines() or ["no output"])[-1] if ended.returncode else None
+            except subprocess.TimeoutExpired:
+                why = f"not ended within {seconds:.0f} s"
+            rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [*rows, {"error": why}] if why else rows
 
-
-def isolated_rows(work: RowSource, job: Any, *, without: list[str], limit: float | None) -> Iterator[Row]:
-    """All rows of a work. A contestant whose turn exceeds the limit or ends the process is added to `without`, and a
-    row states the reason. `limit=None`: measures in this process."""
-    if limit is None:
-        try:
-            yield from work(job, done=[], without=without, say=lambda _: None)
-        except Exception as error:  # noqa: BLE001 (as in a child)
-            yield {"why_not": error_line(error)}
-        return
-    done: list[Row] = []
-    while True:
-        turn, why = None, None
-        with _started(work, job, done, without) as (child, messages):
-            while True:
-                seconds = MAX_TURN_SECONDS if turn is None else limit  # the start of the process is nobody's turn
-                if not messages.poll(seconds):
-                    why = f"no end within {seconds:.0f} s"
-                    break
-                try:
-                    kind, content = messages.recv()
-                except EOFError:
-                    child.join()
-                    why = f"its process ended with code {child.exitcode}"
-                    break
-                if kind == "end":
-                    turn, why = None, content
-                    break
-                if kind == "turn":
-                    turn = content
-                else:
-                    done.append(content)
-                    yield content
-        if why is None:
-            return
-        if turn is None or turn in without:
-            yield {"why_not": why}
-            return
-        without.append(turn)
-        yield {"contestant": turn, "why_not": why}
+    return run
 
 
-@contextlib.contextmanager
-def _started(work: RowSource, job: Any, done: Sequence[Row], without: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """A child process, and the pipe from it; it is killed at the end."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(theirs, work, job, list(done), tuple(without)), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield child, ours
-    finally:
-        child.kill()
-        child.join()
-
-
-def _run(parent: Any, work: RowSource, job: Any, done: list[Row], without: tuple[str, ...]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the parent has stopped reading
-        why = None
-        try:
-            for row in work(job, done=done, without=without, say=lambda name: parent.send(("turn", name))):
-                parent.send(("row", row))
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # noqa: BLE001 (the other contestants continue)
-            why = error_line(error)
-        parent.send(("end", why))
+def write_row(file: Path | None, row: Row) -> None:
+    """Adds a row to a file for `program_rows`."""
+    if file is not None:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(row) + "\n")

@@ -24,17 +24,16 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).parents[2]))
 
-from jaxmem.config.load import read_config  # noqa: E402
-from jaxmem.machine import devices  # noqa: E402
-from scripts import chat  # noqa: E402
-from scripts.bench.contest import Row  # noqa: E402
-from scripts.bench.kernels import PACKAGES, BenchSelection, bench_kernels  # noqa: E402
-from scripts.bench.operations import PAPER_SHAPES  # noqa: E402
-from scripts.bench.steps import STEPS, measure_apart  # noqa: E402
-from scripts.course.table import Table, gib  # noqa: E402
+from jaxmem.config.load import read_config
+from jaxmem.machine import devices
+from scripts import chat
+from scripts.bench.contest import ROOT, Row, program_rows
+from scripts.bench.kernels import PACKAGES
+from scripts.bench.operations import PAPER_SHAPES
+from scripts.bench.steps import STEPS
+from scripts.course.table import Table, gib
 
 SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PARTS = ("kernels", "steps", "claims", "torch", "chat")
@@ -54,11 +53,10 @@ class Measurement:
     run: Callable[[float], list[Row]]
 
 
-def measurements(folder: Path, smollm2: Path | None, *, tiny: bool) -> Iterator[Measurement]:
+def measurements(smollm2: Path | None, *, tiny: bool) -> Iterator[Measurement]:
     """All measurements, the most wanted first."""
     for operation in KERNELS:
-        selection = BenchSelection(operation=operation)
-        yield Measurement("kernels", f"{operation}-results", 120, kernel_rows(selection, check=True))
+        yield Measurement("kernels", f"{operation}-results", 120, kernel_rows(operation, "--check"))
     for name, step in SETTINGS["steps"].items():
         yield Measurement("steps", name, 120, step_rows(name, {}, overrides_of(step, tiny=tiny), STEPS, tiny=tiny))
     for name, claim in SETTINGS["claims"].items():
@@ -66,14 +64,15 @@ def measurements(folder: Path, smollm2: Path | None, *, tiny: bool) -> Iterator[
         small = SETTINGS["tiny"].split() if tiny else []
         yield Measurement("claims", name, claim["seconds"], step_rows(name, config, small, CLAIM_STEPS, tiny=tiny))
     for shape in PAPER_SHAPES:
-        selection = BenchSelection((shape,), "attention", without=("reference", "jax.nn xla"), seconds=2.0)
-        yield Measurement("kernels", f"attention-{shape}", 60, kernel_rows(selection))
+        slow = ("--without", "reference", "--without", "jax.nn xla")
+        rows = kernel_rows("attention", shape, *slow, "--seconds", "2")
+        yield Measurement("kernels", f"attention-{shape}", 60, rows)
     for operation in KERNELS[1:]:
-        yield Measurement("kernels", operation, 60, kernel_rows(BenchSelection(operation=operation, seconds=2.0)))
+        yield Measurement("kernels", operation, 60, kernel_rows(operation, "--seconds", "2"))
     for what in ("attention", "step"):
-        yield Measurement("torch", what, 150, torch_rows(what, folder, tiny=tiny))
-    model = str(smollm2 or chat.FOLDER / chat.FILE)
-    config = chat.SETTINGS | {"model": {"hf": model}}
+        yield Measurement("torch", what, 150, program_rows("torch_peer", what, *(["--tiny"] if tiny else [])))
+    model = smollm2 or chat.FOLDER / chat.FILE
+    config = chat.SETTINGS | {"model": {"hf": str(model.resolve())}}
     yield Measurement("chat", "smollm2-135m-qlora", 120, step_rows("smollm2", config, [], STEPS, tiny=tiny))
 
 
@@ -86,51 +85,13 @@ def overrides_of(step: Mapping[str, str], *, tiny: bool) -> list[str]:
 def step_rows(
     name: str, config: Mapping[str, Any], overrides: Sequence[str], steps: int, *, tiny: bool
 ) -> Callable[[float], list[Row]]:
-    def run(seconds: float) -> list[Row]:
-        raw = read_config(config, [*UNREAD, *overrides])
-        return [measure_apart({**raw, "name": name}, steps, 1 if tiny else None, seconds)]
-
-    return run
+    raw = {**read_config(config, [*UNREAD, *overrides]), "name": name}
+    devices_here = ("--simulate", "1") if tiny else ()
+    return program_rows("steps", "--steps", str(steps), *devices_here, text=json.dumps(raw))
 
 
-def kernel_rows(selection: BenchSelection, *, check: bool = False) -> Callable[[float], list[Row]]:
-    """`bench_kernels` limits the time of an implementation; this function stops after all its seconds."""
-
-    def run(seconds: float) -> list[Row]:
-        end = time.monotonic() + seconds
-        rows = list[Row]()
-        for row in bench_kernels(selection, check=check):
-            rows.append(row)
-            if time.monotonic() > end:
-                return [*rows, {"error": f"not ended within {seconds:.0f} s"}]
-        return rows
-
-    return run
-
-
-def torch_rows(what: str, folder: Path, *, tiny: bool) -> Callable[[float], list[Row]]:
-    """Rows of a program that needs torch, which jaxmem does not depend on."""
-
-    def run(seconds: float) -> list[Row]:
-        file = folder / f"torch-{what}.jsonl"
-        file.unlink(missing_ok=True)
-        command = [sys.executable, str(Path(__file__).with_name("torch_peer.py")), what, str(file)]
-        try:
-            done = subprocess.run(
-                [*command, *(["--tiny"] if tiny else [])],
-                check=False,
-                timeout=seconds,
-                text=True,
-                stderr=subprocess.PIPE,
-            )
-            why = (done.stderr.strip().splitlines() or ["no output"])[-1] if done.returncode else None
-        except subprocess.TimeoutExpired:
-            why = f"not ended within {seconds:.0f} s"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        file.unlink(missing_ok=True)
-        return [*rows, {"error": why}] if why else rows
-
-    return run
+def kernel_rows(operation: str, *arguments: str) -> Callable[[float], list[Row]]:
+    return program_rows("kernels", "--operation", operation, *arguments)
 
 
 # ---------------------------------------------------------------- the program
@@ -152,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     here = this_machine()
     options.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
-    for measurement in measurements(options.output, options.smollm2, tiny=here["gpus"] == []):
+    for measurement in measurements(options.smollm2, tiny=here["gpus"] == []):
         file = options.output / f"{measurement.part}-{measurement.name}.json"
         if (options.parts and measurement.part not in options.parts) or file.exists():
             continue

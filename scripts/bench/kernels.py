@@ -4,12 +4,10 @@
     python scripts/bench/kernels.py --operation adam8_update       # another operation
     python scripts/bench/kernels.py long --check                   # only the results, with every option
 
-`first_gpu.py` measures the same, and keeps the rows. On a GPU each shape is measured in a separate process
-(`contest.py`): first the results, written to outputs initialized with NaN, then the times. Each row reports one pass of
-a contestant as soon as it is known: the check and its error; then the times, and their ratios to other contestants and
-to a matmul or copy in the same turns; or the reason why it has no times. A contestant that hangs or ends its process is
-left out from then on. On a CPU all shapes are tiny and run in this process, which tests the benchmark, but not the
-speed."""
+`first_gpu.py` measures the same with limits of time, and keeps the rows. Results come first, written to outputs
+initialized with NaN, then the times. Each row reports one pass of a contestant as soon as it is known: the check and
+its error; then the times, and their ratios to other contestants and to a matmul or copy in the same turns; or the
+reason why it has no times. On a CPU all shapes are tiny, which tests the benchmark, but not the speed."""
 
 import argparse
 import datetime as dt
@@ -18,14 +16,14 @@ import statistics
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine import devices
-from scripts.bench import contest
-from scripts.bench.contest import CEILING, MAX_ERROR, Contestant, Row, Say, ceilings, error_line, take_turns
+from scripts.bench.contest import CEILING, MAX_ERROR, Contestant, Row, ceilings, error_line, take_turns, write_row
 from scripts.bench.operations import OPERATIONS
 from scripts.bench.work import BenchOperation
 
@@ -45,18 +43,18 @@ class BenchSelection:
     without: tuple[str, ...] = ()
     seconds: float = 5.0  # approximate time for each shape or kernel
 
-    def has(self, name: str, of: str, without: Sequence[str]) -> bool:
+    def has(self, name: str, of: str) -> bool:
         """Whether a contestant's pass is selected. A name selects all names that begin with its words: `jax.nn` also
         selects `jax.nn xla`, and `triton` all passes of triton.
 
-        >>> BenchSelection().has("jax.nn xla", "forward", ["jax.nn"])
+        >>> BenchSelection(without=("jax.nn",)).has("jax.nn xla", "forward")
         False
-        >>> BenchSelection(only=("triton forward",)).has("triton", "forward", ())
+        >>> BenchSelection(only=("triton forward",)).has("triton", "forward")
         True
         """
         words = f"{name} {of} "
         is_named = not self.only or any(words.startswith(f"{name} ") for name in self.only)
-        return is_named and not any(words.startswith(f"{name} ") for name in without)
+        return is_named and not any(words.startswith(f"{name} ") for name in self.without)
 
 
 @dataclass(frozen=True)
@@ -78,27 +76,10 @@ def bench_kernels(selection: BenchSelection, *, check: bool = False) -> Iterator
     """The device, then each row as soon as it is known. `check`: only check the results, with every option."""
     operation = check_selection(selection)
     here = device_row()
-    shapes = selection.shapes or operation.usual or operation.shapes
-    jobs = (Job(selection.operation, name, selection, here["dry_run"], check) for name in shapes)
     yield here
-    yield from run_jobs(measured, jobs, list(selection.without), here)
-
-
-def device_row() -> Row:
-    """The device. A GPU is queried in a short process, because jax would keep most of its memory allocated."""
-    limit = contest.MAX_TURN_SECONDS if devices.has_nvidia_gpu() else None
-    here = next(contest.isolated_rows(device_facts, None, without=[], limit=limit))
-    if "why_not" in here:
-        raise UserError(f"bench: {here['why_not']}")
-    return here
-
-
-def run_jobs(work: contest.RowSource, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
-    """The rows of each job, measured in a separate process, on a CPU in this process. A job is created after the
-    previous job has ended."""
-    limit = None if here["dry_run"] else contest.MAX_TURN_SECONDS
-    for job in jobs:
-        for row in contest.isolated_rows(work, job, without=without, limit=limit):
+    for name in selection.shapes or operation.usual or operation.shapes:
+        job = Job(selection.operation, name, selection, here["dry_run"], check)
+        for row in measured(job):
             yield {"operation": job.operation, "shape": job.shape} | row
 
 
@@ -119,14 +100,11 @@ def check_selection(selection: BenchSelection) -> BenchOperation:
     return operation
 
 
-# ---------------------------------------------------------------- in the process that measures
-
-
-def device_facts(_: None, **__: Any) -> Iterator[Row]:
+def device_row() -> Row:
     """The device, the versions of its software, and the time."""
     device = jax.devices()[0]
     gpus = devices.nvidia_gpus()
-    yield {
+    return {
         "device": device.device_kind,
         "dry_run": device.platform == "cpu",
         "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -136,22 +114,21 @@ def device_facts(_: None, **__: Any) -> Iterator[Row]:
     }
 
 
-def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+def measured(job: Job) -> Iterator[Row]:
     """The errors of all contestants, then their times."""
-    checked = [row for row in done if "check" in row]
-    for row in _checks(job, checked, without, say):
+    checked: list[Row] = []
+    for row in _checks(job):
         checked.append(row)
         yield row
     if job.check:
         return
-    refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
+    refused = {(row.get("contestant"), row.get("pass")) for row in checked if "why_not" in row}
     contestants: list[Contestant] = []
     operation_rows = OPERATIONS[job.operation]
     work = operation_rows.work(job.sizes)
     for name, of in itertools.product((*operation_rows.implementations, *operation_rows.others), work.passes):
-        if not job.selection.has(name, of, without) or (name, of) in refused:
+        if not job.selection.has(name, of) or (name, of) in refused:
             continue
-        say(f"{name} {of}")
         work_pass = work.passes[of]
         try:
             contestants.append(
@@ -159,29 +136,24 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
             )
         except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
             yield {"contestant": name, "pass": of, "why_not": error_line(error)}
-    for row in _timed(job, contestants, checked, say):
+    for row in _timed(job, contestants, checked):
         yield {"sizes": job.sizes._asdict()} | row
 
 
-def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+def _checks(job: Job) -> Iterator[Row]:
     operation_rows = OPERATIONS[job.operation]
-    known = {(row["check"], row["contestant"], row["pass"]) for row in done}
     if operation_rows.checks is None:
         checks = {"as it is": lambda: operation_rows.work(job.sizes)}
     else:
         checks = operation_rows.checks(job.sizes)
     for check in checks if job.check else list(checks)[:1]:
-        say(f"float64 {check}")
         work = checks[check]()
         for of, work_pass in work.passes.items():
-            names = [name for name in operation_rows.implementations if job.selection.has(name, of, without)]
-            names = [name for name in names if (check, name, of) not in known]
+            names = [name for name in operation_rows.implementations if job.selection.has(name, of)]
             if not names:
                 continue
-            say(f"float64 {of}")
             expected = work_pass.expected(work)
             for name in names:
-                say(f"{name} {of}")
                 row = {"contestant": name, "pass": of, "check": check}
                 try:
                     error = work_pass.error(name, work, expected)
@@ -191,13 +163,13 @@ def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> 
                     yield row | {"right": error <= MAX_ERROR, "error": error if error < float("inf") else None}
 
 
-def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:
+def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row]) -> Iterator[Row]:
     """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
     of the implementations in plain JAX."""
     operation_rows = OPERATIONS[job.operation]
     compared = {"reference", operation_rows.plain, *operation_rows.others}
     limits = {ceiling.unit: ceiling for ceiling in ceilings(256 if job.dry else 8192)} if contestants else {}
-    take_turns([*contestants, *limits.values()], job.selection.seconds, say)
+    take_turns([*contestants, *limits.values()], job.selection.seconds)
     for contestant in [*contestants, *limits.values()][::-1]:
         row = {"contestant": contestant.name, "pass": contestant.of}
         if contestant.failed is not None:
@@ -231,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", **name, help="measure only this implementation or pass, e.g. 'triton forward'")
     parser.add_argument("--without", **name, help="leave out this implementation or pass, e.g. jax.nn")
     parser.add_argument("--seconds", type=float, default=5.0, help="approximate time per shape")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write the rows, a line of JSON each")
     options = parser.parse_args(arguments)
     devices.use_cpu_without_gpu()
     names = [tuple(given) for given in (options.only, options.without)]
@@ -238,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for row in bench_kernels(selection, check=options.check):
             print(line_of(row), flush=True)
+            write_row(options.rows, row)
     except UserError as error:
         sys.exit(f"error: {error}")
 

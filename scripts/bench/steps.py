@@ -1,9 +1,16 @@
-"""Planned and measured bytes and seconds of a config's training step on this machine."""
+"""Planned and measured bytes and seconds of a config's training step on this machine.
 
+    python -m scripts.bench.steps < CONFIG.json
+
+A device's peak of bytes never decreases, so each config is measured in a process of its own.
+"""
+
+import argparse
+import json
 import statistics
+import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,11 +21,10 @@ from jaxmem.inference.load import initial_state
 from jaxmem.machine import devices
 from jaxmem.planning import plan_program
 from jaxmem.step import Program, program
-from scripts.bench.contest import Row, Say, isolated_rows
+from scripts.bench.contest import Row, error_line, write_row
 
 WARM_UP = 2  # steps before those that are timed
 STEPS = 8
-MAX_SECONDS = 86_400.0  # seconds of a process
 
 
 def measure_step(cfg: Config, steps: int = STEPS) -> Row:
@@ -76,23 +82,23 @@ def random_batch(built: Program) -> dict[str, jax.Array]:
     return {name: jax.device_put(values(name, x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
 
 
-# The peak that a device reports never decreases, so each config runs in a process of its own.
-
-
-def measure_apart(
-    raw: dict[str, Any], steps: int = STEPS, simulate: int | None = None, seconds: float = MAX_SECONDS
-) -> Row:
-    """`measure_step` in a separate process, for at most `seconds`. If it fails, the result has `error`. `simulate`: on
-    so many CPU devices."""
-    row = next(isolated_rows(_step_rows, (raw, steps, simulate), without=[], limit=seconds))
-    return {"name": raw["name"], "error": row["why_not"]} if "why_not" in row else row
-
-
-def _step_rows(job: tuple[dict[str, Any], int, int | None], *, say: Say, **_: Any) -> Iterator[Row]:
-    raw, steps, simulated = job
-    say(raw["name"])
-    if simulated:
-        devices.simulate(simulated)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--simulate", type=int, metavar="N", help="N simulated CPU devices")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write the row, a line of JSON")
+    options = parser.parse_args()
+    if options.simulate:
+        devices.simulate(options.simulate)
     else:
         devices.use_cpu_without_gpu()
-    yield measure_step(load_config(raw), steps)
+    try:
+        row = measure_step(load_config(json.load(sys.stdin)), options.steps)
+    except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
+        sys.exit(f"error: {error_line(error)}")
+    print(json.dumps(row))
+    write_row(options.rows, row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,12 @@
 """The same work by torch on this machine's GPU: attention by `scaled_dot_product_attention`, and a training step of
 decoder layers by torch.compile. scripts/bench/first_gpu.py runs it where torch is installed.
 
-    python scripts/bench/torch_peer.py attention FILE    # a row of JSON for each shape and pass
-    python scripts/bench/torch_peer.py step FILE
+    python -m scripts.bench.torch_peer attention --rows FILE    # a row of JSON for each shape and pass
+    python -m scripts.bench.torch_peer step --rows FILE
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-sys.path.append(str(Path(__file__).parents[2]))
-
+from scripts.bench.contest import write_row
 from scripts.bench.operations import PAPER_SHAPES
 
 # As `8b-layers` in first_gpu.yaml.
@@ -29,14 +26,13 @@ TINY = (264, 2, 32, 64, 4, 2, 16, 2)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("attention", "step"))
-    parser.add_argument("file", type=Path)
+    parser.add_argument("--rows", type=Path, required=True, metavar="FILE")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     rows = attention(device) if options.what == "attention" else [step(device)]
-    with options.file.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row | {"contestant": "torch"}) + "\n")
+    for row in rows:
+        write_row(options.rows, row | {"contestant": "torch"})
 
 
 def seconds_of(call: Callable[[], object], device: str, times: int = 10) -> list[float]:

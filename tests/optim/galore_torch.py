@@ -11,6 +11,7 @@ show that the two train alike.
 import importlib.metadata
 import os
 import sys
+import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import torch
+import transformers
+from flax import nnx
 
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
-from jaxmem.step import program
-from tests.support.bench_step import torch_network
+from jaxmem.hf import save
+from jaxmem.step import Program, program
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts/bench"))
 
@@ -53,6 +56,14 @@ def train(method: str, seed: int) -> None:
     loader.close()
     versions = {"device": "cpu", "torch": torch.__version__, "galore-torch": importlib.metadata.version("galore-torch")}
     add_record(method, seed, overrides, held_out=held_out(cfg, network), curve=curve, steps=cfg.steps, **versions)
+
+
+def torch_network(built: Program, params: Any) -> Any:
+    """A LlamaForCausalLM with these weights, from the files that `jaxmem.hf.save` writes."""
+    with tempfile.TemporaryDirectory() as place:
+        save(nnx.merge(built.model.graphdef, params), place, length=built.cfg.data.sequence_length)
+        network = transformers.LlamaForCausalLM.from_pretrained(place, attn_implementation="sdpa", dtype=torch.float32)
+    return network.train()
 
 
 def make_optimizer(cfg: Config, network: Any) -> Any:

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.config.load import read_config
 from scripts.bench import first_gpu
 from scripts.bench.first_gpu import CLAIM_STEPS, SETTINGS, UNREAD, Measurement, overrides_of
-from scripts.bench.steps import measure_apart
 
 STEPS = SETTINGS["steps"]
 HERE = {"date": "2026-01-01T00:00:00", "device": "H100", "driver": "580", "gpus": ["one"], "versions": {"jax": "0.11"}}
@@ -29,7 +27,7 @@ def test_costs_compare_steps_that_run() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(SETTINGS["claims"]))
 def test_a_claim_runs_in_a_process_of_its_own(name: str) -> None:
-    (claim,) = (wanted for wanted in first_gpu.measurements(Path(), None, tiny=True) if wanted.name == name)
+    (claim,) = (wanted for wanted in first_gpu.measurements(None, tiny=True) if wanted.name == name)
     (row,) = claim.run(300.0)
     assert row["planned"] > row["parameters"]
     assert row["measured"] is row["planned_seconds"] is None  # what a CPU does not know
@@ -39,8 +37,13 @@ def test_a_claim_runs_in_a_process_of_its_own(name: str) -> None:
 
 
 def test_what_goes_wrong_in_a_step_is_a_line() -> None:
-    raw = read_config({"name": "wrong", "zero": 9}, [*UNREAD, *overrides_of(STEPS["float32"], tiny=True)])
-    assert "zero=9 must be" in measure_apart(raw, simulate=1)["error"]
+    overrides = [*overrides_of(STEPS["float32"], tiny=True), "zero=9"]
+    (row,) = first_gpu.step_rows("wrong", {}, overrides, 1, tiny=True)(60.0)
+    assert row["error"].startswith("error: zero=9 must be")
+
+
+def test_a_measurement_is_stopped_after_its_seconds() -> None:
+    assert first_gpu.kernel_rows("int8_add")(0.1) == [{"error": "not ended within 0 s"}]
 
 
 def test_each_measurement_is_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +75,7 @@ def test_nothing_starts_after_the_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.exhaustive
 def test_kernels_without_a_gpu_are_checked_on_tiny_shapes() -> None:
-    (added,) = (
-        wanted for wanted in first_gpu.measurements(Path(), None, tiny=True) if wanted.name == "int8_add-results"
-    )
+    (added,) = (wanted for wanted in first_gpu.measurements(None, tiny=True) if wanted.name == "int8_add-results")
     device, *rows = added.run(120.0)
     assert device["dry_run"]
     assert any(row.get("right") for row in rows)

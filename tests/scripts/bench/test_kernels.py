@@ -17,8 +17,6 @@ from scripts.bench import contest, kernels, operations, work
 from scripts.bench.kernels import BenchSelection, Job, measured
 from scripts.bench.operations import OPERATIONS
 
-ROWS = {"done": [], "without": [], "say": lambda _: None}
-
 
 def only(monkeypatch, implementations, **others):
     """Of an operation's implementations the reference, and these."""
@@ -109,26 +107,10 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
         return second_fails
 
     monkeypatch.setattr(work.BenchPass, "compiled", greedy)
-    found = by_pass(measured(Job("attention", "long", BenchSelection(seconds=0.0), dry=True), **ROWS))
+    found = by_pass(measured(Job("attention", "long", BenchSelection(seconds=0.0), dry=True)))
     assert found["jax.nn xla", "backward"]["why_not"] == "out of memory"
     assert found["reference", "forward"]["rate"] > 0
     assert set(found["reference", "backward"]["ratios"]) == {"this device"}
-
-
-def test_what_is_known_is_not_checked_again(monkeypatch):
-    """As after another process has died."""
-    monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
-    only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
-    job = Job("attention", "long", BenchSelection(seconds=0.0), dry=True)
-    rows = measured(job, **ROWS)
-    done = [next(rows) for _ in range(3)]
-    rows.close()
-    found = list(measured(job, done=done, without=["wrong backward", "jax.nn"], say=lambda _: None))
-    assert [(row["contestant"], row["pass"]) for row in found if "check" in row] == [("reference", "backward")] * (
-        ("reference", "backward") not in {(row["contestant"], row["pass"]) for row in done}
-    )
-    assert ("wrong", "backward") not in by_pass(found)
-    assert not by_pass(found)["wrong", "forward"]["right"]
 
 
 def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
