@@ -98,25 +98,16 @@ def evaluate(
         str | None,
         typer.Option(metavar="FILE", help="A text, JSONL or Parquet file to use instead of the held-out data."),
     ] = None,
-    choices: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A JSONL file of multiple-choice questions with prompt, choices and answer."),
-    ] = None,
     simulate: Simulate = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the loss, perplexity or accuracy of a model."""
-    if data is not None and choices is not None:
-        raise UserError("evaluate: --data and --choices are both set; use one of them")
+    """Measure the loss and other metrics of a model, such as perplexity or accuracy."""
     take_devices(simulate)
     with joined(run_config(run)):
-        from jaxmem.inference.evaluate import evaluate, evaluate_choices
+        from jaxmem.inference.evaluate import evaluate
 
         with only_json(as_json):
-            if choices is None:
-                result = evaluate(run, data, overrides or ())
-            else:
-                result = evaluate_choices(run, choices, overrides or ())
+            result = evaluate(run, data, overrides or ())
         if not is_first_process():
             return
         if as_json:

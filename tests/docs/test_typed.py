@@ -58,7 +58,7 @@ CONFIGS = {
     },
 }
 OWN = ("mine.yaml", "tune.yaml")  # what a page calls the config that it shows
-QUESTION = {"prompt": "The sky is", "choices": [" blue", " green"], "answer": 0}
+LINE = {"prompt": "The sky is", "text": "The sky is blue"}
 PUBLISHED = {
     "name": "MaxText, small", "source": "https://example.org", "software": "MaxText", "date": "2024", "program": "xla",
     "target": "h100-80gb", "config": {f"model.{key}": size for key, size in MODEL.items()},
@@ -160,7 +160,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).symlink_to(ROOT / name)
     base = {"name": "published", "data.source": "tokens", "data.path": "unused", "train.steps": 1}
     (place / "rows.yaml").write_text(yaml.safe_dump({"base": base, "rows": [PUBLISHED]}))
-    (place / "FILE").write_text(f"{json.dumps(QUESTION)}\n" * 10)
+    (place / "FILE").write_text(f"{json.dumps(LINE)}\n" * 10)
     write_tokenizer(sorted((ROOT / "jaxmem").rglob("*.py")), place / "data/llama3")
     for name in CHATS:
         write_conversations({f"What is {n}?": f"It is {n}." for n in range(200)}, place / name)

@@ -1,4 +1,4 @@
-"""Texts in and out: batches as single rows, sampling, stops, conversations, multiple choice."""
+"""Texts in and out: batches as single rows, sampling, stops, conversations."""
 
 import io
 import json
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxmem.checkpoint import Checkpoints
@@ -20,7 +19,6 @@ from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
-from jaxmem.inference.evaluate import read_questions, scores
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import ENDED, Generator, Sampling
 from jaxmem.inference.load import initial_state, open_model
@@ -127,9 +125,6 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert (code, err.count("cut off after 4 tokens"), err.count("\n")) == (0, 2, 2)
     half = len(answers) // 2
     assert answers[:half] == answers[half:]  # after /new it knows of nothing
-    (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "a", "choices": ["b", "cd"], "answer": "A"}) + "\n")
-    code, out, _ = run(capsys, "evaluate", str(model), "--choices", str(tmp_path / "questions.jsonl"), "--json")
-    assert json.loads(out)["questions"] == 1
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"instruction": "ab", "output": "c"}\n')
     losses = set()
@@ -144,35 +139,6 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     code, _, err = run(capsys, "evaluate", str(model))
     assert (code, err.count("\n")) == (2, 1)
     assert "use --data FILE" in err
-
-
-def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
-    program, params = opened
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps({"prompt": "ab", "choices": ["c", "dé"], "answer": 1}))
-    questions = read_questions(file)
-    [found] = scores(program, params, Bytes(), questions)
-    for choice, score in zip(questions[0].choices, found, strict=True):
-        ids = np.frombuffer(b"ab" + choice.encode(), np.uint8).astype(np.int32)
-        logits = jax.jit(nnx.merge(program.model.graphdef, params))(jnp.asarray(ids)[None])
-        likely = jax.nn.log_softmax(logits[0, :-1])[np.arange(len(ids) - 1), ids[1:]]
-        assert score == pytest.approx(float(likely[1:].sum()), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1: .*question: invalid JSON"),
-        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two texts"),
-        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "at least two texts"),
-        ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', 'answer is "D", not one of the 2 choices'),
-        ("", "write one question per line"),
-    ],
-)
-def test_invalid_questions_are_refused(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "q.jsonl").write_text(line)
-    with pytest.raises(UserError, match=message):
-        read_questions(tmp_path / "q.jsonl")
 
 
 @pytest.mark.parametrize(
