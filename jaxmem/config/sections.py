@@ -188,16 +188,8 @@ class Train(Section):
     log_every: Count = setting(10, "updates between two log entries")
     evaluate_every: Count | None = setting(None, "updates between two evaluations; null: none")
     evaluate_batches: Count = setting(8, "largest number of held-out batches per evaluation")
-    on_nan: Literal["stop", "skip", "rollback"] = setting(
-        "stop", "on a NaN or infinite gradient: stop, skip the update, or return to the last checkpoint"
-    )
-    max_skipped: Count = setting(
-        10, "largest number of consecutive skipped updates, or of returns to one checkpoint, before the run stops"
-    )
-    on_spike: Literal["ignore", "stop", "rollback"] = setting("ignore", "response to a spike of the loss")
-    spike_threshold: Annotated[float, Field(gt=0)] = setting(
-        10.0, "a loss is a spike if it is this many standard deviations above the mean of the last 100 losses"
-    )
+    on_nan: Literal["stop", "skip"] = setting("stop", "on a NaN or infinite gradient: stop, or skip the update")
+    max_skipped: Count = setting(10, "largest number of consecutive skipped updates before the run stops")
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(
         None, "[first, last]: steps to profile"

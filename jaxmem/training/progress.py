@@ -102,11 +102,6 @@ class Progress:
             self.say(f"step {step}/{self.spec.total_steps}  {'  '.join(self._parts)}")
         return row
 
-    def back_to(self, step: int) -> None:
-        """Continues from an earlier step. The lost steps still count in time and tokens."""
-        self._step = self._first = step
-        self._start = self._clock()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose duration (evaluation, waiting for a save) does not count in tokens per second."""

@@ -1,4 +1,4 @@
-"""The state of a run from its checkpoints, to resume or to roll back."""
+"""The state of a run from its checkpoints, to resume."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -83,39 +83,13 @@ def newest_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callabl
     return step, lambda: saved.complete(state, config), position
 
 
-class Rollback:
-    """Returns to the newest checkpoint, but continues in the data, so that the data on which a run diverged is skipped.
-
-    The updates since that checkpoint are lost. No additional memory is needed, since the old state is freed first.
-    """
-
-    def __init__(self, built: Program, checkpoints: Checkpoints) -> None:
-        self._built, self._checkpoints = built, checkpoints
-        self._to: int | None = None
-        self._times = 0
-
-    def __call__(self, error: DivergedError, state: TrainState) -> tuple[int, TrainState]:
-        """Step and state to continue from; raises the error if the run must stop."""
-        train = self._built.cfg.train
-        latest = self._checkpoints.latest()
-        self._times = self._times + 1 if latest == self._to else 1
-        self._to = latest
-        if getattr(train, error.key) != "rollback" or latest is None or self._times > train.max_skipped:
-            raise error
-        for leaf in jax.tree.leaves(state):
-            leaf.delete()
-        checkpoint = restore(self._built, self._checkpoints)
-        assert checkpoint is not None
-        return checkpoint[:2]
-
-
 def check_finite(params: Tree, step: int) -> None:
     """Raises an error that names a weight with a value that is not finite, so that no such checkpoint is saved: the
     loss and the gradients of a step can be finite, and its update not."""
     floats = {name: x for name, x in named_leaves(params).items() if jnp.issubdtype(x.dtype, jnp.floating)}
     for name, leaf in floats.items():
         if not _is_finite(to_device(leaf)).addressable_data(0):
-            raise DivergedError(f"the update of step {step} made {name} infinite or NaN", "on_nan")
+            raise DivergedError(f"the update of step {step} made {name} infinite or NaN")
 
 
 @jax.jit

@@ -38,7 +38,6 @@ from jaxmem.training import lines
 from jaxmem.training.directory import run_directory, run_lock, write_description
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
-    Rollback,
     check_finite,
     data_fingerprint,
     newest_state,
@@ -46,7 +45,7 @@ from jaxmem.training.restore import (
     restore,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
-from jaxmem.training.telemetry import DivergedError, Profile, Telemetry
+from jaxmem.training.telemetry import Profile, Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
 from jaxmem.typing import JsonView
 
@@ -163,7 +162,6 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
         work = lines.work_of(built)
-        rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop = stack.enter_context(StopSignal())
@@ -186,21 +184,15 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
             state, metrics = serialized(plan.step(state, built.place(batch)))
             profile.after(step, metrics)
             last = stop.from_any_process(largest_signal.of(stop.requested or 0)) or step == cfg.steps
-            try:
-                telemetry.update(step, metrics, work)
-                progress.say(peak.after_step())
-                with progress.paused():
-                    if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
-                        held_out = evaluate(state.params, cfg.train.evaluate_batches)
-                        telemetry.held_out(step, held_out)
-                        save(held_out, force=last)
-                    else:
-                        save(force=last)
-            except DivergedError as error:
-                step, state = rollback(error, state)
-                telemetry.back_to(step)
-                progress.say(f"{error.finding}: back to step {step}, continuing with new data")
-                continue
+            telemetry.update(step, metrics, work)
+            progress.say(peak.after_step())
+            with progress.paused():
+                if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
+                    held_out = evaluate(state.params, cfg.train.evaluate_batches)
+                    telemetry.held_out(step, held_out)
+                    save(held_out, force=last)
+                else:
+                    save(force=last)
             if last:
                 break
         _flush(telemetry, loader)

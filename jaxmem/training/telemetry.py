@@ -4,11 +4,9 @@ The metrics of a step are read after the next step has been dispatched, so that 
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any, Literal
 
 import jax
@@ -25,34 +23,15 @@ ADVICE = "lower optimizer.learning_rate or optimizer.clip"
 
 
 class DivergedError(UserError):
-    """A loss, gradient or weight that is not finite, or a loss far above the previous losses. `key`: the key of the
-    section `train` that selects the response."""
+    """A loss, gradient or weight that is not finite."""
 
-    def __init__(self, finding: str, key: str, advice: str = ADVICE) -> None:
+    def __init__(self, finding: str, advice: str = ADVICE) -> None:
         super().__init__(f"{finding}; {advice}, and run the same command again")
-        self.finding, self.key = finding, key
-
-
-class SpikeDetector:
-    """Detects losses more than `deviations` standard deviations above the mean of the last `WINDOW` losses. After a
-    resume the window is filled again."""
-
-    WINDOW, MINIMUM = 100, 20
-
-    def __init__(self, deviations: float) -> None:
-        self._deviations = deviations
-        self._last: deque[float] = deque(maxlen=self.WINDOW)
-
-    def is_spike(self, loss: float) -> bool:
-        if len(self._last) >= self.MINIMUM and loss > fmean(self._last) + self._deviations * pstdev(self._last):
-            return True
-        self._last.append(loss)
-        return False
 
 
 class Telemetry:
     """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `train.max_skipped`
-    consecutive skipped updates) or spikes. The metric `nonfinite.METRIC` indexes `gradient_names`.
+    consecutive skipped updates). The metric `nonfinite.METRIC` indexes `gradient_names`.
 
     A dynamic loss scale is chosen by overflows, so they are expected until it is as small as it can be. With a fixed
     one an overflow is like any other gradient that is not finite.
@@ -69,7 +48,6 @@ class Telemetry:
         self._names, self._progress, self._trackers = gradient_names, progress, trackers
         self._loss_scale = loss_scale
         self._max_skipped = train.max_skipped if train.on_nan == "skip" else 0
-        self._spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
         self._skipped = 0  # consecutive skipped updates
         self._pending: tuple[int, Metrics, Work] | None = None
         self.last: dict[str, float] = {}  # metrics of the last step that was read
@@ -92,14 +70,12 @@ class Telemetry:
         is_expected = self._loss_scale == "dynamic" and self.last["loss_scale"] > MIN_SCALE
         if math.isfinite(loss) and (place < 0 or is_expected):
             self._skipped = 0
-            if self._spikes and self._spikes.is_spike(loss):
-                raise DivergedError(f"loss rose to {loss:.5g} at step {step}", "on_spike")
         else:
             self._skipped += 1
             first = f"; first non-finite: {self._names[place]}" if place >= 0 else ""
             finding = f"loss is {loss:.5g} at step {step}, gradient norm {self.last['gradient_norm']:.3g}{first}"
             if self._skipped > self._max_skipped:
-                raise DivergedError(finding, "on_nan", self._overflow_advice if math.isfinite(loss) else ADVICE)
+                raise DivergedError(finding, self._overflow_advice if math.isfinite(loss) else ADVICE)
             self._progress.say(f"{finding}: update skipped")
         if row := self._progress.update(step, self.last, work):
             del row["step"]
@@ -111,12 +87,6 @@ class Telemetry:
         if isinstance(self._loss_scale, str):
             return ADVICE
         return f"lower precision.loss_scale={self._loss_scale:g}, or use precision.loss_scale=dynamic"
-
-    def back_to(self, step: int) -> None:
-        """Drops the metrics of the steps after this one."""
-        self._skipped = 0
-        self._trackers.back_to(step)
-        self._progress.back_to(step)
 
     def held_out(self, step: int, means: dict[str, float]) -> None:
         self.flush()

@@ -55,11 +55,6 @@ class Trackers(AbstractContextManager["Trackers"]):
         for tracker in self._trackers:
             tracker.log(step, {name: x if isinstance(x, int) else float(x) for name, x in numbers.items()})
 
-    def back_to(self, step: int) -> None:
-        """Drops the metrics of the steps after this one, if possible."""
-        for tracker in self._trackers:
-            tracker.back_to(step)
-
     def __exit__(self, *_: object) -> None:
         for tracker in self._trackers:
             tracker.close()
@@ -76,19 +71,11 @@ class MetricsFile:
         self.path = Path(path)
         self._retry = retry
         self._unwritten = b""
-        self.last = self._open_after(step)
-
-    def _open_after(self, step: int) -> JsonDict:
         try:
-            last = _drop_after(self.path, step)
+            self.last = _drop_after(self.path, step)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise self._cannot_write(error) from error
-        return last
-
-    def back_to(self, step: int) -> None:
-        self.close()
-        self._open_after(step)
 
     def log(self, step: int, values: JsonView) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in {"step": step, **values}.items()}
@@ -120,20 +107,12 @@ class TensorBoard:
     """Event files in `tensorboard/`."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        self._directory = directory
-        self._writer = self._open_after(step)
-
-    def _open_after(self, step: int) -> Any:
-        return _package("tensorboard").SummaryWriter(
-            str(self._directory / "tensorboard"),
+        self._writer = _package("tensorboard").SummaryWriter(
+            str(directory / "tensorboard"),
             purge_step=step + 1 if step else None,  # hides the events from this step on
             # File names have a resolution of one second: a quick restart would overwrite the file.
             filename_suffix=f".after-{step}-{secrets.token_hex(4)}",
         )
-
-    def back_to(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open_after(step)
 
     def log(self, step: int, values: JsonView) -> None:
         for name, value in values.items():
@@ -173,9 +152,6 @@ class WeightsAndBiases:
 
     def log(self, step: int, values: JsonView) -> None:
         self._run.log({"step": step, **values})
-
-    def back_to(self, step: int) -> None:
-        """Does nothing: W&B cannot remove logged values."""
 
     def close(self) -> None:
         self._run.finish()

@@ -290,11 +290,7 @@ train.tokens={24 * 8 * UPDATES} train.steps=null
 train.evaluate_every=1
 train.evaluate_batches=1 train.evaluate_every=1
 train.on_nan=skip
-train.on_nan=rollback checkpoint.every=1
 train.max_skipped=2
-train.on_spike=rollback checkpoint.every=1
-train.on_spike=stop
-train.spike_threshold=20 train.on_spike=stop
 train.deterministic=true
 checkpoint.every=1
 checkpoint.keep=1 checkpoint.every=1
@@ -330,7 +326,7 @@ UNTRIED = {
 }
 # Settings of memory and communication, and of saving: the loss is the same without them.
 NEUTRAL = ("memory.", "mesh.", "rules.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=", "checkpoint.",
-           "cluster.", "train.on_nan=", "train.on_spike=", "train.spike_threshold=", "train.max_skipped=",
+           "cluster.", "train.on_nan=", "train.max_skipped=",
            "train.deterministic=")  # fmt: skip
 SLOW = "galore"  # compiles up to ten times as long: only in rows that begin with it
 LONGEST = 28  # settings of a row

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from jaxmem.checkpoint import Checkpoints
@@ -21,7 +20,6 @@ from jaxmem.planning import plan_program
 from jaxmem.step import Program
 from jaxmem.training.memory_check import DoesNotFitError
 from jaxmem.training.run import run
-from jaxmem.training.telemetry import SpikeDetector
 
 MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
@@ -278,48 +276,6 @@ def test_never_resuming_puts_the_old_run_aside(config):
 def test_a_non_finite_loss_stops_the_run(config):
     with pytest.raises(UserError, match=r"at step \d+, gradient norm nan; first non-finite: .* layer 1; lower"):
         run(config(optimizer={"learning_rate": 1e30, "clip": None}))
-
-
-def poisoned(monkeypatch, first, last):
-    """Batches of these numbers, counted over the run, hold what is no number."""
-    place, seen = Program.place, itertools.count(1)
-
-    def placed(self, batch):
-        bad = first <= next(seen) <= last
-        return place(self, {**batch, "mask": batch["mask"] * np.float32("nan")} if bad else batch)
-
-    monkeypatch.setattr(Program, "place", placed)
-
-
-def test_rollback_continues_with_new_data(config, monkeypatch, capsys):
-    poisoned(monkeypatch, 8, 8)  # when a checkpoint is due: it must not be kept
-    result = run(config(train={"on_nan": "rollback", "log_every": 1, "steps": 12}))
-    assert "loss is nan at step 8" in (told := capsys.readouterr().out)
-    assert "back to step 4, continuing with new data" in told
-    assert [row["step"] for row in metrics(result.directory)] == list(range(1, 13))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
-    with Checkpoints(result.directory / "checkpoints", read_only=True) as kept:
-        position, _ = kept.read(12)
-        assert kept.steps() == [4, 8, 12]
-    once = run(config(name="once"))
-    with Checkpoints(once.directory / "checkpoints", read_only=True) as kept:
-        assert kept.read(12)[0] != position  # four batches further
-
-
-def test_repeated_rollbacks_stop_the_run(config, monkeypatch, capsys):
-    poisoned(monkeypatch, 6, 1000)
-    with pytest.raises(UserError, match=r"loss is nan at step 5, .*; lower optimizer"):
-        run(config(train={"on_nan": "rollback", "max_skipped": 2}))
-    assert capsys.readouterr().out.count("back to step 4") == 2
-
-
-def test_a_loss_spike_is_detected():
-    spikes = SpikeDetector(deviations=6)
-    losses = [3 + 0.1 * (-1) ** step for step in range(40)]
-    assert not any(map(spikes.is_spike, losses))
-    assert not spikes.is_spike(3.5)
-    assert spikes.is_spike(4.0)
-    assert not spikes.is_spike(3.1)
 
 
 def test_nothing_is_written_when_it_cannot_run(config, tmp_path):
