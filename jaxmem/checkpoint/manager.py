@@ -83,7 +83,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         keep: int = 3,
         keep_best: bool = False,
         read_only: bool = False,
-        warn: Callable[[str], None] | None = None,
     ) -> None:
         """Opens the checkpoints of a directory.
 
@@ -93,15 +92,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             keep: The newest checkpoints that are kept.
             keep_best: Also keep the checkpoint with the lowest held-out loss.
             read_only: Change nothing on disk, so that a run may write at the same time.
-            warn: If a save fails, the next `save` passes the message to it, or raises the error if it is None. `wait`
-                always raises it.
         """
         self.directory = absolute(directory)
         # In a bucket a rename is a copy, so replaced checkpoints are deleted directly.
         self._has_rename = not read_only and "://" not in str(self.directory)
         self.every = every
         self.read_only = read_only
-        self._warn = warn
         self._retention = Retention(keep, keep_best)
         self._sweeper: threading.Thread | None = None
         self._saving = 0  # the step of the last save that was started
@@ -133,8 +129,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         force: bool = False,
     ) -> bool:
         """Starts a save if this step is due, forced, or (with `keep_best`) the best so far, unless it is saved already.
-        A failed save is reported or raised by the next `save`, and raised by `wait` and by `save` with `force`; the run
-        may continue after it.
+        A failed save is raised by the next `save`, or by `wait`; the run may continue after it.
 
         Args:
             step: The number of updates of this state.
@@ -151,10 +146,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return False
         if self.read_only:
             raise ValueError("these checkpoints were opened with read_only=True")
-        try:
-            self.wait()
-        except UserError as error:
-            self._report(error)
+        self.wait()
         if step in self._manager.all_steps():
             return False
         leaves = named_leaves(state)
@@ -167,11 +159,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             self._manager.save(step, args=ocp.args.Composite(state=arrays, run=ocp.args.JsonSave(record)), force=True)
         except ORBAX_EXCEPTIONS as error:
-            failed = self._save_error(step, error)
-            if force:  # no later save will follow
-                raise failed from error
-            self._report(failed)
-            return False
+            raise self._save_error(step, error) from error
         self._sweeper = threading.Thread(target=self._sweep_when_saved, name="checkpoint-sweep")
         self._sweeper.start()
         return True
@@ -277,7 +265,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         for path in [path for path in paths if path.name.isdigit() and not STEP_PATTERN.fullmatch(path.name)]:
             aside = free_name(path)
             path.rename(aside)
-            (self._warn or say)(f"{path}: its name is not a step number; renamed to {aside}")
+            say(f"{path}: its name is not a step number; renamed to {aside}")
 
     def _reopen(self) -> None:
         """Reads the directory again and removes incomplete checkpoints, which matters most on a full disk."""
@@ -302,11 +290,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             f"{error}; this checkpoint was renamed to {aside}; run the same command again to resume from the previous"
             " checkpoint"
         ) from error
-
-    def _report(self, error: UserError) -> None:
-        if self._warn is None:
-            raise error
-        self._warn(f"{error}; continuing")
 
     def _end_if_only_this_process_failed(self, error: BaseException) -> None:
         if jax.process_count() > 1 and lost_process_error(error) is None:
@@ -369,4 +352,4 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                     old.rmtree()
                 except OSError as error:
                     problem = f"warning: {old} cannot be deleted: {error.strerror}"
-                    (self._warn or say)(f"{problem}; delete it, or old checkpoints fill the disk")
+                    say(f"{problem}; delete it, or old checkpoints fill the disk")

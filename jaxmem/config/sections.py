@@ -207,9 +207,6 @@ class Checkpoint(Section):
     keep: Count = setting(3, "number of checkpoints to keep")
     keep_best: bool = setting(False, "also keep the checkpoint with the lowest held-out loss")
     resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
-    on_failure: Literal["stop", "continue"] = setting(
-        "stop", "response if a checkpoint cannot be written; for the last one of a run it is always an error"
-    )
 
 
 class Generate(Section):

@@ -247,8 +247,7 @@ def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
 
 
 def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:
-    warn = say if section.on_failure == "continue" else None
-    return Checkpoints(path, section.every, section.keep, section.keep_best, warn=warn)
+    return Checkpoints(path, section.every, section.keep, section.keep_best)
 
 
 def _add_reference(

@@ -40,7 +40,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
         TensorBoard(directory, step) if name == "tensorboard" else WeightsAndBiases(cfg, directory, step)
         for name in cfg.train.trackers
     ]
-    file = MetricsFile(directory / "metrics.jsonl", step, retry=cfg.checkpoint.on_failure == "continue")
+    file = MetricsFile(directory / "metrics.jsonl", step)
     return Trackers([file, *others], file.last)
 
 
@@ -61,16 +61,10 @@ class Trackers(AbstractContextManager["Trackers"]):
 
 
 class MetricsFile:
-    """Writes one JSON object per line, immediately. A value that is not finite is null, since JSON has no NaN.
+    """Writes one JSON object per line, immediately. A value that is not finite is null, since JSON has no NaN."""
 
-    With `retry`, a line that cannot be written (full disk) is written with the next line; if
-    lines are still not written at the end of the run, this is an error.
-    """
-
-    def __init__(self, path: str | Path, step: int = 0, *, retry: bool = False) -> None:
+    def __init__(self, path: str | Path, step: int = 0) -> None:
         self.path = Path(path)
-        self._retry = retry
-        self._unwritten = b""
         try:
             self.last = _drop_after(self.path, step)
             self._file = self.path.open("ab", buffering=0)
@@ -79,25 +73,15 @@ class MetricsFile:
 
     def log(self, step: int, values: JsonView) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in {"step": step, **values}.items()}
-        self._unwritten += json.dumps(row).encode() + b"\n"
+        unwritten = json.dumps(row).encode() + b"\n"
         try:
-            self._write()
-        except UserError:
-            if not self._retry:
-                raise
-
-    def _write(self) -> None:
-        try:
-            while self._unwritten:  # a nearly full disk may accept only a part of the bytes
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            while unwritten:  # a nearly full disk may accept only a part of the bytes
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             raise self._cannot_write(error) from error
 
     def close(self) -> None:
-        try:
-            self._write()
-        finally:
-            self._file.close()
+        self._file.close()
 
     def _cannot_write(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self.path}: {error.strerror}; free disk space, or set another output")

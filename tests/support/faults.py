@@ -200,10 +200,9 @@ def _last(told: str) -> str:
 def disks(scene: Scene) -> Outcomes:
     """A disk full in the middle of a run, one that may no longer be written, and one that could not from the start."""
     for number, what in enumerate(("the disk full", "the directory unwritable")):
-        for on_failure in ("stop", "continue"):
-            place = scene.place / f"disk-{number}-{on_failure}"
-            with Disk(place, "8m") as disk:
-                yield f"{what}, on_failure: {on_failure}", _without_room(scene, disk, place, number == 0, on_failure)
+        place = scene.place / f"disk-{number}"
+        with Disk(place, "8m") as disk:
+            yield what, _without_room(scene, disk, place, number == 0)
     place = scene.place / "never"
     with Disk(place, "8m") as disk:
         disk.make_read_only()
@@ -213,9 +212,9 @@ def disks(scene: Scene) -> Outcomes:
         yield "read-only from the start", {"exit code": started.codes[0], "last line": _last(told), "ok": ok}
 
 
-def _without_room(scene: Scene, disk: Disk, place: Path, full: bool, on_failure: str) -> dict[str, Any]:
+def _without_room(scene: Scene, disk: Disk, place: Path, full: bool) -> dict[str, Any]:
     name, runs = place.name, disk.seen / "runs"
-    sections = {"output": str(place / "runs"), "checkpoint": {"on_failure": on_failure}}
+    sections = {"output": str(place / "runs")}
     started = scene.start(name, sections=sections, prefix=disk.prefix)
     scene.until_step(started, name, STEPS // 4, runs)
     started.send(signal.SIGSTOP)  # or so short a run might be over before the disk is
@@ -223,17 +222,11 @@ def _without_room(scene: Scene, disk: Disk, place: Path, full: bool, on_failure:
     disk.fill() if full else kept.chmod(0o555)
     cure = disk.empty if full else functools.partial(kept.chmod, 0o755)
     started.send(signal.SIGCONT)
-    if on_failure == "continue":
-        started.until(lambda: "; continuing" in started.told)
-        cure()
     told, code = started.wait(), started.codes[0]
-    if on_failure == "stop":
-        whole = bool(scene.checkpoints(name, runs))
-        cure()
-        scene.finish(name, sections=sections, prefix=disk.prefix)
-        good = code == 2 and clear(told) and whole
-    else:
-        good = code == 0 and "Traceback" not in told
+    whole = bool(scene.checkpoints(name, runs))
+    cure()
+    scene.finish(name, sections=sections, prefix=disk.prefix)
+    good = code == 2 and clear(told) and whole
     same = scene.outcome(name, runs) == undisturbed(scene)
     said = [line for line in told.splitlines() if "could not be written" in line]
     return {"exit code": code, "said": said[0][-120:] if said else "", "same": same, "ok": good and same}

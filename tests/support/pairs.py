@@ -296,7 +296,6 @@ checkpoint.every=1
 checkpoint.keep=1 checkpoint.every=1
 checkpoint.keep_best=true checkpoint.every=1 train.evaluate_every=1
 checkpoint.resume=never checkpoint.every=1
-checkpoint.on_failure=continue checkpoint.every=1
 cluster.elastic=true
 cluster.preflight=false
 """.strip().splitlines()
