@@ -1,4 +1,4 @@
-"""Commands that use a trained model: `jaxmem generate`, `chat`, `evaluate`, `import` and `export`."""
+"""Commands that use a trained model: `jaxmem generate`, `chat`, `evaluate` and `export`."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jaxmem.cli.options import Json, Model, Overrides, Run, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
+from jaxmem.cli.options import Json, Model, Overrides, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
 from jaxmem.cli.start import is_first_process, joined, only_json, print_text, run_config, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine.terminal import say
@@ -116,28 +116,15 @@ def evaluate(
             say("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
 
 
-def import_(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and *.safetensors.")],
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the new run.")],
-    simulate: Simulate = None,
-) -> None:
-    """Import a Hugging Face model as a run."""
-    take_devices(simulate)
-    from jaxmem.inference.export import import_model
-
-    import_model(source, target)
-    say(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
-
-
 def export(
-    run: Run,
+    run: Model,
     target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write, or a GGUF file (FILE.gguf).")],
     dtype: Annotated[
         str | None,
         typer.Option(
             metavar="D",
             help="float32, float16 or bfloat16; GGUF also q8_0, q5_1, q5_0, q4_1 or q4_0. "
-            "[default: the dtype of the imported model or of the run; GGUF: float16]",
+            "[default: the dtype of model.hf or of the run; GGUF: float16]",
         ),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,
@@ -146,7 +133,7 @@ def export(
     ] = False,
     simulate: Simulate = None,
 ) -> None:
-    """Export a run for transformers, llama.cpp (GGUF) or PEFT."""
+    """Export a model for transformers, llama.cpp (GGUF) or PEFT."""
     take_devices(simulate)
     from jaxmem.inference.export import export_model
 

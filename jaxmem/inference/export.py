@@ -1,9 +1,4 @@
-"""Converts Hugging Face directories to runs, and runs to Hugging Face directories.
-
-An imported directory is a run without steps: a config, a checkpoint with weights only, and the tokenizer. All commands
-for runs support it, and `jaxmem train` begins with its weights. To train from a Hugging Face directory without
-importing it, set `model.hf`.
-"""
+"""Writes the model of a run, or of a Hugging Face directory, as a Hugging Face directory or as a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,61 +7,32 @@ from pathlib import Path
 from flax import nnx
 
 from jaxmem import hf
-from jaxmem.checkpoint import Checkpoints
-from jaxmem.config import LOW_RANK, Decoder, save_config
+from jaxmem.config import LOW_RANK, Decoder
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.hub import local_directory
-from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
-from jaxmem.inference.load import HF_FOLDER, check_run, is_run, model_config, open_model
-from jaxmem.machine.files import atomic_directory
-
-
-def import_model(source: str | Path, target: str | Path) -> None:
-    """Writes a Hugging Face directory, a model of the hub or a GGUF file as a run. Needs device memory for all weights,
-    host memory for one tensor."""
-    source = local_directory(str(source), "import")
-    if is_run(source):
-        raise UserError(f"{source}: is already a run (it has config.yaml); import a Hugging Face directory")
-    if is_adapter(source):
-        raise UserError(f"{source}: contains only adapters; import their base model, or train with adapter.hf={source}")
-    if Path(source).exists() and not Path(source, "config.json").is_file():
-        raise UserError(f"{source} contains no config.json; use a directory with config.json and *.safetensors")
-    target = Path(target)
-    with atomic_directory(target) as folder:
-        program, params = open_model(source)
-        cfg = program.cfg
-        model = cfg.model.model_copy(update={"hf": None})
-        data = cfg.data.model_copy(update={"tokenizer": str(target / HF_FOLDER), "held_out": 0.02})
-        changes = {"name": target.name, "output": str(target.parent), "model": model, "data": data}
-        cfg = cfg.model_copy(update=changes)
-        hf.copy_metadata(source, folder / HF_FOLDER)
-        save_config(cfg, folder / "config.yaml")
-        with Checkpoints(folder / "checkpoints") as checkpoints:
-            checkpoints.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), force=True)
+from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
 
 
 def export_model(
     run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
 ) -> str:
-    """Writes a run as a Hugging Face directory or as a GGUF file.
+    """Writes a model as a Hugging Face directory or as a GGUF file.
 
     Args:
-        run: The directory of the run.
+        run: The directory of a run, or a Hugging Face directory.
         target: The directory to write; FILE.gguf for a GGUF file.
-        dtype: By default the dtype of the imported files or, without import, the stored dtype; for a GGUF file float16.
+        dtype: By default the dtype of the files of `model.hf` or, without, the stored dtype; for a GGUF file float16.
         adapter: Write only the adapters, in PEFT's format.
         merge: Write all weights with the adapters merged, tensor by tensor.
 
     Returns:
         A line that describes the result.
     """
-    check_run(run)
     saved = model_config(run)
     _check_adapters(run, saved.adapter.kind, saved.model.family, adapter, merge)
     program, params = open_model(run)
     cfg = program.cfg
-    base_files = Path(run, HF_FOLDER)
+    base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
     indices = program.model.execution.layer_indices
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)

@@ -20,8 +20,6 @@ from jaxmem.step.state import TrainState
 from jaxmem.training.telemetry import DivergedError
 from jaxmem.typing import JsonDict, Tree
 
-WEIGHTS = ("model", "precision")  # the config sections that define the weights
-
 
 def data_fingerprint(cfg: Config) -> str:
     """The fingerprint of the data, which must be the same in all processes."""
@@ -45,20 +43,15 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
     if latest is None:
         return 0, {}
     step, position, before = latest
-    cfg = built.cfg
     after = built.cfg.model_dump(mode="json")
     before = load_config(before).model_dump(mode="json")  # adds settings that did not exist when it was saved
-    if position:
-        refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
-        SavedState(built).check_base(position, directory)
-    else:  # imported weights; a frozen base may be stored in another dtype
-        sections = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
-        refuse_changes({key: before[key] for key in sections}, {key: after[key] for key in sections}, directory)
+    refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
+    SavedState(built).check_base(position, directory)
     return step, before
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
-    """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
+    """Step, state and data position of the newest complete checkpoint."""
     newest = newest_state(built, checkpoints)
     if newest is None:
         return None
@@ -69,12 +62,6 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
 def newest_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], JsonDict] | None:
     """Like `restore`, but returns a function that reads the state. The function also reads the frozen base, which is
     not in the checkpoints, and returns the complete state."""
-    latest = checkpoints.read_latest()
-    if latest and not latest[1]:  # no data position: imported weights
-        from jaxmem.hf.peft import add_adapters
-        from jaxmem.inference.load import base_params
-
-        return 0, lambda: built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}
     saved = SavedState(built)
     latest_arrays = checkpoints.restore_latest(saved.shapes)
     if latest_arrays is None:

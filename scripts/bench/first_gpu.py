@@ -6,7 +6,8 @@
 
 Parts: `kernels` (each implementation for this GPU: right, and how fast beside cuDNN), `steps` (planned beside measured
 bytes and seconds), `claims` (whole models in the memory that we name for them), `chat` (SmolLM2-135M). Each
-measurement runs in a process of its own with a limit of time, and is written to a file of JSON at once. On a machine without a GPU all sizes are tiny: that tests this program; its speeds mean nothing.
+measurement runs in a process of its own with a limit of time, and is written to a file of JSON at once. On a machine
+without a GPU all sizes are tiny: that tests this program; its speeds mean nothing.
 """
 
 import argparse

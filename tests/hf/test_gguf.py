@@ -21,7 +21,7 @@ from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import byte_tokenizer
-from jaxmem.inference.export import export_model, import_model
+from jaxmem.inference.export import export_model
 from jaxmem.inference.load import model_config, open_model
 from jaxmem.models import build
 from tests.hf.gguf_reference import CASES, IDS, LAST, TEXTS, tensors_of, write_file
@@ -131,9 +131,7 @@ def test_a_file_is_a_model_for_each_command(tmp_path: Path) -> None:
     assert load_config(run_of(str(file))).data.tokenizer == load_config(run_of(str(file))).model.hf
     assert run_config(file, method="qlora").model.embed == 64
     assert model_config(file).precision.parameters == "float32"
-    import_model(file, tmp_path / "run")
-    file.unlink()
-    program, params = open_model(tmp_path / "run")
+    program, params = open_model(file)
     expected = tensors_of("llama")["blk.1.ffn_down.weight"]
     np.testing.assert_array_equal(np.asarray(params["blocks"]["mlp"]["down"]["weight"])[1].T, expected)
     messages = [{"role": "user", "content": "hi"}]
@@ -142,8 +140,7 @@ def test_a_file_is_a_model_for_each_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_transformers_opens_an_export_by_its_model_type(name: str, tmp_path: Path) -> None:
-    import_model(directory_of(name, tmp_path), tmp_path / "run")
-    export_model(tmp_path / "run", tmp_path / "exported")
+    export_model(directory_of(name, tmp_path), tmp_path / "exported")
     assert json.loads((tmp_path / "exported/config.json").read_text())["model_type"] == name
 
 
@@ -260,8 +257,7 @@ def test_a_run_as_a_file_for_llama_cpp(tmp_path: Path, compare) -> None:
     compare.write_directory("llama3.1", tmp_path / "given", vocab_size=264)
     (tmp_path / "given/tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     (tmp_path / "given/tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ 'hi' }}"}))
-    import_model(tmp_path / "given", tmp_path / "run")
-    export_model(tmp_path / "run", tmp_path / "out.gguf", dtype="float32")
+    export_model(tmp_path / "given", tmp_path / "out.gguf", dtype="float32")
     read, given = read_gguf(tmp_path / "out.gguf"), load_file(tmp_path / "given/model.safetensors")
     settings, tensors = read.metadata, read.tensors
     assert read.architecture == "llama"
@@ -278,10 +274,10 @@ def test_a_run_as_a_file_for_llama_cpp(tmp_path: Path, compare) -> None:
     factors = tensors["rope_freqs.weight"].data
     assert 1 < factors[0] < factors[-1] == 8
     with pytest.raises(UserError, match=r"out.gguf exists already"):
-        export_model(tmp_path / "run", tmp_path / "out.gguf")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out.gguf", "run"]
+        export_model(tmp_path / "given", tmp_path / "out.gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out.gguf"]
     rope = load_config(run_of(str(tmp_path / "out.gguf"))).model.rope
-    assert rope == load_config(tmp_path / "run/config.yaml").model.rope
+    assert rope == load_config(run_of(str(tmp_path / "given"))).model.rope
 
 
 def test_a_file_has_the_template_of_the_data(tmp_path: Path, compare) -> None:

@@ -1,4 +1,4 @@
-"""Runs that begin from the weights of another: a new classifier on a backbone, adapters on what was imported."""
+"""Runs that begin from the weights of another, or of a directory."""
 
 import jax
 import numpy as np
@@ -6,14 +6,11 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_tokenizer
-from jaxmem.inference.export import import_model
-from jaxmem.inference.load import open_model
+from jaxmem.inference.load import initial_state, open_model
 from jaxmem.step import program
-from jaxmem.training.restore import restore
 from jaxmem.training.run import run
 
 ONE = jax.devices()[:1]
@@ -70,16 +67,12 @@ def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):
             again()
 
 
-def test_adapters_on_imported_weights(tmp_path, compare):
-    """In the imported run's own directory: new adapters beside nf4 of what was imported."""
+def test_new_adapters_beside_nf4_of_the_weights_of_a_directory(tmp_path, compare):
     place = tmp_path / "given"
     compare.write_directory("llama3", place, vocab_size=257)
     copy_tokenizer("bytes", place)
-    import_model(place, tmp_path / "run")
-    cfg = load_config(tmp_path / "run/config.yaml", ["adapter.kind=qlora", "adapter.rank=2"])
-    with Checkpoints(tmp_path / "run/checkpoints", read_only=True) as kept:
-        step, state, position = restore(program(cfg, ONE), kept)
-    assert (step, position) == (0, {})
+    raw = {"name": "x", "model": {"hf": str(place)}, "batch": {"global_size": 1}, "train": {"steps": 1}}
+    state = initial_state(program(load_config(raw, ["adapter.kind=qlora", "adapter.rank=2"]), ONE))
     head, given = state.params["head"]["weight"], load_file(place / "model.safetensors")["lm_head.weight"].T
     assert head.format == "nf4"
     assert np.abs(np.float32(head.dequantize()) - given).max() < 0.2 * np.abs(given).max()
