@@ -13,5 +13,5 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     low_rank="Lora attach lora merge merged_weight weights_to_merge",
-    trained_parts="Prompt TokenRows base_of head prompt tokens",
+    trained_parts="Prompt base_of head prompt",
 )

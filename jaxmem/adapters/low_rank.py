@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmem.adapters import flax_layers
-from jaxmem.adapters.trained_parts import TokenRows, prompt, tokens
+from jaxmem.adapters.trained_parts import prompt
 from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.errors import UserError, nearest
@@ -167,11 +167,8 @@ def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | 
     head, last_layers and patterns add no parameters: they train weights of the model."""
     if cfg.kind in ("lora", "dora", "qlora"):
         add_low_rank(model, cfg, key, order)
-    if isinstance(model, Decoder):
-        if cfg.kind == "prompt":
-            prompt(model, length=cfg.virtual_tokens, key=key)
-        if cfg.token_indices:
-            tokens(model, cfg.token_indices)
+    if isinstance(model, Decoder) and cfg.kind == "prompt":
+        prompt(model, length=cfg.virtual_tokens, key=key)
 
 
 def add_low_rank(model: Any, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
@@ -187,9 +184,7 @@ def add_low_rank(model: Any, cfg: Adapter, key: jax.Array, order: Sequence[int] 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Array], scale: float) -> jax.Array:
     """A weight or bias in float32 with its adapter merged into it. `parts`: `a` and `b` (DoRA: also `magnitude`), or
-    `bias`, with `layer_scale` if the scales of layers differ; or `trained`, new rows of the embedding for `tokens`."""
-    if "trained" in parts:
-        return w.astype(jnp.float32).at[parts["tokens"]].set(parts["trained"].astype(jnp.float32))
+    `bias`, with `layer_scale` if the scales of layers differ."""
     f32 = {name: x.astype(jnp.float32) for name, x in parts.items()}
     factor = scale * f32.get("layer_scale", jnp.float32(1))
     summed = w.astype(jnp.float32) + factor * (f32["bias"] if "bias" in f32 else f32["a"] @ f32["b"])
@@ -198,10 +193,8 @@ def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Ar
     return summed * jnp.where(factor == 0, jnp.float32(1), f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
 
 
-def weights_to_merge(lora: Lora | TokenRows) -> dict[str, dict[str, jax.Array]]:
+def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
     """The arrays that `merged_weight` merges into the `weight` and the `bias` of a layer."""
-    if isinstance(lora, TokenRows):
-        return {"weight": {"trained": lora.trained.get_value(), "tokens": lora.tokens}}
     parts = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
     bias = parts.pop("bias", None)
     scale = {"layer_scale": parts["layer_scale"]} if "layer_scale" in parts else {}
@@ -209,7 +202,7 @@ def weights_to_merge(lora: Lora | TokenRows) -> dict[str, dict[str, jax.Array]]:
 
 
 def merge(model: nnx.Module) -> None:
-    """Merges low-rank adapters and trained rows into their weights, one layer after the other, and removes them.
+    """Merges low-rank adapters into their weights, one layer after the other, and removes them.
     Quantized weights are requantized."""
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, Linear | Embedding) and module.lora is not None:

@@ -3,29 +3,23 @@
 - Prompt tuning: embeddings before every text (Lester et al., arXiv:2104.08691). A prompt of P tokens has P x embed
   parameters, and needs the memory and time of P tokens in activations and KV cache. Gradients pass through all layers,
   so a step saves the same activations as with LoRA.
-- Rows of the embedding, one for each of some tokens; PEFT calls these `trainable_token_indices`. n rows have n x embed
-  parameters, and the frozen matrix may be quantized.
 - A new classifier on the features of another task (Donahue et al., arXiv:1310.1531). It has embed x outputs
   parameters. The backward pass ends at the classifier: a step saves no activations of the layers before it and takes
   the time of their forward pass, a third of a step that trains all weights.
 """
 
-from collections.abc import Callable, Sequence
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxmem.config.adapter import EMBEDDING_ROWS
 from jaxmem.errors import UserError
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.embedding import RESIDUAL, take_rows
+from jaxmem.models.embedding import take_rows
 from jaxmem.models.layers import fetch
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network
-from jaxmem.sharding import constrain
 from jaxmem.sharding.weights import store_new
 from jaxmem.typing import Tree
 
@@ -53,26 +47,6 @@ class Prompt(nnx.Module):
         return jnp.where((ids >= self.vocab)[..., None], fetch(self.weight, dtype)[rows], x)
 
 
-class TokenRows(nnx.Module):
-    """The adapter of an embedding: rows that replace the embedding's rows of the tokens `ids`."""
-
-    scale = 1.0  # read by `merged_weight`
-
-    def __init__(self, initial: Float[Array, "n embed"], ids: Sequence[int]):
-        self.trained: nnx.Param = nnx.Param(store_new(initial, (None, "embed")), axes=(None, "embed"))
-        self.ids = tuple(ids)
-
-    @property
-    def tokens(self) -> Int[Array, "n"]:
-        return jnp.array(self.ids, jnp.int32)
-
-    def rows(self, x: Embedded, ids: Ids, _: Callable[[], jax.Array]) -> Embedded:
-        """The output of an embedding, from the rows `x` of its own weight."""
-        same: Bool[Array, "batch time n"] = ids[..., None] == self.tokens
-        trained = fetch(self.trained, x.dtype)[jnp.argmax(same, axis=-1)]
-        return constrain(jnp.where(same.any(axis=-1, keepdims=True), trained, x), *RESIDUAL)
-
-
 def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) -> tuple[str, ...]:
     """Adds a prompt of `length` tokens to a decoder, initialized with the embeddings of random tokens. Returns the
     patterns of the trainable weights."""
@@ -80,19 +54,6 @@ def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) ->
     embeddings = take_rows(model.embedding.weight.get_value(), ids, jnp.float32)
     model.prompt = Prompt(embeddings, model.cfg.vocab)
     return ("prompt.*",)
-
-
-def tokens(model: Decoder, ids: Sequence[int]) -> tuple[str, ...]:
-    """Makes the embedding's rows of some tokens trainable. Returns the patterns of the trainable weights."""
-    if model.head is None:
-        raise UserError(
-            "adapters.tokens does not support tied embeddings; use a decoder with model.tie_embeddings=false"
-        )
-    if model.embedding.lora is not None:
-        raise UserError("adapters.tokens does not support a low-rank adapter of the embedding; adapt other layers")
-    initial = take_rows(model.embedding.weight.get_value(), jnp.array(ids, jnp.int32), jnp.float32)
-    model.embedding.lora = TokenRows(initial, ids)
-    return (EMBEDDING_ROWS,)
 
 
 def head(model: Network, *, outputs: int | None = None, key: jax.Array | None = None) -> tuple[str, ...]:

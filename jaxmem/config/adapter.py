@@ -5,16 +5,15 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from jaxmem.config.base import Count, Fraction, ListOf, Positive, Section, StoredFormat, Texts, setting
+from jaxmem.config.base import Count, Fraction, Positive, Section, StoredFormat, Texts, setting
 from jaxmem.config.names import split_layers, split_stack
 from jaxmem.config.networks import Convnet, Decoder, Family
 from jaxmem.typing import JsonDict
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
-EMBEDDING_ROWS = "embedding.lora.trained"  # the parameter of `adapter.token_indices`
 
 
 class HashableDict(JsonDict):
@@ -46,9 +45,6 @@ class Adapter(Section):
         ("blocks.*",),
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
         " with adapter.kind=patterns: patterns of weight names",
-    )
-    token_indices: ListOf[Annotated[int, Field(ge=0)]] = setting(
-        (), "ids of tokens whose embedding rows are trained too"
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
@@ -84,7 +80,7 @@ class Adapter(Section):
                 tied = isinstance(model, Decoder) and model.tie_embeddings
                 return (f"{stack}[-{self.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
             case _:
-                return (LORA_WEIGHTS, EMBEDDING_ROWS) if self.token_indices else (LORA_WEIGHTS,)
+                return (LORA_WEIGHTS,)
 
 
 class LowRank(NamedTuple):

@@ -241,8 +241,6 @@ def _base(cfg: Config) -> Iterator[str]:
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:
     kind = f"adapter.kind={cfg.adapter.kind}"
-    ids = cfg.adapter.token_indices
-    key = "adapter.token_indices"
     adapts = {name: _is_target(cfg, name) for name in ("embedding", "head")}
     if adapts["embedding"] and model.tie_embeddings:
         # An adapter of the embedding would not change the output projection.
@@ -251,15 +249,6 @@ def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:
     if adapts["head"] and cfg.memory.loss_chunk != "auto":
         use = "memory.loss_chunk=auto, or targets such as blocks.*"
         yield unsupported(f"memory.loss_chunk={cfg.memory.loss_chunk}", "adapter.targets that match head", use)
-    if max(ids, default=0) >= model.vocab:
-        yield f"{key} contains {max(ids)}, but model.vocab={model.vocab}; use token ids from 0 to {model.vocab - 1}"
-    if len(set(ids)) < len(ids):
-        twice = next(i for i in ids if ids.count(i) > 1)
-        yield f"{key} contains {twice} more than once; list each token id once"
-    if ids and adapts["embedding"]:
-        yield unsupported(key, "adapter.targets that match embedding", "targets such as blocks.*")
-    if ids and any(fnmatchcase("embedding.weight", pattern) for pattern in cfg.optimizer.trainable):
-        yield f"{key} and embedding.weight in optimizer.trainable are both set; remove one of them"
 
 
 def _is_target(cfg: Config, name: str) -> bool:

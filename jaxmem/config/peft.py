@@ -8,9 +8,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from jaxmem.config.base import Fraction
@@ -36,7 +35,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 UNDERSTOOD = {
     *COMMON, "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save",
-    "trainable_token_indices", "target_parameters",
+    "target_parameters",
 }  # fmt: skip
 # Patterns of keys that the loaded adapter does not depend on.
 WITHOUT_EFFECT = ("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying")
@@ -115,7 +114,6 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
         "alpha_pattern": _by_pattern(alpha_by_target, modules) or None,
         "rslora": read(settings, "use_rslora", bool, False),
         "lora_bias": read(settings, "lora_bias", bool, False),
-        "token_indices": _token_indices(settings),
         "dropout": read(settings, "lora_dropout", Fraction, 0.0),
         "targets": _by_pattern({target: ranks.get(target.name, rank) for target in targets}, modules),
     }
@@ -202,17 +200,6 @@ def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decod
             "modules_to_save: an embedding is not supported if tie_word_embeddings is true; remove it"
         )
     return matching
-
-
-def _token_indices(settings: JsonView) -> list[int]:
-    """The ids of `trainable_token_indices`: a list, or an object of lists with the key embed_tokens only."""
-    key = "trainable_token_indices"
-    ids = list[Annotated[int, Field(ge=0)]]
-    indices = read(settings, key, ids | dict[str, ids], [])
-    for name in indices if isinstance(indices, dict) else ():
-        if name != "embed_tokens":
-            raise UnsupportedError(f"{key}: {name} is not supported; expected embed_tokens")
-    return indices.get("embed_tokens", []) if isinstance(indices, dict) else indices
 
 
 def _by_module(settings: JsonView, key: str, kind: Any, modules: Sequence[HfModule]) -> JsonDict:

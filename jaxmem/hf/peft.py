@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
-from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED, MODULES
+from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.names import count_layers, split_stack
@@ -53,7 +53,6 @@ EMBEDDING = {**LINEAR, "a": "lora_embedding_A", "b": "lora_embedding_B"}
 RANK_DIMS = {"a": 0, "b": 1}  # the dimension of a tensor in the file that is the rank
 FINGERPRINT_ELEMENTS = 2048  # elements of each tensor in the fingerprint
 FINGERPRINT_KEY = "base"  # key in the metadata of the safetensors file of an adapter
-TOKEN_ROWS = f"{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
 
 LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the layers of each module
 
@@ -120,8 +119,6 @@ def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int]
         name = ".".join(module)
         if parent == "prompt":
             yield FileWeight.of(path, array, "prompt_embeddings", is_transposed=False)
-        elif parent == "lora" and kind == "trained":
-            yield FileWeight.of(path, array, ADAPTER_PREFIX + TOKEN_ROWS, is_transposed=False)
         elif parent == "lora" and kind in LINEAR:
             file_name = f"{ADAPTER_PREFIX}{names[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
             is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3
@@ -282,7 +279,6 @@ def _adapter_json(
             keys[name]: _number(lora.alpha) for name, lora in named.items() if lora.alpha != adapter.alpha
         },
         "modules_to_save": list(saved) or None,
-        "trainable_token_indices": list(adapter.token_indices) or None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.kind == "dora",
         "lora_bias": adapter.lora_bias,

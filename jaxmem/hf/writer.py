@@ -17,7 +17,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxmem import models
-from jaxmem.adapters import Lora, TokenRows, base_of, merged_weight, weights_to_merge
+from jaxmem.adapters import Lora, base_of, merged_weight, weights_to_merge
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
@@ -32,7 +32,7 @@ from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized
 
 # Dimensions of the arrays of an adapter of one matrix.
-DIMS = {"a": 2, "b": 2, "bias": 1, "magnitude": 1, "layer_scale": 0, "trained": 2, "tokens": 1}
+DIMS = {"a": 2, "b": 2, "bias": 1, "magnitude": 1, "layer_scale": 0}
 Adapter = tuple[dict[str, jax.Array], float]  # the weights of an adapter, and its scale
 
 
@@ -155,7 +155,7 @@ def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
     """The adapters of a model, by the path of the weight that they change."""
     adapters = {}
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, Lora | TokenRows):
+        if isinstance(module, Lora):
             for name, weights in weights_to_merge(module).items():
                 adapters[(*map(str, path[:-1]), name)] = weights, module.scale
     return adapters

@@ -45,10 +45,8 @@ def export_model(
             saved=saved,
             chat_template=cfg.data.chat_template,
         )
-        note = (
-            "; vLLM does not support several ranks, base weights or embedding rows in an adapter; use --merge for vLLM"
-        )
-        is_plain = len(ranks) == 1 and not saved and not cfg.adapter.token_indices
+        note = "; vLLM does not support several ranks or base weights in an adapter; use --merge for vLLM"
+        is_plain = len(ranks) == 1 and not saved
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
     if Path(target).suffix == ".gguf":

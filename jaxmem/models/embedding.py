@@ -51,7 +51,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
         self.weight = new_weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
-        self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters: low-rank, or TokenRows
+        self.lora: Any = nnx.data(None)  # a low-rank adapter of jaxmem.adapters
 
     def __call__(self, ids: Ids, dtype: DTypeLike) -> Features:
         x = lookup_param(self.weight, ids, dtype)

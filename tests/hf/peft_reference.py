@@ -24,7 +24,6 @@ import numpy as np
 from tests.hf.transformers_reference import NEW, ROWS, values, write_directory
 
 BASE = "llama3"
-TOKENS = [int(token) for token in ROWS[0, 5:2:-1]]  # not in the order of the vocabulary
 PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 6, "target_modules": [*PRODUCTS, "embed_tokens"], "rank_pattern": {"q_proj": 2}},
@@ -49,14 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "biases": {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "up_proj"], "bias": "all", "lora_bias": True},
     "dora-embedding": {"r": 2, "lora_alpha": 3, "target_modules": ["v_proj", "embed_tokens"], "use_dora": True},
-    "tokens": {
-        "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"], "trainable_token_indices": TOKENS,
-    },
     # In transformers 5 the routed experts are no linear layers, so these are shared experts and an MLP without experts.
     "shared": {"r": 2, "lora_alpha": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
 }  # fmt: skip
 BASES = {"biases": "llama-biases", "shared": "qwen2-moe-dense"}  # others have the base BASE
-TRAINED = ("lora", "patterns", "saved", "names", "tokens")  # cases whose losses are recorded
+TRAINED = ("lora", "patterns", "saved", "names")  # cases whose losses are recorded
 SHAPES = Path(__file__).parent / "data" / "peft.json"
 LEARNING = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 8
@@ -165,7 +161,6 @@ OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
         "adapter.kind=lora",
         'optimizer.trainable=["head.*", "embedding.*", "blocks[:1].*norm.scale", "norm.*"]',
     ],
-    "tokens": ["adapter.kind=lora", f"adapter.token_indices={TOKENS}"],
     "prompt": ["adapter.kind=prompt", "adapter.virtual_tokens=5", "data.packing=false"],
 }  # fmt: skip
 MIXTURES = {f"{base}-lora": base for base in ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v2-groups")}

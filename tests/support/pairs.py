@@ -186,7 +186,6 @@ adapter.kind=patterns adapter.targets=[blocks.attention.*]
 adapter.rank=4 adapter.kind=lora
 adapter.alpha=4 adapter.kind=lora
 adapter.alpha_pattern={{"*.mlp.*":8}} adapter.kind=lora
-adapter.token_indices=[1,2] adapter.kind=lora
 adapter.rslora=true adapter.kind=lora
 adapter.targets=[blocks.*,embedding,head] adapter.kind=lora
 adapter.targets={{"*.mlp.*":8,"blocks.*":4}} adapter.kind=lora
