@@ -241,7 +241,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> Any:
+    def _open(self) -> Manager:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
             todelete_subdir=ROTATED_DIRECTORY if self._has_rename else None,

@@ -25,10 +25,11 @@ from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonDict
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
-State = dict[str, Any]
+State = JsonDict  # a position in the data, for JSON
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
 

@@ -21,7 +21,7 @@ have mask 0.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
 
 Batch = dict[str, np.ndarray]
-Position = dict[str, Any]  # a position in the data, with values that JSON can store
+Position = JsonDict  # a position in the data
 MAX_EMPTY = 1000  # this number of consecutive records without tokens is an error, so that reading ends
 INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 
@@ -56,11 +56,6 @@ class OrderedRecords:
         assert self.references is not None
         place, index = divmod(number, self.per_record)
         return float(self.references(place)[index]) if self.has(place) else 0.0
-
-
-def empty_rows(*shape: int) -> Batch:
-    """Arrays of padding: [..., length]."""
-    return {**{name: np.zeros(shape, np.int32) for name in INT_ARRAYS}, "mask": np.zeros(shape, np.float32)}
 
 
 def write_document(document: Document, offset: int, row: Batch, index: int, segment: int) -> int:
@@ -193,7 +188,9 @@ class TextRows(Rows):
         return all(stream.has_ended for stream in self._streams)
 
     def batch(self) -> Batch:
-        batch = empty_rows(*self._rows.shape, self._length)
+        shape = (*self._rows.shape, self._length)
+        batch = {name: np.zeros(shape, np.int32) for name in INT_ARRAYS}  # padding
+        batch["mask"] = np.zeros(shape, np.float32)
         reference = {}
         if self._streams[0].records.references is not None:
             values = [stream.records.reference(stream.next_document) for stream in self._streams]

@@ -10,7 +10,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -292,7 +291,7 @@ def _number(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
-def read_adapter(program: Program) -> dict[WeightPath, Any]:
+def read_adapter(program: Program) -> dict[WeightPath, Tree]:
     """The weights of the adapters in the directory `adapter.hf`, stored and sharded like those of the program."""
     params = program.spec.state.params
     model = program.model

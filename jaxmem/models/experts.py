@@ -11,8 +11,8 @@ computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 `mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ class Experts(nnx.Module):
         mixture = Mixture(self.cfg, self.activation, self.implementation, scalings=scalings)
         # Kernels need `jax.shard_map`, from which they know the device to compile for.
         if layout is None or (layout.mesh.size == 1 and self.implementation == "blockwise"):
-            run: Any = mixture
+            run: Callable[..., jax.Array] = mixture
         else:
             axes = {name: module.axes for name, module in modules.items()}
             run = partial(mixture.over(layout).sharded, layout, axes)

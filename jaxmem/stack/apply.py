@@ -164,7 +164,8 @@ def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fe
     if call.plan is None:
         is_offloaded_later = fetches_ahead and call.on_host
         host = () if is_offloaded_later else options.host
-        saved, run = saved_names(options.remat), call.run
+        saved = saved_names(options.remat)
+        run = call.run
         if options.in_fp8 and saved is not None:
             saved = (*saved, BOUNDARY)
             run = _saving_in_fp8(run, (*saved, *host))

@@ -30,6 +30,7 @@ from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, likelihoods, objective
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.step import Metrics, make_step
+from jaxmem.typing import Tree
 
 if TYPE_CHECKING:
     from jaxmem.sharding.share import DeviceShare
@@ -114,8 +115,12 @@ class Program:
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             return update(self.spec.to_memory(state), batch)
 
-        devices, deterministic = self.layout.mesh.size, self.cfg.train.deterministic
-        options = compiler_options(self.platform, devices, fetches=self.spec.has_offload, deterministic=deterministic)
+        options = compiler_options(
+            self.platform,
+            self.layout.mesh.size,
+            fetches=self.spec.has_offload,
+            deterministic=self.cfg.train.deterministic,
+        )
         if self.platform != "cpu" and self.cfg.precision.compute == "fp8":
             options |= CUBLAS
         outputs = (self.spec.shardings, self.layout.replicated())
@@ -194,12 +199,12 @@ class Program:
             )
             return add(base, jax.random.key(self.cfg.seed))
 
-    def new_module(self, name: str) -> dict[tuple[str, ...], Any]:
+    def new_module(self, name: str) -> dict[tuple[str, ...], Tree]:
         """New weights of one module of the model, by path."""
         shardings = flatten_dict(self.spec.shardings.params)
         paths = [path for path in flatten_dict(adapters.base_of(self.model.axes)) if path[0] == name]
 
-        def create(key: jax.Array) -> dict[tuple[str, ...], Any]:
+        def create(key: jax.Array) -> dict[tuple[str, ...], Tree]:
             weights = flatten_dict(self.spec.initial_weights.new_base(key))
             return {path: weights[path] for path in paths}
 
@@ -238,10 +243,10 @@ class Program:
     def _lower(
         self,
         function: Callable[..., Any],
-        *arguments: Any,
-        outputs: Any,
+        *arguments: Tree,
+        outputs: Tree,
         donate: int | tuple[()] = (),
-        options: Any = None,
+        options: Options | None = None,
     ) -> jax.stages.Lowered:
         with self.lowering():
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=outputs, compiler_options=options)

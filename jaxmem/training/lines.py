@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jaxmem.planning import Plan
 
 MIN_FILLED_SHARE = 0.9  # share of the tokens of a sequence, below which a warning is printed
-MANY_PASSES, FEW_PASSES = 20, 5  # passes over the data: for a warning, and for its remedy
+MANY_PASSES = 20  # passes over the data, above which a warning is printed
+FEW_PASSES = 5  # passes that the warning proposes
 
 
 def work_of(built: Program) -> Work:

@@ -63,7 +63,8 @@ class Progress:
         self.spec = spec
         self._tokens = spec.tokens
         self._since = Work(0)  # the work since the last logged step
-        self._enabled, self._clock = enabled, clock
+        self._enabled = enabled
+        self._clock = clock
         self._console = console or PipeSafeConsole(highlight=False)
         self._step = self._first = spec.step
         self._seconds = spec.seconds

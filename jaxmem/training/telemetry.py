@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -18,6 +18,7 @@ from jaxmem.step.state import MIN_SCALE
 from jaxmem.step.step import Metrics
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
+from jaxmem.typing import Tree
 
 ADVICE = "lower optimizer.learning_rate or optimizer.clip"
 
@@ -45,7 +46,9 @@ class Telemetry:
         trackers: Trackers,
         loss_scale: Literal["none", "dynamic"] | float = "none",
     ) -> None:
-        self._names, self._progress, self._trackers = gradient_names, progress, trackers
+        self._names = gradient_names
+        self._progress = progress
+        self._trackers = trackers
         self._loss_scale = loss_scale
         self._max_skipped = train.max_skipped if train.on_nan == "skip" else 0
         self._skipped = 0  # consecutive skipped updates
@@ -99,7 +102,8 @@ class Profile(AbstractContextManager["Profile"]):
     """A JAX profile for TensorBoard or Perfetto: `train.profile: [first, last]` records these steps."""
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
-        self._directory, self._running = directory, False
+        self._directory = directory
+        self._running = False
         self._first, self._last = steps or (0, 0)
 
     def before(self, step: int) -> None:
@@ -107,7 +111,7 @@ class Profile(AbstractContextManager["Profile"]):
             jax.profiler.start_trace(self._directory)
             self._running = True
 
-    def after(self, step: int, results: Any) -> None:
+    def after(self, step: int, results: Tree) -> None:
         """Waits for the last profiled step, so that it is recorded completely."""
         if self._running and step == self._last:
             jax.block_until_ready(results)

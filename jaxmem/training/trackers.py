@@ -48,7 +48,8 @@ class Trackers(AbstractContextManager["Trackers"]):
     """All trackers of a run as one. `last` is the last row that was logged before a resume, or empty."""
 
     def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: JsonDict) -> None:
-        self._trackers, self.last = trackers, last
+        self._trackers = trackers
+        self.last = last
 
     def log(self, step: int, values: JsonView) -> None:
         numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}

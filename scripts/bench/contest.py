@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Call = Callable[[], Any]  # starts work on the device; returns its future result
-Row = dict[str, Any]
+from jaxmem.typing import JsonDict, Tree
+
+Call = Callable[[], Tree]  # starts work on the device; returns its future result
+Row = JsonDict
 ROOT = Path(__file__).parents[2]
 BURST_SECONDS = 0.02  # seconds of a burst
 MIN_BURSTS = 5  # least number of bursts of each contestant

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from jaxmem.config.load import read_config
 from jaxmem.machine import devices
+from jaxmem.typing import JsonView
 from scripts import chat
 from scripts.bench.contest import ROOT, Row, program_rows
 from scripts.bench.kernels import PACKAGES
@@ -81,7 +81,7 @@ def overrides_of(step: Mapping[str, str], *, tiny: bool) -> list[str]:
 
 
 def step_rows(
-    name: str, config: Mapping[str, Any], overrides: Sequence[str], steps: int, *, tiny: bool
+    name: str, config: JsonView, overrides: Sequence[str], steps: int, *, tiny: bool
 ) -> Callable[[float], list[Row]]:
     raw = {**read_config(config, [*UNREAD, *overrides]), "name": name}
     devices_here = ("--simulate", "1") if tiny else ()
