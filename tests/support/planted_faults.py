@@ -375,13 +375,6 @@ FAULTS = {
         "jnp.cumsum(share, axis=-1) < self.top_p",
         "tests/inference",
     ),
-    "choices": Fault(
-        "the first token of a choice has no score",
-        "jaxmem/inference/evaluate.py",
-        "scored[row, start - 1 : len(ids) - 1] = 1",
-        "scored[row, start : len(ids) - 1] = 1",
-        "tests/inference/test_chat.py",
-    ),
     # ------------------------------------------------------------------ kernels
     "window": Fault(
         "a window that includes one key too many",
