@@ -1,8 +1,8 @@
 """What the Triton programs receive: block sizes, the blocks that a program visits, the rows of the backward pass.
 
 One kernel computes the output and the log-sum-exp of each row. In the backward pass one kernel computes dq and another
-kernel dk and dv. The blocks to visit are computed here, as an array that the kernels
-read. Packed sequences have sorted segment ids, so kernels skip complete blocks.
+kernel dk and dv. The blocks to visit are computed here, as an array that the kernels read. Packed sequences have sorted
+segment ids, so kernels skip complete blocks.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32
 
 from jaxmem.kernels.triton_launch import block_size, next_power_of_2
 
-from .arguments import Extras, Options, Residuals, pairs
+from .arguments import Extras, Options, Residuals
 from .derivative import row_products
 
 LOG2E = math.log2(math.e)
@@ -67,39 +67,6 @@ class BlockSizes(NamedTuple):
     stages: int
 
 
-class AttentionCall(NamedTuple):
-    """Compile-time properties of a call."""
-
-    options: Options
-    queries: int
-    keys: int
-    dim: int
-    blocks: BlockSizes
-
-    @property
-    def offset(self) -> int:
-        return self.keys - self.queries
-
-    @property
-    def pairs(self) -> int:
-        """The number of (query, key) pairs that are not masked; segments are ignored."""
-        return pairs(self.queries, self.keys, causal=self.options.causal, window=self.options.window)
-
-    @property
-    def wide(self) -> int:
-        """`dim`, rounded up to a power of two."""
-        return next_power_of_2(self.dim)
-
-    @property
-    def unit(self) -> float:
-        return score_unit(self.options)
-
-    def ranges(self, *, by_keys: bool) -> Int32[np.ndarray, "blocks 4"]:
-        """The blocks that the programs of a kernel visit; segments are ignored."""
-        sizes = self.blocks.queries, self.blocks.keys
-        return block_ranges(self.options, self.queries, self.keys, sizes, by_keys=by_keys)
-
-
 def score_unit(options: Options) -> float:
     """The unit of the scores that kernels compute: differences of scores are computed before they are multiplied by the
     unit, so they are as exact for scores of 10,000 as for small scores. The scale can be the unit if it is positive, so
@@ -143,13 +110,12 @@ BLOCKS = {
 }
 
 
-def call_for(kernel: str, options: Options, q: jax.Array, k: jax.Array) -> AttentionCall:
-    """The call of a kernel, a key of BLOCKS."""
+def block_sizes(kernel: str, q: jax.Array, k: jax.Array) -> BlockSizes:
+    """The block sizes of a kernel, a key of BLOCKS."""
     table = BLOCKS[kernel]
     wide = next_power_of_2(q.shape[3])
     most = table[min(key for key in table if key >= (q.dtype.itemsize, wide))]
-    fitted = most._replace(queries=block_size(most.queries, q.shape[1]), keys=block_size(most.keys, k.shape[1]))
-    return AttentionCall(options, q.shape[1], k.shape[1], q.shape[3], fitted)
+    return most._replace(queries=block_size(most.queries, q.shape[1]), keys=block_size(most.keys, k.shape[1]))
 
 
 def backward_rows(saved: Residuals, d_out: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -160,14 +126,17 @@ def backward_rows(saved: Residuals, d_out: jax.Array, options: Options) -> tuple
     return lse, row_products(saved.out, d_out)
 
 
-def mask_arrays(call: AttentionCall, extras: Extras, batch: int, *, by_keys: bool) -> MaskArrays:
-    table = call.ranges(by_keys=by_keys)
+def mask_arrays(
+    options: Options, blocks: BlockSizes, extras: Extras, q: jax.Array, k: jax.Array, *, by_keys: bool
+) -> MaskArrays:
+    sizes = blocks.queries, blocks.keys
+    table = block_ranges(options, q.shape[1], k.shape[1], sizes, by_keys=by_keys)
     ids = extras.segment_ids
     kv_ids = extras.kv_segment_ids
     if ids is None or kv_ids is None:
-        return MaskArrays(None, None, jnp.broadcast_to(table, (batch, *table.shape)))
-    mine = _id_range(ids, call.blocks.queries)
-    theirs = _id_range(kv_ids, call.blocks.keys)
+        return MaskArrays(None, None, jnp.broadcast_to(table, (q.shape[0], *table.shape)))
+    mine = _id_range(ids, blocks.queries)
+    theirs = _id_range(kv_ids, blocks.keys)
     (low, high), (other_low, other_high) = (theirs, mine) if by_keys else (mine, theirs)
     meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
     begin = jnp.argmax(meets, axis=2).astype(jnp.int32)

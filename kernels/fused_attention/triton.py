@@ -12,18 +12,19 @@ unmasked pairs they need 4 P dim operations per head forward, and 14 P dim backw
 compute the scores and their gradients.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels.triton_launch import Launch, launch, load_programs
-from jaxmem.kernels.typing import Tree
+from jaxmem.kernels.triton_launch import Launch, launch, load_programs, next_power_of_2
 
 from . import flash
-from .arguments import Extras, Options, Residuals
-from .flash import LOG2E, AttentionCall
+from .arguments import Extras, Options, Residuals, pairs
+from .flash import LOG2E, BlockSizes
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,31 @@ class AttentionStatic:
     scale: float
     factor: float  # score / dot product of q and k
     tanh_factor: float | None  # with a soft cap: 2 log2(e) times the argument of tanh / dot product of q and k
-    unit: float  # `AttentionCall.unit`
+    unit: float  # `flash.score_unit`
     base: float  # exponent of 2 / difference of scores
+
+    @classmethod
+    def of(cls, options: Options, blocks: BlockSizes, q: jax.Array, k: jax.Array, *, segments: bool) -> AttentionStatic:
+        unit = flash.score_unit(options)
+        scale = options.scale
+        return cls(
+            queries=q.shape[1],
+            keys=k.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            dim=q.shape[3],
+            wide=max(16, next_power_of_2(q.shape[3])),
+            rows=blocks.queries,
+            columns=blocks.keys,
+            causal=options.causal or options.window is not None,
+            window=options.window,
+            segments=segments,
+            scale=scale,
+            factor=1.0 if unit == scale else scale,
+            tanh_factor=None if options.soft_cap is None else 2.0 * LOG2E * scale / options.soft_cap,
+            unit=unit,
+            base=unit * LOG2E,
+        )
 
     @property
     def groups(self) -> int:
@@ -64,64 +88,46 @@ class AttentionStatic:
         return self.kv_heads * self.dim
 
 
-def static(call: AttentionCall, heads: int, kv_heads: int, *, segments: bool) -> AttentionStatic:
-    o = call.options
-    return AttentionStatic(
-        queries=call.queries,
-        keys=call.keys,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=call.dim,
-        wide=max(16, call.wide),
-        rows=call.blocks.queries,
-        columns=call.blocks.keys,
-        causal=o.causal or o.window is not None,
-        window=o.window,
-        segments=segments,
-        scale=o.scale,
-        factor=1.0 if call.unit == o.scale else o.scale,
-        tanh_factor=None if o.soft_cap is None else 2.0 * LOG2E * o.scale / o.soft_cap,
-        unit=call.unit,
-        base=call.unit * LOG2E,
-    )
-
-
-def attend(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    call = flash.call_for("forward", options, q, k)
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
     rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    out, lse = _run("attention_forward", call, (q, k, v), extras, (q, rows), 4 * call.pairs / call.queries)
+    out, lse = _run("forward", options, (q, k, v), extras, (q, rows), 4 / q.shape[1])
     return out, lse
 
 
-def gradients(saved: Residuals, d_out: Tree, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
+def gradients(saved: Residuals, d_out: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, ...]:
     q, k, v, *_ = saved
     arrays = q, k, v, d_out, *flash.backward_rows(saved, d_out, options)
-    call = flash.call_for("d_queries", options, q, k)
-    (dq,) = _run("attention_d_queries", call, arrays, extras, (q,), 6 * call.pairs / call.queries)
-    call = flash.call_for("d_keys", options, q, k)
-    flops = 8 * call.pairs * (q.shape[2] // k.shape[2]) / call.keys
-    dk, dv = _run("attention_d_keys", call, arrays, extras, (k, k), flops)
+    (dq,) = _run("d_queries", options, arrays, extras, (q,), 6 / q.shape[1])
+    dk, dv = _run("d_keys", options, arrays, extras, (k, k), 8 * (q.shape[2] // k.shape[2]) / k.shape[1])
     return dq, dk, dv
 
 
 def _run(
-    name: str, call: AttentionCall, arrays: tuple[Tree, ...], extras: Extras, outputs: tuple[Tree, ...], flops: float
+    name: str,
+    options: Options,
+    arrays: tuple[jax.Array, ...],
+    extras: Extras,
+    outputs: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    flops_per_pair: float,
 ) -> list[jax.Array]:
-    programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
-    by_keys = name == "attention_d_keys"
-    batch, _, heads, _ = arrays[0].shape
-    kv_heads = arrays[1].shape[2]
-    masks = flash.mask_arrays(call, extras, batch, by_keys=by_keys)
+    """The outputs of a kernel, a key of `flash.BLOCKS`. `flops_per_pair`: operations per element of its first output,
+    for each (query, key) pair that is not masked."""
+    q, k, *_ = arrays
+    blocks = flash.block_sizes(name, q, k)
+    by_keys = name == "d_keys"
+    masks = flash.mask_arrays(options, blocks, extras, q, k, by_keys=by_keys)
     unused = jnp.zeros(1, jnp.int32)  # passed for pointers that a program does not read
+    heads = k.shape[2] if by_keys else q.shape[2]
+    programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
     return launch(
-        getattr(programs, name),
+        getattr(programs, f"attention_{name}"),
         [*arrays, *(unused if x is None else x for x in masks)],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         Launch(
-            grid=(masks.ranges.shape[1], kv_heads if by_keys else heads, batch),
-            static=static(call, heads, kv_heads, segments=masks.ids is not None),
-            warps=call.blocks.warps,
-            stages=call.blocks.stages,
-            flops=flops,
+            grid=(masks.ranges.shape[1], heads, q.shape[0]),
+            static=AttentionStatic.of(options, blocks, q, k, segments=masks.ids is not None),
+            warps=blocks.warps,
+            stages=blocks.stages,
+            flops=flops_per_pair * pairs(q.shape[1], k.shape[1], causal=options.causal, window=options.window),
         ),
     )
