@@ -48,11 +48,13 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
     return fetch_for(None, param, dtype)[1]
 
 
-def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
+def fetch_for(
+    x: jax.Array | None, param: nnx.Param, dtype: DTypeLike, encode: Callable[[jax.Array], Any] | None = None
+) -> tuple[Any, Any]:
     """(x, the weight as `fetch` returns it). `x` is the input of the matmul with this weight, whose gradient
-    `sharding.gather_with_input` may delay."""
+    `sharding.gather_with_input` may delay. With `encode` the weight is gathered in that form."""
     value = param.get_value()
-    return gather_with_input(x, value, axes_of(param, value.ndim), dtype)
+    return gather_with_input(x, value, axes_of(param, value.ndim), dtype, encode=encode)
 
 
 def axes_of(param: nnx.Param, ndim: int) -> Axes:

@@ -13,7 +13,7 @@ from jaxmem.config.recompute import MATMUL
 from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather
-from jaxmem.sharding.weights import frozen_of
+from jaxmem.sharding.weights import StoredWeight, frozen_of, stored_of
 from jaxmem.stack import saved_as
 
 
@@ -31,11 +31,16 @@ class Linear(nnx.Module):
         """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
         frozen = self._frozen_quantized
         w = None
-        if frozen is None:
+        if frozen is not None:
+            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2), self.scaling)
+        elif self.scaling == "tensor":
+            from jaxmem.models import fp8
+
+            operand, rounded = fetch_for(x, self.weight, x.dtype, fp8.round_values)
+            y = matmul(operand, rounded, self.scaling)
+        else:
             operand, w = fetch_for(x, self.weight, x.dtype)
             y = matmul(operand, w, self.scaling)
-        else:
-            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2), self.scaling)
         y = saved_as(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
@@ -50,25 +55,36 @@ class Linear(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(
-    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"], scaling: Scaling | None = None
+    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"] | StoredWeight, scaling: Scaling | None = None
 ) -> Float[Array, "*batch outputs"]:
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
-    and transpose it, which copies activations on CPUs (a quarter of the time of a step)."""
+    and transpose it, which copies activations on CPUs (a quarter of the time of a step). A stored weight is one that is
+    rounded already, and the array that receives its gradient."""
     if scaling is None:
         return x @ w
     from jaxmem.models import fp8
 
-    return fp8.product(x, w, scaling)
+    return fp8.product(x, stored_of(w), scaling, x.dtype)
 
 
-def _matmul_backward(
-    scaling: Scaling | None, saved: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _matmul_forward(x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None) -> tuple[jax.Array, Any]:
+    """With one scale per operand, the rounded operands are saved for the backward pass."""
+    if scaling != "tensor":
+        return matmul(x, w, scaling), (x, w)
+    from jaxmem.models import fp8
+
+    operand = fp8.round_values(x)
+    return fp8.product(operand, stored_of(w), scaling, x.dtype), (operand, w)
+
+
+def _matmul_backward(scaling: Scaling | None, saved: tuple[Any, Any], g: jax.Array) -> tuple[jax.Array, Any]:
     x, w = saved
-    return _input_gradient(g, w, scaling), _weight_gradient(x, g, scaling)
+    of_x = _input_gradient(g, stored_of(w), scaling)
+    of_w = _weight_gradient(x, g, scaling)
+    return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w
 
 
-def _input_gradient(g: jax.Array, w: jax.Array, scaling: Scaling | None) -> jax.Array:
+def _input_gradient(g: jax.Array, w: Any, scaling: Scaling | None) -> jax.Array:
     if scaling is None:
         return g @ w.T
     from jaxmem.models import fp8
@@ -76,7 +92,7 @@ def _input_gradient(g: jax.Array, w: jax.Array, scaling: Scaling | None) -> jax.
     return fp8.input_gradient(g, w, scaling)
 
 
-def _weight_gradient(x: jax.Array, g: jax.Array, scaling: Scaling | None) -> jax.Array:
+def _weight_gradient(x: Any, g: jax.Array, scaling: Scaling | None) -> jax.Array:
     if scaling is None:
         rows = tuple(range(x.ndim - 1))
         return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
@@ -85,7 +101,7 @@ def _weight_gradient(x: jax.Array, g: jax.Array, scaling: Scaling | None) -> jax
     return fp8.weight_gradient(x, g, scaling)
 
 
-matmul.defvjp(lambda x, w, scaling: (matmul(x, w, scaling), (x, w)), _matmul_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

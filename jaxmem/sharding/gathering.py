@@ -1,5 +1,6 @@
 """All-gathers weights from their stored sharding for computation, and reduce-scatters their gradients."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxmem.sharding import host
 from jaxmem.sharding.arrays import constrain, row_major_if_gathered, vmap_groups
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
-from jaxmem.sharding.weights import GatheredWeight, Weight, is_quantized, proxy_of, stored_of
+from jaxmem.sharding.weights import GatheredWeight, StoredWeight, Weight, is_quantized, proxy_of, stored_of
 from jaxmem.typing import AxesTree, Tree
 
 GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
@@ -52,16 +53,27 @@ def gather(weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: 
 
 
 def gather_with_input(
-    x: jax.Array | None, weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: Role = "compute"
-) -> tuple[jax.Array | None, jax.Array]:
+    x: jax.Array | None,
+    weight: Weight | GatheredWeight,
+    axes: Axes,
+    dtype: DTypeLike,
+    role: Role = "compute",
+    encode: Callable[[jax.Array], Tree] | None = None,
+) -> tuple[jax.Array | None, Any]:
     """`gather`, which also returns `x`, the input of the matmul, and delays the gradient of `x` until the weight
     gradient has been reduce-scattered.
 
     By default XLA computes the weight gradients of a layer after the rest of its backward pass, so that nothing
     overlaps with the last reduce-scatter. With the delay, each reduce-scatter overlaps with the matmul for the gradient
-    of x."""
+    of x.
+
+    Args:
+        encode: computes the form in which a weight in `dtype` is gathered: arrays of its shape, and numbers that all
+            shards share. None of them has a derivative. A `StoredWeight` is returned, with this form, and an array of
+            zeros that receives the gradient."""
     if isinstance(weight, GatheredWeight):
-        return x, weight.value.astype(dtype)
+        value = weight.value.astype(dtype)
+        return x, value if encode is None else StoredWeight(encode(jax.lax.stop_gradient(value)), value)
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
     proxy = proxy_of(weight)
@@ -70,21 +82,31 @@ def gather_with_input(
         stored = _mapped_like(proxy, stored)
     delays = x is not None and proxy is not None and _delays(x, weight, axes, role)
 
+    def for_compute(w: jax.Array) -> jax.Array:
+        if w.ndim and shape != w.shape:
+            w = jnp.pad(w, [(0, padded - size) for padded, size in zip(shape, w.shape, strict=True)])
+        return constrain(w, *axes, role=role) if w.ndim else w
+
+    def sharded(w: jax.Array) -> jax.Array:
+        # The cast is between two constraints; otherwise XLA gathers before it casts.
+        w = constrain(w, *axes, role="weights") if w.ndim else w
+        return row_major_if_gathered(w, axes, "weights", role)
+
     @jax.custom_vjp
-    def gathered(proxy: Tree, stored: Tree, x: Tree) -> tuple[jax.Array, Tree]:
+    def gathered(proxy: Tree, stored: Tree, x: Tree) -> tuple[Tree, Tree]:
         w = host.fetch_from_host(proxy if stored is None else stored)
         if is_quantized(w):
             w = _dequantize(gather_quantized(w, axes), np.dtype(dtype))
+            encoded = w if encode is None else encode(w)
         else:
-            # The cast is between two constraints; otherwise XLA gathers before it casts.
-            w = constrain(w.astype(dtype), *axes, role="weights")
-            w = row_major_if_gathered(w, axes, "weights", role)
-        if shape != w.shape:
-            w = jnp.pad(w, [(0, padded - size) for padded, size in zip(shape, w.shape, strict=True)])
-        return constrain(w, *axes, role=role), x
+            w = sharded(w.astype(dtype))
+            encoded = w if encode is None else jax.tree.map(sharded, encode(w))
+        encoded = jax.tree.map(for_compute, encoded)
+        return encoded if encode is None else StoredWeight(encoded, jnp.zeros(shape, dtype)), x
 
-    def backward(_: None, gradients: tuple[jax.Array, Tree]) -> tuple[jax.Array | None, None, Tree]:
-        g, of_x = gradients
+    def backward(_: None, gradients: tuple[Tree, Tree]) -> tuple[jax.Array | None, None, Tree]:
+        of_w, of_x = gradients
+        g = proxy_of(of_w)
         if proxy is None:
             return None, None, of_x
         # First constrain the gradient to partial sums; otherwise XLA may gather the operands of the matmul.
@@ -96,8 +118,12 @@ def gather_with_input(
         return g.astype(proxy.dtype), None, of_x
 
     gathered.defvjp(lambda proxy, stored, x: (gathered(proxy, stored, x), None), backward)
-    w, x = gathered(proxy, stored, x)
-    return x, checkpoint_name(w, GATHERED)
+    # The backward pass may gather again, for which all operands of this call are saved.
+    w, delayed = gathered(proxy, stored, x if delays else None)
+    x = delayed if delays else x
+    if encode is None:
+        return x, checkpoint_name(w, GATHERED)
+    return x, StoredWeight(checkpoint_name(w.stored, GATHERED), w.proxy)
 
 
 def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
