@@ -100,3 +100,13 @@ def test_a_value_that_is_not_finite_is_not_hidden(scaling, value):
 def test_scales_are_the_least_powers_of_two():
     x = jnp.array([0.0, 1.0, 1.0001, 3.0, jnp.inf])
     assert fp8._next_power_of_two(x).tolist() == [2.0**-126, 1.0, 2.0, 4.0, np.inf]
+
+
+@both_scalings
+def test_what_is_saved_for_the_backward_pass(scaling):
+    """With one scale per operand, the input as it is rounded; with a scale per row, which differs between passes, the
+    input itself."""
+    x, w, _ = arrays()
+    _, back = jax.vjp(lambda x: matmul(x, w, scaling), x)
+    dtypes = {str(saved.dtype) for saved in jax.tree.leaves(back) if saved.shape == x.shape}
+    assert dtypes == {"uint8" if scaling == "tensor" else "float32"}

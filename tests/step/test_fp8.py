@@ -1,5 +1,8 @@
 """`precision.compute: fp8`: selected layers, refused settings, and the same updates in every layout."""
 
+import re
+from collections import Counter
+
 import jax
 import numpy as np
 import pytest
@@ -141,3 +144,15 @@ def test_an_update_during_the_backward_pass_is_as_close_to_one_without_fp8(scali
     size = np.linalg.norm(exact_update)
     assert 0.02 * size < np.linalg.norm(after) < 0.2 * size
     assert np.linalg.norm(during) == pytest.approx(np.linalg.norm(after), rel=0.1)
+
+
+def test_weights_are_gathered_as_they_are_rounded():
+    """Both passes gather the seven matrices of a layer in 8 bits, with one scale; with a scale per row, as they are."""
+
+    def gathered(scaling):
+        cfg = config(precision=fp8(scaling), mesh={"fsdp": 4}, memory={"remat": "full"})
+        module = program(cfg, jax.devices()[:4]).lower_step().compile().as_text()
+        return Counter(re.findall(r"= (\w+)\[\S* all-gather\(", module))
+
+    assert gathered("tensor")["u8"] == 14
+    assert gathered("row")["u8"] == 0
