@@ -60,11 +60,12 @@ def matmul(
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
     and transpose it, which copies activations on CPUs (a quarter of the time of a step). A stored weight is one that is
     rounded already, and the array that receives its gradient."""
+    operand: Any = stored_of(w)
     if scaling is None:
-        return x @ w
+        return x @ operand
     from jaxmem.models import fp8
 
-    return fp8.product(x, stored_of(w), scaling, x.dtype)
+    return fp8.product(x, operand, scaling, x.dtype)
 
 
 def _matmul_forward(x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None) -> tuple[jax.Array, Any]:
@@ -73,15 +74,16 @@ def _matmul_forward(x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling 
         return matmul(x, w, scaling), (x, w)
     from jaxmem.models import fp8
 
-    operand = fp8.round_values(x)
-    return fp8.product(operand, stored_of(w), scaling, x.dtype), (operand, w)
+    rounded_w: Any = stored_of(w)
+    rounded_x = fp8.round_values(x)
+    return fp8.product(rounded_x, rounded_w, scaling, x.dtype), (rounded_x, w)
 
 
 def _matmul_backward(scaling: Scaling | None, saved: tuple[Any, Any], g: jax.Array) -> tuple[jax.Array, Any]:
     x, w = saved
     of_x = _input_gradient(g, stored_of(w), scaling)
     of_w = _weight_gradient(x, g, scaling)
-    return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w
+    return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w  # type: ignore[arg-type]
 
 
 def _input_gradient(g: jax.Array, w: Any, scaling: Scaling | None) -> jax.Array:
