@@ -19,22 +19,18 @@ from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases, exhaustive
 
-# Every way by itself, and every two axes together in some row.
+# Every two axes together in some row, and every ZeRO stage.
 LAYOUTS = {
-    "zero-1": ({"replica": 2, "fsdp": 2}, 1),
-    "fsdp": ({"fsdp": 8}, 3),
-    "tensor": ({"tensor": 8}, 3),  # more than key heads
-    "data x context": ({"fsdp": 2, "context": 2}, 0),
-    "context x tensor": ({"context": 2, "tensor": 4}, 2),
-    "hybrid x tensor": ({"replica": 2, "fsdp": 2, "tensor": 2}, 3),
-    "replica x context x tensor": ({"replica": 2, "context": 2, "tensor": 2}, 1),
-    "stage x replica x tensor": ({"stage": 2, "replica": 2, "tensor": 2}, 2),
+    "replica x fsdp x tensor": ({"replica": 2, "fsdp": 2, "tensor": 2}, 3),
+    "replica x context x tensor": ({"replica": 2, "context": 2, "tensor": 2}, 2),
+    "stage x replica x tensor": ({"stage": 2, "replica": 2, "tensor": 2}, 1),
     "stage x fsdp x context": ({"stage": 2, "fsdp": 2, "context": 2}, 3),
+    "fsdp x context": ({"fsdp": 2, "context": 2}, 0),
 }
 
 
 # Those that go through the vocabulary in slices, as one device does not.
-SLICED = ("data x context", "hybrid x tensor", "context x tensor", "stage x fsdp x context")
+SLICED = ("fsdp x context", "replica x fsdp x tensor", "stage x fsdp x context")
 
 
 def test_every_two_axes_meet():
@@ -44,9 +40,9 @@ def test_every_two_axes_meet():
 
 
 # The communication of attention, where it is not ulysses.
-METHODS = {"data x context": "ring", "context x tensor": "ring"}
+METHODS = {"fsdp x context": "ring"}
 # Those that go back by a schedule of boundaries.
-SCHEDULED = {"hybrid x tensor": "sqrt", "context x tensor": "slots_1"}
+SCHEDULED = {"replica x fsdp x tensor": "sqrt"}
 
 
 # Those that go through each layer in chunks of so many tokens of a device's time and groups of so many heads.
@@ -111,7 +107,7 @@ def alone():
     return Trained(dropping(), updates=2)
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, "hybrid x tensor", "context x tensor"))
+@pytest.mark.parametrize("name", cases(LAYOUTS, "replica x fsdp x tensor", "replica x context x tensor"))
 def test_every_layout_trains_as_one_device_in_the_bytes_of_its_table(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
@@ -138,7 +134,7 @@ def test_every_layout_trains_as_one_device_in_the_bytes_of_its_table(name, alone
 
 
 def test_state_is_created_sharded():
-    mesh, zero = LAYOUTS["hybrid x tensor"]
+    mesh, zero = LAYOUTS["replica x fsdp x tensor"]
     built = program(config(mesh=mesh, zero=zero), jax.devices())
     for born, promised in zip(jax.tree.leaves(built.initialise()), jax.tree.leaves(built.spec.state), strict=True):
         assert born.sharding.is_equivalent_to(promised.sharding, born.ndim)
@@ -146,15 +142,15 @@ def test_state_is_created_sharded():
 
 @pytest.mark.parametrize(
     ("tied", "mesh"),
-    [exhaustive(False, {"fsdp": 2, "context": 2, "tensor": 2}), (True, {"tensor": 8})],
-    ids=["own", "tied"],
+    [exhaustive(False, {"fsdp": 2, "tensor": 2}), (True, {"tensor": 8})],
+    ids=["separate", "tied"],
 )
 def test_a_vocabulary_that_does_not_divide_is_padded(tied, mesh):
     """In the computation only: weights, counts and logits are those of one device, and so is what is restored."""
     model = {"preset": "tiny", **SMALL, "vocab": 261, "tie_embeddings": tied}
     one = Trained(config(model=model), updates=2)
     cfg = config(model=model, mesh=mesh, memory={"loss_chunk": 20 if tied else "auto"})
-    Trained(cfg, 8, updates=2, begin=one).agrees_with(one)
+    Trained(cfg, devices_of(mesh), updates=2, begin=one).agrees_with(one)
 
 
 def test_no_device_holds_all_logits_and_no_table_is_gathered():

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmem.step import program
 from tests.step.conftest import Trained, batch_for, config
 from tests.support.tiers import cases
 
@@ -34,16 +33,17 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def alone(family):
-    return Trained(pictures(family))
+    return Trained(pictures(family), updates=2)
 
 
-@pytest.mark.parametrize(
-    ("family", "zero"),
-    cases([("vit", 1), ("convnet", 3), ("mlp", 3)], ("convnet", 3)),
-    indirect=["family"],
-)
-def test_every_family_trains_as_one_device(family, alone, zero):
-    split = Trained(pictures(family, mesh=EVERYWHERE, zero=zero), 8, begin=alone)
+@pytest.fixture(scope="module")
+def split(family, alone):
+    return Trained(pictures(family, mesh=EVERYWHERE, zero=1 if family == "mlp" else 3), 8, updates=2, begin=alone)
+
+
+@pytest.mark.parametrize("family", cases(RUNS, "convnet"), indirect=True)
+def test_every_family_trains_as_one_device(alone, split):
+    zero = split.built.cfg.zero
     split.agrees_with(alone)
     share = held(inner(split.state.params)) / held(inner(alone.state.params))
     assert share == pytest.approx(1 / 8 if zero == 3 else 1 / 2)
@@ -70,12 +70,11 @@ def test_every_weight_learns(family, alone):
         assert not np.array_equal(before, after), path
 
 
-@pytest.mark.parametrize("family", cases(RUNS, "vit"), indirect=True)
-def test_gathered_weights_are_not_the_whole_model(family):
+@pytest.mark.parametrize("family", cases(["vit", "convnet"], "convnet"), indirect=True)
+def test_gathered_weights_are_not_the_whole_model(split):
     """Weights are gathered a layer at a time, activations over time and batches never: more layers do not make the
     largest gather larger."""
-    built = program(pictures(family, mesh=EVERYWHERE), jax.devices())
-    sizes = gathers(built.lower_step().compile().as_text())
+    built, sizes = split.built, gathers(split.compiled.as_text())
     weights = max(x.size // (x.shape[0] if "blocks" in str(path) else 1) for path, x in paths(built.spec.state.params))
     model = built.cfg.model
     rows = built.cfg.batch.global_size // EVERYWHERE["fsdp"]

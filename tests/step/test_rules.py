@@ -21,8 +21,6 @@ TABLES = {
         {"replica": 2, "fsdp": 2, "tensor": 2},
         {"memory": {"loss_chunk": 16}, "batch": {"global_size": 8}},
     ),
-    # Gradients are summed over two mesh axes, one after the other, and sharded over both.
-    "optimizer": ({"optimizer": ["replica"]}, {"replica": 2, "fsdp": 2, "context": 2}, {"zero": 1}),
 }
 
 

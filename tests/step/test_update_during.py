@@ -147,8 +147,8 @@ def test_tied_embeddings_clipped_by_the_last_length():
 
 @pytest.mark.exhaustive
 def test_quantized_weights():
-    """int8 under APOLLO-Mini: the same codes, but where rounding by chance met another last bit; by a kernel of two
-    micro-batches."""
+    """int8 under APOLLO-Mini, by a kernel, of two micro-batches: the same codes, but where rounding by chance met
+    another last bit."""
     cfg = {
         "model": MODEL,
         "precision": {"parameters": "int8"},
@@ -161,18 +161,16 @@ def test_quantized_weights():
     kernel = {"optimizer": {**cfg["optimizer"], "kernel": "triton"}, "batch": {"global_size": 8, "accumulate": 2}}
     whole = [batch_for(after.built, update) for update in (0, 1)]
     halves = [{name: x.reshape(2, -1, *x.shape[2:]) for name, x in batch.items()} for batch in whole]
-    for sections, batches in (({}, None), (kernel, halves)):
-        cut = during(cfg, "full", mesh={"fsdp": 2, "tensor": 2}, **sections)
-        one = Trained(cut, 4, updates=2, begin=after, batches=batches)
-        for mine, theirs in zip(one.metrics, after.metrics, strict=True):
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        trained = map(one.built.model.select, (one.first, one.params, after.params))
-        for begun, mine, theirs in zip(*map(jax.tree.leaves, trained), strict=True):
-            if mine.dtype == np.int8:
-                assert np.mean(mine != begun) > 0.01
-                assert np.mean(mine != theirs) < 0.01
-            else:
-                np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+    one = Trained(during(cfg, "full", mesh={"fsdp": 2, "tensor": 2}, **kernel), 4, 2, halves, begin=after)
+    for mine, theirs in zip(one.metrics, after.metrics, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    trained = map(one.built.model.select, (one.first, one.params, after.params))
+    for begun, mine, theirs in zip(*map(jax.tree.leaves, trained), strict=True):
+        if mine.dtype == np.int8:
+            assert np.mean(mine != begun) > 0.01
+            assert np.mean(mine != theirs) < 0.01
+        else:
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.exhaustive
