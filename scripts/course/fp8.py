@@ -1,4 +1,4 @@
-"""Matmuls in FP8: the errors of a product and of its gradients, and what an outlier costs in a float and in an
+"""Matmuls in FP8: the errors of a result and of its gradients, and what an outlier costs in a float and in an
 integer format."""
 
 import jax
