@@ -31,7 +31,8 @@ def test_only_the_prompt_is_trained_on_any_mesh(alone):
     assert {path for path in before if (before[path] != after[path]).any()} == {("prompt", "weight")}
     assert alone.built.model.trainable_count == 4 * 32
     mesh = {"fsdp": 2, "tensor": 2}
-    Trained(config(**SECTIONS, mesh=mesh, memory={"remat": "full"}), devices=4, updates=2).agrees_with(alone)
+    cfg = config(**SECTIONS, mesh=mesh, memory={"remat": "full"})
+    Trained(cfg, devices=4, updates=2, begin=alone).agrees_with(alone)
 
 
 def test_a_quantized_base_stays_quantized():

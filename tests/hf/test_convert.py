@@ -21,7 +21,7 @@ from jaxmem.hf import writer
 from jaxmem.hf.peft import read_base
 from jaxmem.inference.export import export_model
 from jaxmem.inference.load import open_model
-from jaxmem.quant import QTensor, quantize
+from jaxmem.quant import quantize
 from jaxmem.step import program
 from jaxmem.training.run import run
 from tests.support.tiers import cases
@@ -29,10 +29,8 @@ from tests.support.tiers import cases
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
 STORED = {
     "llama3.1": np.float16,
-    "mistral": ml_dtypes.bfloat16,
     "gemma2": ml_dtypes.bfloat16,
     "phi3": np.float32,
-    "mixtral": np.float32,
     "gpt-oss": ml_dtypes.bfloat16,
     "qwen2-moe": np.float32,
     "deepseek-v2": np.float32,
@@ -54,10 +52,6 @@ def test_an_export_has_the_tensors_of_the_directory(name: str, tmp_path: Path, c
     )
     with pytest.raises(UserError, match="out exists already"):
         export_model(tmp_path / "given", tmp_path / "out")
-    coded = [open_model(tmp_path / place, ["precision.parameters=int8"])[1] for place in ("out", "given")]
-    stored = jax.tree.leaves(coded[0], is_leaf=lambda x: isinstance(x, QTensor))
-    assert {x.codes.dtype.name for x in stored if isinstance(x, QTensor)} == {"int8"}
-    jax.tree.map(np.testing.assert_array_equal, *coded)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out"]
 
 

@@ -11,7 +11,6 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
-import jaxmem
 from jaxmem import hf
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hf_modules import MODULES
@@ -20,6 +19,7 @@ from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
 from jaxmem.hf.quantized import Bitsandbytes4
+from jaxmem.inference.load import initial_state
 from jaxmem.kernels.codes import NF4, dynamic_code
 from jaxmem.quant import QTensor
 from jaxmem.step import program
@@ -90,14 +90,19 @@ def test_qlora_stores_the_codes_of_the_file(name, places):
 
 
 @pytest.mark.exhaustive
-def test_qlora_trains_from_the_logits_of_the_decoded_weights(places, tmp_path):
-    raw = {"name": "x", "model": {"hf": str(places["packed"])}, "adapter": {"kind": "qlora", "rank": 2}}
-    raw |= {"data": {"sequence_length": 8}, "batch": {"global_size": 2}, "train": {"steps": 1}, "output": str(tmp_path)}
-    found = jaxmem.train({**raw, "mesh": {"fsdp": 2}}, jax.devices()[:2], data=[{"inputs": np.int32(reference.IDS)}])
+def test_qlora_trains_from_the_logits_of_the_decoded_weights(places):
+    adapter, data = {"kind": "qlora", "rank": 2}, {"sequence_length": 7}
+    trained = built(places["packed"], 2, adapter=adapter, data=data, mesh={"fsdp": 2})
+    ids = np.int32(reference.IDS)[None]  # [micro-batches, batch, time]
+    ones = np.ones(ids[..., 1:].shape, np.int32)
+    positions = ones * np.arange(7, dtype=np.int32)
+    batch = {"inputs": ids[..., :-1], "targets": ids[..., 1:], "segment_ids": ones, "positions": positions}
+    batch = trained.place({**batch, "mask": np.float32(ones)})
+    state, metrics = trained.lower_step().compile()(initial_state(trained), batch)
     logits = RECORDED["packed/logits"][:, :-1]
     losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, reference.IDS[:, 1:, None], -1)[..., 0]
-    assert found.metrics["loss"] == pytest.approx(losses.mean(), abs=1e-5)
-    assert np.any(np.asarray(found.state.params["blocks"]["attention"]["q"]["lora"]["b"]))
+    assert metrics["loss"] == pytest.approx(losses.mean(), abs=1e-5)
+    assert np.any(np.asarray(state.params["blocks"]["attention"]["q"]["lora"]["b"]))
 
 
 # ------------------------------------------------------------------ settings
