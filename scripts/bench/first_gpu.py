@@ -5,9 +5,9 @@
     python scripts/bench/first_gpu.py --report        # the results so far, as Markdown
 
 Parts: `kernels` (each implementation for this GPU: right, and how fast beside cuDNN), `steps` (planned beside measured
-bytes and seconds), `claims` (whole models in the memory that we name for them), `chat` (SmolLM2-135M). Each
-measurement runs in a process of its own with a limit of time, and is written to a file of JSON at once. On a machine
-without a GPU all sizes are tiny: that tests this program; its speeds mean nothing.
+bytes and seconds), `torch` (attention and a training step by torch), `claims` (whole models in the memory that we name
+for them), `chat` (SmolLM2-135M). Each measurement runs in a process of its own with a limit of time, and is written to
+a file of JSON at once. On a machine without a GPU all sizes are tiny: that tests this program; its speeds mean nothing.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from scripts.bench.steps import STEPS
 from scripts.course.table import Table, gib
 
 SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-PARTS = ("kernels", "steps", "claims", "chat")
+PARTS = ("kernels", "steps", "claims", "torch", "chat")
 KERNELS = ("attention", "adam8_update", "int8_add")  # operations that `auto` chooses kernels for
 CLAIM_STEPS = 10
 # Overrides of every step: its data is not read, and the first updates are not small.
@@ -69,6 +69,8 @@ def measurements(smollm2: Path | None, *, tiny: bool) -> Iterator[Measurement]:
         yield Measurement("kernels", f"attention-{shape}", 60, rows)
     for operation in KERNELS[1:]:
         yield Measurement("kernels", operation, 60, kernel_rows(operation, "--seconds", "2"))
+    for what in ("attention", "step"):
+        yield Measurement("torch", what, 150, program_rows("torch_peer", what, *(["--tiny"] if tiny else [])))
     model = smollm2 or chat.FOLDER / chat.FILE
     config = chat.SETTINGS | {"model": {"hf": str(model.resolve())}}
     yield Measurement("chat", "smollm2-135m-qlora", 120, step_rows("smollm2", config, [], STEPS, tiny=tiny))
@@ -140,7 +142,7 @@ def this_machine() -> Row:
         "device": gpus[0]["name"] if gpus else "cpu",
         "driver": gpus[0]["driver"] if gpus else None,
         "gpus": gpus,
-        "versions": devices.package_versions(("flax", "optax", *PACKAGES)),
+        "versions": devices.package_versions(("flax", "optax", "torch", *PACKAGES)),
         "commit": commit or None,
     }
 
@@ -221,7 +223,7 @@ def claim_rows(steps: Mapping[str, Row]) -> Iterator[Row]:
 
 
 def attention_rows(rows: Mapping[tuple[str, str], list[Row]]) -> Iterator[Row]:
-    """TFLOP/s of each implementation of attention."""
+    """TFLOP/s of each implementation of attention, ours and torch's."""
     timed = [
         row for measured in rows.values() for row in measured if "rate" in row and row.get("shape") in PAPER_SHAPES
     ]

@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
-from jaxmem import load_config
+import scripts.bench
+from jaxmem import Loader, load_config
+from scripts.bench import quality_peers
 from tests.hf.gguf_reference import write_file
 
 SCRIPT = Path(__file__).parents[2] / "scripts/bench/quality.py"
@@ -73,3 +77,21 @@ def test_records_of_another_corpus_are_refused(quality: ModuleType) -> None:
     (quality.RECORDS / "adamw.json").write_text(json.dumps({"corpus": {"train": "0"}}))
     with pytest.raises(SystemExit, match="other versions"):
         quality.write_corpus()
+
+
+def test_other_libraries_get_the_rows_of_the_runs(
+    quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scripts.bench.quality", quality)
+    monkeypatch.setattr(scripts.bench, "quality", quality, raising=False)
+    quality_peers.write_rows(tmp_path / "model.gguf", tmp_path / "peers", steps=2, seeds=(0,))
+    updates = list(quality_peers.batches(tmp_path / "peers/rows-0.npz"))
+    cfg = load_config(quality.settings(quality.Run("adamw", 1.0, 0, 2), tmp_path / "model.gguf"))
+    with Loader(cfg) as loader:
+        for rows in updates:
+            assert np.array_equal(next(loader)["inputs"][0], rows["inputs"])
+    assert len(updates) == 2
+    held_out = list(quality_peers.batches(tmp_path / "peers/held-out.npz"))
+    assert all(set(rows["mask"].ravel()) <= {0, 1} for rows in held_out)
+    assert (tmp_path / "peers/model/model.safetensors").is_file()
+    assert np.load(tmp_path / "peers/rates.npy").tolist() == pytest.approx([1.0, 0.1], abs=1e-6)
