@@ -36,13 +36,12 @@ def write_rows(model: Path, folder: Path = FOLDER, steps: int = STEPS, seeds: tu
     learning rate of each update relative to the peak."""
     import jaxmem
     from jaxmem import optim
-    from jaxmem.inference.export import export_model, import_model
+    from jaxmem.inference.export import export_model
     from scripts.bench import quality
 
     corpus = quality.write_corpus()
     folder.mkdir(parents=True, exist_ok=True)
-    import_model(str(model), folder / "import")
-    export_model(folder / "import", folder / "model", dtype="float32")
+    export_model(model, folder / "model", dtype="float32")
     for seed in seeds:
         run = quality.Run("adamw", 1.0, seed, steps)
         cfg = jaxmem.load_config(quality.settings(run, model))
