@@ -102,7 +102,7 @@ def gather_with_input(
             w = sharded(w.astype(dtype))
             encoded = w if encode is None else jax.tree.map(sharded, encode(w))
         encoded = jax.tree.map(for_compute, encoded)
-        return encoded if encode is None else StoredWeight(encoded, jnp.zeros(shape, dtype)), x
+        return encoded if encode is None else StoredWeight(encoded, _zeros_beside(w, shape, dtype)), x
 
     def backward(_: None, gradients: tuple[Tree, Tree]) -> tuple[jax.Array | None, None, Tree]:
         of_w, of_x = gradients
@@ -135,6 +135,12 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
         return False
     tokens = x.size // x.shape[-1] // layout.parts("activations", "batch") // layout.parts("activations", "time")
     return tokens >= MIN_TOKENS_PER_ROW * min(weight.shape)
+
+
+def _zeros_beside(w: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """What receives the gradient of a weight: for each group of rows its own."""
+    zeros = jnp.zeros(shape, dtype)
+    return _mapped_like(w, zeros) if vmap_groups() else zeros
 
 
 def _mapped_like(proxy: jax.Array, stored: Tree) -> Tree:
