@@ -21,16 +21,15 @@ from tests.support.tiers import cases
 
 LENGTH, HEADS = 2048, 4
 EVERYTHING = {"causal": True, "window": 900, "soft_cap": 30.0, "segments": True}
-# Compute capabilities 8.0, 8.9, 9.0, 10.0 and 12.0. The second, with 99 KB of shared memory, for each width of head.
+# Compute capabilities 8.0, 9.0, and 8.9 and 12.0 with 99 KB of shared memory, in which each width of head has to fit;
+# 10.0 has that of 9.0.
 HOPPER = ("triton", "h100-80gb", 128, "bfloat16", {"causal": True})
 CASES = [
     ("triton", "a100-40gb", 128, "bfloat16", EVERYTHING),
-    ("triton", "rtx4090-24gb", 64, "float16", EVERYTHING),
+    ("triton", "rtx5090-32gb", 64, "float16", EVERYTHING),
     ("triton", "rtx4090-24gb", 256, "bfloat16", {}),
     ("triton", "rtx4090-24gb", 64, "float32", {"causal": True}),
     HOPPER,
-    ("triton", "b200-180gb", 128, "bfloat16", {}),
-    ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
 
 

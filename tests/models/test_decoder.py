@@ -83,11 +83,8 @@ def test_packed_documents_do_not_attend_to_each_other():
 @pytest.mark.parametrize(
     "fields",
     [
-        exhaustive({}),
-        exhaustive({"window": 4}),
+        exhaustive({"window": 4, "tie_embeddings": True, "kv_heads": 4}),
         {"qk_norm": True, "attention_bias": True},
-        exhaustive({"tie_embeddings": True}),
-        exhaustive({"kv_heads": 4}),
         {
             "window": 3,
             "layer_types": ("sliding_attention", "full_attention"),

@@ -61,8 +61,7 @@ def computed(model, x, segments=None):
     "settings",
     [
         {},
-        exhaustive({"renormalize": False, "shared": 20}),
-        exhaustive({"top_k": 4}),
+        exhaustive({"renormalize": False, "shared": 20, "top_k": 4}),
         exhaustive({"count": 1, "top_k": 1}),
         {"mlp_bias": True, "activation": "swiglu_clamped"},
     ],

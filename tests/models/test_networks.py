@@ -134,7 +134,7 @@ DEEP = [changed(VIT, layers=5), Convnet(stages=(8,), blocks=5), changed(MLP, lay
 
 @pytest.mark.parametrize(
     ("cfg", "remat", "share"),
-    cases(((cfg, *way) for cfg in DEEP for way in (("full", 0.7), ("dots", 1.0))), (DEEP[-1], "full", 0.7)),
+    cases([(DEEP[0], "dots", 1.0), (DEEP[1], "full", 0.7), (DEEP[2], "full", 0.7)], (DEEP[2], "full", 0.7)),
 )
 def test_recompute_saves_memory_and_does_not_change_gradients(cfg, remat, share):
     (plain, expected), (frugal, found) = gradient(cfg, "none"), gradient(cfg, remat)

@@ -101,8 +101,11 @@ def test_layers_are_updated_on_their_pipeline_stage():
     assert "all-gather" not in compiled.as_text()
 
 
-# Without momentum, sgd squares nothing and keeps the dtype of its gradient.
-@pytest.mark.parametrize("name", cases([name for name in OPTIMIZERS if name != "sgd"], "adamw", "galore_adamw8bit"))
+# One of each rule that has a second moment, and Muon, which multiplies gradients by each other.
+SQUARING = ("adamw", "galore_adamw8bit", "adamw8bit", "adafactor", "adam_mini", "apollo", "muon")
+
+
+@pytest.mark.parametrize("name", cases(SQUARING, "adamw", "galore_adamw8bit"))
 def test_float16_gradients_are_squared_in_float32(name):
     """Squares of 1e-4 are below the smallest float16, and those of 1e3 above the largest."""
     params = {"w": normal(64, 72)}

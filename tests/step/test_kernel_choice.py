@@ -73,7 +73,7 @@ def test_the_kernels_of_an_update():
     """8-bit Adam's moments and int8 weights, on two GPUs; tests/kernels/test_targets.py compiles both."""
     cfg = config(
         model={**SMALL, "embed": 256},
-        optimizer={"name": "adamw8bit"},
+        optimizer={"name": "adamw8bit", "trainable": ["blocks.mlp.up.*"]},
         precision={"parameters": "int8"},
         batch={"global_size": 4},
         mesh={"fsdp": 2},
