@@ -153,7 +153,6 @@ LONGEST = (
     "hf/test_convert.py",
     "hf/test_peers.py",
     "scripts/test_quality.py",
-    "docs/test_notebook.py",
     "planning/test_property.py",
     "estimate/test_memory.py",
     "search/test_fastest.py",

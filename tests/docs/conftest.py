@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elif "page" in wanted:
         pages = [page for page in PAGES if "commands" not in wanted or typed(page)]
         if "commands" in wanted:
-            pages = cases(pages)  # tests/scripts/test_programs.py has a fine-tuning that is exported and answers
+            pages = cases(pages)  # tests/test_cli.py has the commands, tests/scripts the programs
         metafunc.parametrize("page", pages, ids=named)
 
 
