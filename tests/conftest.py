@@ -144,6 +144,8 @@ LONGEST = (
     "training/test_run.py",
     "kernels/test_targets.py",
     "step/test_layouts.py",
+    "step/test_fp8.py",
+    "step/test_save_dtype.py",
     "step/test_update_during.py",
     "scripts/test_programs.py",
     "training/test_processes.py",

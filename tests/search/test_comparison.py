@@ -29,7 +29,6 @@ from jaxmem.search.worker import StepCost
 from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
 
 MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
-WORDS = ("remat", "offload", "update", "batch")
 OPTIONS: dict[str, Any] = {"batch": 2, "devices": 2}
 
 
@@ -179,7 +178,8 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 @pytest.mark.exhaustive
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", WORDS)
+    words = ("remat", "update", "batch")
+    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", words)
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
@@ -188,15 +188,15 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.method is None and one.total <= 0.8 * total and one.seconds for one in near)
     wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
     full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
-    every = candidates(full, with_memory("h100-80gb", 1), allowed(WORDS))
+    every = candidates(full, with_memory("h100-80gb", 1), allowed(words))
     too_small = planned(full, int(0.9 * min(one.estimate.total for one in every)), 1)
     others = list(nearest.nearest_fitting(too_small, nearest.Limit(3600)))
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:
         assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
-        words = shlex.split(one.command(["jaxmem", "plan", "a.yaml"], "full"))
-        settings = [word for word in words if "=" in word]
-        method = words[words.index("--method") + 1]
+        typed = shlex.split(one.command(["jaxmem", "plan", "a.yaml"], "full"))
+        settings = [word for word in typed if "=" in word]
+        method = typed[typed.index("--method") + 1]
         assert method == (one.method or "full")
         near = run_config(run_config(full, method=method) if one.method else full, settings)
         assert for_devices(near, 1) == for_devices(run_config(full, one.overrides), 1)

@@ -27,14 +27,18 @@ def policy() -> dict[str, Any]:
     cases = {remat: config("decoder, adamw", memory={"remat": remat}, **DEEP) for remat in ("full", "thirds")}
     found = {remat: losses(cfg) for remat, cfg in cases.items()}
     predicted = {remat: predict(program(cfg, jax.devices()[:1]))["activations"] for remat, cfg in cases.items()}
-    return {"off": off(found["thirds"], found["full"]), "bytes": predicted}
+    sharded = config("decoder, adamw", memory={"remat": "thirds"}, mesh={"pod": 2, "fsdp": 2, "tensor": 2}, **DEEP)
+    return {
+        "off": off(found["thirds"], found["full"]),
+        "bytes": predicted,
+        "off on a mesh": off(losses(sharded, 8), found["full"]),
+    }
 
 
 def mesh_axis() -> dict[str, Any]:
     cfg = config("decoder, adamw", mesh={"pod": 2, "fsdp": 2, "tensor": 2})
     refused = config("decoder, adamw", mesh={"pod": 3})
     return {
-        "off": off(losses(cfg, 8), losses(config("decoder, adamw"))),
         "mesh": dict(program(cfg, jax.devices()).layout.mesh.shape),
         "refused": refusal(refused, 3),
     }
@@ -53,7 +57,8 @@ def family() -> dict[str, Any]:
         {"name": "mixer", "model": {"family": "mixer"}, "batch": {"global_size": 8}, "train": {"steps": 10}, **IMAGES}
     )
     sharded = jaxmem.load_config({**cfg.model_dump(exclude_unset=True), "mesh": {"fsdp": 2, "tensor": 2}})
-    return {"losses": losses(cfg), "off": off(losses(sharded, 4), losses(cfg))}
+    found = losses(cfg)
+    return {"losses": found, "off": off(losses(sharded, 4), found)}
 
 
 if __name__ == "__main__":

@@ -8,19 +8,20 @@ from typing import Any
 import jax
 import pytest
 
-from scripts.course import main, overlap
+from scripts.course import main, overlap, quantization
 
-LAYOUTS = ("ZeRO-3, no latency hiding", "ZeRO-3", "tensor parallel")  # those that the note names
+LAYOUTS = ("ZeRO-3, no latency hiding", "tensor parallel")  # without XLA's scheduler, and with it
+TRAINING = {"train": {"steps": 24, "evaluate_every": 24}}
 # Each topic: constants of its module, and arguments of its command.
 LESS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "pipeline": ({}, []),
-    "chain": ({}, []),
+    "chain": ({}, ["--layers", "6"]),
     "float16": ({}, ["--steps", "2"]),
     "roofline": ({"TARGETS": ("h100-80gb",) * 2}, []),  # one program
     "overlap": ({"LAYOUTS": {name: overlap.LAYOUTS[name] for name in LAYOUTS}}, []),
     "sliding_max": ({"NUMBERS": 2048}, []),
     "fusion": ({"TOKENS": 64}, []),
-    "quantization": ({"MODEL": "tiny", "SIZE": 128, "BITS": (8, 2)}, []),
+    "quantization": ({"MODEL": "tiny", "SIZE": 128, "BITS": (8, 2), "TRAINED": quantization.TRAINED | TRAINING}, []),
 }
 
 
