@@ -80,7 +80,8 @@ class UserBatches:
         if isinstance(source, Mapping | str) or not isinstance(source, Iterable):
             given = f"{type(source).__name__} {source!r:.60}"
             raise UserError(f"{argument} must be an iterable of batches (dicts of arrays), not the {given}")
-        self.source, self.argument = source, argument
+        self.source = source
+        self.argument = argument
 
     @cached_property
     def _started(self) -> tuple[JsonDict, Iterator[Any]]:

@@ -32,7 +32,9 @@ class Watch:
     def __init__(self, cluster: Cluster, hosts: list[str], heartbeat: float) -> None:
         from jax._src import distributed  # the client is not public; Orbax imports it from there too
 
-        self.cluster, self.hosts, self.heartbeat = cluster, hosts, heartbeat
+        self.cluster = cluster
+        self.hosts = hosts
+        self.heartbeat = heartbeat
         self._client: Any = distributed.global_state.client
         self._every = min(max(heartbeat / 8, 0.5), 5.0)
         self._ended = threading.Event()

@@ -120,7 +120,8 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
     >>> list(decode_stream(spell, b"one, two", [", t"]))
     ['o', 'n', 'e', '', '', '']
     """
-    seen, shown = [], 0
+    seen = []
+    shown = 0
     for token in ids:
         seen.append(token)
         text = decode(seen)

@@ -90,7 +90,9 @@ class Generator:
         cfg: Config = program.cfg
         if cfg.model.family != "decoder":
             raise UserError(f"model.family={cfg.model.family} does not support generation; use a decoder")
-        self._program, self._params, self._sampling = program, params, sampling
+        self._program = program
+        self._params = params
+        self._sampling = sampling
         self._cache_format = cfg.generate.kv_cache
         self._chunk = cfg.generate.prefill_chunk
         prompt = nnx.merge(program.model.graphdef, program.spec.state.params).prompt

@@ -80,7 +80,8 @@ class Attention(nnx.Module):
             self.sinks = new_constant(0.0, (spec.heads,), ("heads",))
         self.q_norm = self._norm(spec, "heads", heads)
         self.k_norm = self._norm(spec, "kv_heads", kv_heads)
-        self.spec, self.execution = spec, execution
+        self.spec = spec
+        self.execution = execution
 
     def __call__(
         self,

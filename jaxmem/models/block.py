@@ -42,7 +42,8 @@ class GatedMlp(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x), or with another activation (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, bias: bool = False, activation: str = "silu"):
-        self.hidden, self.activation = mlp, activation
+        self.hidden = mlp
+        self.activation = activation
         self.gate = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
@@ -85,7 +86,9 @@ class Block(nnx.Module):
     ):
         self.attention_norm, self.mlp_norm = norms
         self.attention_post_norm, self.mlp_post_norm = post_norms
-        self.attention, self.mlp, self.dropout = attention, mlp, dropout
+        self.attention = attention
+        self.mlp = mlp
+        self.dropout = dropout
 
     def __call__(
         self, x: Features, tokens: Tokens = Tokens(), keys: RowKeys | None = None, slot: Any = None

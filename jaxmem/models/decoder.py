@@ -67,7 +67,8 @@ class Decoder(Network):
     """
 
     def __init__(self, cfg: networks.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
-        self.cfg, self.execution = cfg, execution
+        self.cfg = cfg
+        self.execution = execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)
         *before, last = self._stacks.items()
         with creating_in(None):  # pipeline stages share the layers of the last stack only

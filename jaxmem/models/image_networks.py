@@ -60,7 +60,8 @@ class Mlp(ImageNetwork):
     """Residual dense blocks on the flattened image."""
 
     def __init__(self, cfg: networks.Mlp, rngs: nnx.Rngs, execution: Execution = Execution()):
-        self.cfg, self.execution = cfg, execution
+        self.cfg = cfg
+        self.execution = execution
         pixels = cfg.image_size**2 * cfg.channels
         width = {"numbers": 1, "one_hot": cfg.categories, "embedding": _EMBED}[cfg.inputs]
         embedded = cfg.inputs == "embedding"
@@ -167,7 +168,8 @@ class Convnet(ImageNetwork):
     """Stages of residual blocks. The logits are computed from the mean over all positions."""
 
     def __init__(self, cfg: networks.Convnet, rngs: nnx.Rngs, execution: Execution = Execution()):
-        self.cfg, self.execution = cfg, execution
+        self.cfg = cfg
+        self.execution = execution
         widths = (cfg.channels, *cfg.stages)
         for i, (inputs, channels) in enumerate(pairwise(widths)):
             setattr(self, f"stage_{i}", Stage(rngs, inputs, channels, cfg, pool=i > 0))
@@ -193,7 +195,8 @@ class Vit(ImageNetwork):
     """A transformer over patches with learned positions. The logits are computed from the mean over all patches."""
 
     def __init__(self, cfg: networks.Vit, rngs: nnx.Rngs, execution: Execution = Execution()):
-        self.cfg, self.execution = cfg, execution
+        self.cfg = cfg
+        self.execution = execution
         patches = (cfg.image_size // cfg.patch) ** 2
         self.patches = Linear(rngs, cfg.patch**2 * cfg.channels, cfg.embed, ("patch", "embed"), bias=True)
         # Positions are as large as the embedded pixels, so that they differ from the first update on.

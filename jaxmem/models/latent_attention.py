@@ -28,7 +28,9 @@ class LatentAttention(Attention):
     inner = ("q", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b")
 
     def __init__(self, rngs: nnx.Rngs, spec: AttentionSpec, latent: Latent, execution: Execution = Execution()):
-        self.spec, self.execution, self.latent = spec, execution, latent
+        self.spec = spec
+        self.execution = execution
+        self.latent = latent
         queries = spec.heads * spec.head_dim
         if latent.q_rank is None:
             self.q = Linear(rngs, spec.embed, queries, ("embed", "heads"))

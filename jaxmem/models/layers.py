@@ -80,7 +80,8 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, epsilon: float, axis: str | None = "norm", offset: float = 0.0):
         self.scale = new_constant(1.0 - offset, (size,), (axis,))
-        self.epsilon, self.offset = epsilon, offset
+        self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         norm = partial(normalize, self.epsilon, offset=self.offset)

@@ -146,7 +146,9 @@ class Blocks(Sequence[Any]):
     """The list of blocks that the script sees in a pass over a batch."""
 
     def __init__(self, stack: Stack, block: Tree, keys: jax.Array | None) -> None:
-        self.stack, self.block, self._keys = stack, block, keys
+        self.stack = stack
+        self.block = block
+        self._keys = keys
         self._arguments: Any = None
         self._output: Any = None
 
@@ -175,7 +177,8 @@ class Blocks(Sequence[Any]):
 
 class _Block:
     def __init__(self, blocks: Blocks, index: int) -> None:
-        self._blocks, self._index = blocks, index
+        self._blocks = blocks
+        self._index = index
 
     def __call__(self, x: Tree, *arguments: Tree, **named: Any) -> Tree:
         return self._blocks.call(self._index, x, (arguments, named))
@@ -194,7 +197,8 @@ class _Output:
     """The output of a block that is not the last one. It exists only inside of the computation of all blocks."""
 
     def __init__(self, blocks: Blocks, index: int) -> None:
-        self.blocks, self.index = blocks, index
+        self.blocks = blocks
+        self.index = index
 
     def _refuse(self, *_: Any) -> Any:
         name = self.blocks.stack.name

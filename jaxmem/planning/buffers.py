@@ -186,7 +186,8 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
     for (first, last), buffer in spans:
         if first <= time <= last:
             places[buffer.offset, buffer.size].append(buffer)
-    regions, covered = [], 0
+    regions = []
+    covered = 0
     # If regions overlap without being equal, the common bytes belong to the region that begins first.
     for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
         uncovered = max(0, offset + size - max(offset, covered))
@@ -203,12 +204,15 @@ def _busiest(spans: Iterable[tuple[Span, Buffer]]) -> int:
         events[first].append((1, (buffer.offset, buffer.size)))
         events[last + 1].append((-1, (buffer.offset, buffer.size)))
     users: Counter[tuple[int, int]] = Counter()
-    used, most, busiest = 0, -1, 0
+    used = 0
+    most = -1
+    busiest = 0
     for time in sorted(events):
         for change, place in events[time]:
             before = users[place] > 0
             users[place] += change
             used += ((users[place] > 0) - before) * place[1]
         if used > most:
-            most, busiest = used, time
+            most = used
+            busiest = time
     return busiest

@@ -70,7 +70,8 @@ class HloShape:
 
     def arrays_at(self, index: tuple[int, ...]) -> slice:
         """The positions, among all arrays of a tuple in order, of the arrays at an index."""
-        shape, first = self, 0
+        shape = self
+        first = 0
         for number in index:
             first += sum(part.arrays for part in shape.parts[:number])
             shape = shape.parts[number]

@@ -99,7 +99,8 @@ class Timeline:
         rows: dict[str, list[tuple[float, float, str]]] = {}
         for span in self.spans if self.seconds else ():
             row = rows.setdefault(span.row, [])
-            begin, end = span.begin / self.seconds, span.end / self.seconds
+            begin = span.begin / self.seconds
+            end = span.end / self.seconds
             if row and row[-1][2] == span.kind and begin - row[-1][1] < resolution:
                 row[-1] = (row[-1][0], max(row[-1][1], end), span.kind)
             else:

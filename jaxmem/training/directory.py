@@ -38,7 +38,9 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # error
 @contextmanager
 def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
     """A context that locks `output/name` for this run. Yields a warning if the file system has no locks."""
-    lock, refusal, warning = None, None, None
+    lock = None
+    refusal = None
+    warning = None
     path = Path(output, f".{name}.lock")
     if jax.process_index() == 0:
         try:

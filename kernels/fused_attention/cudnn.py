@@ -208,7 +208,8 @@ def _run(target: str, call: CudnnCall, arrays: tuple[jax.Array, ...], packed: Pa
         shapes = [heads_first[0], stats]
         transposed = 1
     else:
-        shapes, transposed = heads_first, 3
+        shapes = heads_first
+        transposed = 3
     size = 0 if forward else workspace(call, q.dtype.itemsize)
     flops = (4 if forward else 10) * call.pairs / call.length  # per element of the first output
 

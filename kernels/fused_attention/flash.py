@@ -42,7 +42,8 @@ def block_ranges(
     window = options.window
     if options.causal or window is not None:
         if by_keys:
-            low, all_low = first, last
+            low = first
+            all_low = last
         else:
             high, all_high = (np.clip(x + 1, 0, length) for x in (last, first))
     if window is not None:

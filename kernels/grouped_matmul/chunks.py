@@ -70,7 +70,8 @@ class _Chunks:
     """The sorted rows that belong to a group, in chunks."""
 
     def __init__(self, size: int, rows: int, groups: Groups):
-        self.size, self.all = size, groups
+        self.size = size
+        self.all = groups
         length = groups.order.shape[0]
         self.padded = -(-length // size) * size
         places = jnp.zeros_like(groups.order).at[groups.order].set(jnp.arange(length, dtype=jnp.int32))

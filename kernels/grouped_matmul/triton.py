@@ -138,7 +138,8 @@ def _backward(gathers: bool, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
     of_x = _of_inputs(g, weight, groups)
     of_x = sum_of_groups(of_x, groups, x.shape[0]) if gathers else of_x
     of_weight = None if isinstance(weight, QuantizedMatrices) else _of_weights(x, g, weight, groups, gathers)
-    of_bias, of_shares = None, None
+    of_bias = None
+    of_shares = None
     if bias is not None:  # a matrix with one input
         column = (jnp.ones(g.shape[0], g.dtype) if shares is None else shares.astype(g.dtype))[:, None]
         of_bias = _of_weights(column, g, bias[:, None], groups, False)[:, 0]

@@ -53,4 +53,5 @@ def test_gradients_are_those_of_all_layers_where_they_learn(remat):
     np.testing.assert_allclose(some[0], every[0], rtol=1e-6)
     np.testing.assert_allclose(some[1][1], every[1][1], rtol=1e-5)
     for name, at in picked.items():
-        np.testing.assert_allclose(some[1][0][name], every[1][0][name][at], rtol=1e-5)
+        # Some are differences of terms of about 1, of which float32 rounds the sums.
+        np.testing.assert_allclose(some[1][0][name], every[1][0][name][at], rtol=1e-5, atol=1e-7)

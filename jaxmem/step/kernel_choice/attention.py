@@ -26,9 +26,15 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
     if not isinstance(model, Decoder | Vit):
         return None
     if isinstance(model, Decoder):
-        length, dim, window, soft_cap = share.row_length, model.head_dim, model.window, model.attention_soft_cap
+        length = share.row_length
+        dim = model.head_dim
+        window = model.window
+        soft_cap = model.attention_soft_cap
     else:
-        length, dim, window, soft_cap = (model.image_size // model.patch) ** 2, model.embed // model.heads, None, None
+        length = (model.image_size // model.patch) ** 2
+        dim = model.embed // model.heads
+        window = None
+        soft_cap = None
     is_text = isinstance(model, Decoder)
     return Request(
         dtype=compute_dtype(cfg.precision, platform).name,
