@@ -37,10 +37,6 @@ class Rounded:
     scale: Any  # (), float32
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    @property
     def ndim(self) -> int:
         return self.codes.ndim
 
@@ -105,8 +101,8 @@ def _multiply(
 def _rounded(
     x: jax.Array | Rounded, dtype: DTypeLike, along: tuple[int, ...] | None
 ) -> tuple[jax.Array, Float[Array, "..."]]:
-    """x / scale in float8 `dtype`, and the scale, a power of two: one for all values, or one
-    for those that differ only in the dimensions `along`."""
+    """x / scale in float8 `dtype`, and the scale, a power of two: one for all values, or one for those that differ only
+    in the dimensions `along`."""
     if isinstance(x, Rounded):
         return jax.lax.bitcast_convert_type(x.codes, dtype), x.scale
     largest = jnp.max(jnp.abs(x), axis=along, keepdims=along is not None).astype(jnp.float32)

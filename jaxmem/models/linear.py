@@ -30,7 +30,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
         """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
         frozen = self._frozen_quantized
-        w = None
+        w = None  # in the dtype of x
         if frozen is not None:
             y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2), self.scaling)
         elif self.scaling == "tensor":
