@@ -67,6 +67,10 @@ KINDS = {
 }  # the kind of a weight, from its logical axes without `layer`
 RULE_AXES = ("fsdp", "context")  # STORAGE_AXES in the section `rules`, where `fsdp` also stands for `expert`
 STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
+REPLICATED = (  # logical axes that no mesh axis shards
+    "norm", "bias", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels",
+    "classes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,46 +101,43 @@ def make_rules(zero: int, indivisible: Collection[str] = (), section: Rules = DE
     vocabulary is stored replicated and padded in the computation. `section` is the section `rules` of the config.
     Layers that `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
     """
-    replicated = (
-        "norm", "bias", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels",
-        "classes",
-    )  # fmt: skip
-    of_weights = {dim: _with_expert(over) for dim, over in section.table.items()}
-    split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **of_weights}
-    experts = {"expert": ("expert",)}
+    weight_dims = {dim: _with_expert(over) for dim, over in section.table.items()}
+    padded: Table = {**dict.fromkeys(REPLICATED, ()), "layer": ("stage",), "expert": ("expert",), **weight_dims}
     if "kv_heads" in indivisible:
-        split = {**split, "kv_heads": _without(split["kv_heads"], "tensor")}
-    padded = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
-    if "vocab" in indivisible:
-        split = {**split, "vocab": _without(split["vocab"], "tensor")}
-    tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()} | experts
-    split = {**split, **experts}
-    weights = split if zero >= 3 else tensor
-    if zero >= 3:
-        weights = {**split, **{f"{kind}.{dim}": tensor[dim] for kind in section.replicated for dim in of_weights}}
-    # The projected dimension inherits the sharding of the dimension that it replaces.
-    state_embed = (*split["embed"], *section.optimizer)
-    state: Table = {**split, "embed": state_embed, "projected": state_embed}
+        padded = {**padded, "kv_heads": _without(padded["kv_heads"], "tensor")}
+    # Only the computation pads a vocabulary.
+    sharded = {**padded, "vocab": _without(padded["vocab"], "tensor")} if "vocab" in indivisible else padded
+    gathered = _gathered(sharded)
     logits = _with_expert(section.logits)
-    padded["vocab"] = (*padded["vocab"], *logits)
+    compute = _gathered(padded)
+    compute = {**compute, "vocab": (*compute["vocab"], *logits)}
+    of_replicated_kinds = {f"{kind}.{dim}": gathered[dim] for kind in section.replicated for dim in weight_dims}
+    # The projected dimension inherits the sharding of the dimension that it replaces.
+    state_embed = (*sharded["embed"], *section.optimizer)
+    state = {**sharded, "embed": state_embed, "projected": state_embed}
     activations: Table = {
-        **padded,
+        **compute,
         "layer": (),
         "accumulate": (),
         "batch": BATCH_AXES,
         "time": ("context",),
         "stream": ("context", "tensor"),  # the sequence dimension of the residual stream and of norms
-        "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),
+        "mlp_time": ("context", *_without(("tensor",), *compute["mlp"])),
         "vocab_batch": _without(BATCH_AXES, *logits),
-        "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
+        "vocab_time": ("context", *_without(("tensor",), *compute["vocab"])),
     }
     return ShardingTables(
-        weights=weights,
-        compute=padded,
-        gradients=split if zero >= 2 else tensor,
-        optimizer=state if zero >= 1 else tensor,
+        weights={**sharded, **of_replicated_kinds} if zero >= 3 else gathered,
+        compute=compute,
+        gradients=sharded if zero >= 2 else gathered,
+        optimizer=state if zero >= 1 else gathered,
         activations=activations,
     )
+
+
+def _gathered(table: Table) -> dict[str, tuple[str, ...]]:
+    """The table of weights that are gathered over STORAGE_AXES. Experts are not: each device computes its own."""
+    return {dim: over if dim == "expert" else _without(over, *STORAGE_AXES) for dim, over in table.items()}
 
 
 def _with_expert(over: tuple[str, ...]) -> tuple[str, ...]:

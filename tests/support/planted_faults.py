@@ -88,15 +88,15 @@ FAULTS = {
     "axes": Fault(
         "two mesh axes are exchanged in a rule: the optimizer state is sharded as for a lower ZeRO stage",
         "jaxmem/sharding/table.py",
-        "optimizer=state if zero >= 1 else tensor",
-        "optimizer=tensor if zero >= 1 else state",
+        "optimizer=state if zero >= 1 else gathered",
+        "optimizer=gathered if zero >= 1 else state",
         "tests/step/test_layouts.py",
     ),
     "zero-2": Fault(
         "ZeRO-2 keeps whole gradients",
         "jaxmem/sharding/table.py",
-        "gradients=split if zero >= 2 else tensor",
-        "gradients=split if zero >= 3 else tensor",
+        "gradients=sharded if zero >= 2 else gathered",
+        "gradients=sharded if zero >= 3 else gathered",
         "tests/step/test_layouts.py tests/planning/test_volume.py",
     ),
     "argument": Fault(
