@@ -19,7 +19,7 @@ from jaxmem import kernels
 from jaxmem.kernels.scopes import category
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
 from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_constant
-from jaxmem.models.linear import Linear
+from jaxmem.models.linear import Linear, of_one_input
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, Layout, constrain, current, map_devices
@@ -177,10 +177,12 @@ class Attention(nnx.Module):
         self, modules: Modules, x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values of all heads, or of the group of heads whose weights are in `modules`."""
-        of_q, of_k, of_v = fold_keys(keys, 3)
-        q = self._split_heads(modules["q"](x, of_q), "heads", modules.get("q_norm"), angles)
-        k = self._split_heads(modules["k"](x, of_k), "kv_heads", modules.get("k_norm"), angles)
-        return q, k, self._split_heads(modules["v"](x, of_v), "kv_heads")
+        q, k, v = of_one_input(x, [modules[name] for name in "qkv"], fold_keys(keys, 3))
+        return (
+            self._split_heads(q, "heads", modules.get("q_norm"), angles),
+            self._split_heads(k, "kv_heads", modules.get("k_norm"), angles),
+            self._split_heads(v, "kv_heads"),
+        )
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
         k = repeat_kv_heads(k)

@@ -1,6 +1,7 @@
 """The linear layer, and its matmuls, in the dtype of the input or in FP8: with a weight, and with a frozen quantized
 weight."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,11 @@ class Linear(nnx.Module):
         self.bias = new_constant(0.0, (outputs,), axes[1:]) if bias else None
         self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters
 
-    def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
-        """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], keys: Keys | None = None, rounded_x: Any = None
+    ) -> Float[Array, "*batch outputs"]:
+        """`keys`, for the first dimensions of x, enable the dropout of an adapter. `rounded_x`: x as a `fp8.Rounded`,
+        if other layers use it too."""
         frozen = self._frozen_quantized
         w = None  # in the dtype of x
         if frozen is not None:
@@ -36,8 +40,8 @@ class Linear(nnx.Module):
         elif self.scaling == "tensor":
             from jaxmem.models import fp8
 
-            operand, rounded = fetch_for(x, self.weight, x.dtype, fp8.round_values)
-            y = matmul(operand, rounded, self.scaling)
+            operand, rounded_w = fetch_for(x, self.weight, x.dtype, fp8.round_values)
+            y = matmul(operand, rounded_w, self.scaling, rounded_x)
         else:
             operand, w = fetch_for(x, self.weight, x.dtype)
             y = matmul(operand, w, self.scaling)
@@ -53,37 +57,54 @@ class Linear(nnx.Module):
         return frozen if isinstance(frozen, QTensor) else None
 
 
+def of_one_input(
+    x: Float[Array, "*batch inputs"], layers: Sequence[Linear], keys: Sequence[Keys | None]
+) -> list[Float[Array, "*batch outputs"]]:
+    """The outputs of several layers, each with its keys. In FP8 with one scale per tensor, x is rounded once, and saved
+    once for the backward passes of all."""
+    rounded_x = None
+    if all(layer.scaling == "tensor" for layer in layers):
+        from jaxmem.models import fp8
+
+        rounded_x = fp8.round_values(jax.lax.stop_gradient(x))
+    return [layer(x, layer_keys, rounded_x) for layer, layer_keys in zip(layers, keys, strict=True)]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(
-    x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"] | StoredWeight, scaling: Scaling | None = None
+    x: Float[Array, "*batch inputs"],
+    w: Float[Array, "inputs outputs"] | StoredWeight,
+    scaling: Scaling | None = None,
+    rounded_x: Any = None,
 ) -> Float[Array, "*batch outputs"]:
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
     and transpose it, which copies activations on CPUs (a quarter of the time of a step). A stored weight is one that is
-    rounded already, and the array that receives its gradient."""
+    rounded already, and the array that receives its gradient. `rounded_x`: x as a `fp8.Rounded`."""
     operand: Any = stored_of(w)
     if scaling is None:
         return x @ operand
     from jaxmem.models import fp8
 
-    return fp8.product(x, operand, scaling, x.dtype)
+    return fp8.product(x if rounded_x is None else rounded_x, operand, scaling, x.dtype)
 
 
-def _matmul_forward(x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None) -> tuple[jax.Array, Any]:
+def _matmul_forward(
+    x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None, rounded_x: Any
+) -> tuple[jax.Array, Any]:
     """With one scale per operand, the rounded operands are saved for the backward pass."""
-    if scaling != "tensor":
-        return matmul(x, w, scaling), (x, w)
-    from jaxmem.models import fp8
+    saved_x: Any = x
+    if scaling == "tensor":
+        from jaxmem.models import fp8
 
-    rounded_w: Any = stored_of(w)
-    rounded_x = fp8.round_values(x)
-    return fp8.product(rounded_x, rounded_w, scaling, x.dtype), (rounded_x, w)
+        saved_x = rounded_x = fp8.round_values(x) if rounded_x is None else rounded_x
+    return matmul(x, w, scaling, rounded_x), (saved_x, w)
 
 
-def _matmul_backward(scaling: Scaling | None, saved: tuple[Any, Any], g: jax.Array) -> tuple[jax.Array, Any]:
+def _matmul_backward(scaling: Scaling | None, saved: tuple[Any, Any], g: jax.Array) -> tuple[jax.Array, Any, None]:
     x, w = saved
     of_x = _input_gradient(g, stored_of(w), scaling)
     of_w = _weight_gradient(x, g, scaling)
-    return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w  # type: ignore[arg-type]
+    return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w, None  # type: ignore[arg-type]
 
 
 def _input_gradient(g: jax.Array, w: Any, scaling: Scaling | None) -> jax.Array:

@@ -31,9 +31,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if __name__ == "__main__":
@@ -52,6 +53,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.errors import UserError
 from jaxmem.kernels import triton_launch
+from jaxmem.step.programs import Program
 from jaxmem.training.run import run
 from tests.kernels import interpreter
 
@@ -538,7 +540,28 @@ def outcome(row: Row) -> Outcome:
     return Outcome(f"loss: {mine} where the plain config has {plain}" if wrong else None)
 
 
-def reduced(row: Row, kind: str) -> Row:
+class _AcceptedError(Exception):
+    """Ends a run whose config is not refused."""
+
+
+def _accept(built: Program, _: str | None) -> None:
+    built.lower_step()  # traces the step, which may refuse it
+    raise _AcceptedError
+
+
+def refused_at_run(row: Row) -> Outcome:
+    """The outcome of a row, as far as a run is refused: without compiling or training."""
+    with mock.patch("jaxmem.planning.plan_program", _accept):
+        try:
+            trained(overrides(row))
+        except UserError as error:
+            return Outcome(refusal=str(error))
+        except Exception:  # noqa: BLE001, another fault than that which is reduced
+            return Outcome()
+    raise AssertionError("the run was not ended")
+
+
+def reduced(row: Row, kind: str, outcome: Callable[[Row], Outcome]) -> Row:
     """The fewest settings of a row with an outcome of this kind."""
     size = len(row) // 2
     while size:
@@ -581,7 +604,7 @@ def try_row(row: Row, cover: Cover, results: Results, *, reduce: bool = False) -
     result = outcome(row)
     seconds = time.monotonic() - start
     if result.refusal:
-        row = reduced(row, result.kind)
+        row = reduced(row, result.kind, refused_at_run)
         cover.refuse(row, result.refusal)
     else:
         cover.add(row)
@@ -590,7 +613,7 @@ def try_row(row: Row, cover: Cover, results: Results, *, reduce: bool = False) -
     if result != Outcome():
         print(f"  {result.failure or result.refusal}\n  {' '.join(overrides(row))}", flush=True)
     if result.failure and reduce:
-        fewest = reduced(row, result.kind)
+        fewest = reduced(row, result.kind, outcome)
         print(f"  reduced to: {' '.join(overrides(fewest))}\n  {outcome(fewest).failure}", flush=True)
     return result
 
