@@ -30,6 +30,7 @@ from jaxmem.planning import Plan
 from jaxmem.planning.accuracy import FILE, kind_of
 from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
+from jaxmem.report.figure import digest_of
 from jaxmem.step import program
 from scripts.course.panels import draw
 from scripts.course.table import Table
@@ -39,6 +40,7 @@ ROWS = Path(__file__).with_suffix(".yaml")
 PAGE = ROOT / "docs/accuracy.md"
 BEGIN, END = "<!-- begin: python scripts/bench/published.py --write -->", "<!-- end -->"
 PROGRAMS = {"xla": "Programs compiled by XLA", "pytorch": "PyTorch programs"}
+CAPTION = "planned over published, with the diagonal and 10 % to both sides"
 UNEXPLAINED = "Unexplained."
 HEADER = "# Published seconds relative to planned ones, by kind of target; written by scripts/bench/published.py.\n"
 TOLERANCE = 0.1  # relative difference above which a row says why
@@ -196,6 +198,7 @@ class Comparison:
 
     title: str
     points: Mapping[str, Sequence[tuple[float, float]]]  # (published, planned)
+    height: float = 4.5  # inches
 
     def draw(self, axes: Any) -> None:
         values = [value for points in self.points.values() for point in points for value in point]
@@ -210,9 +213,6 @@ class Comparison:
 
 def write(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> None:
     """Writes the generated part of the page, its figure, and the ranges that `jaxmem plan` prints."""
-    before, tail = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    after = tail.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{report(rows, results)}\n{END}{after}", encoding="utf-8")
     compared = [result for result in results if "refused" not in result]
     panels = []
     for title, figure in (("Seconds per step", "seconds"), ("GiB per GPU", "gib")):
@@ -225,7 +225,12 @@ def write(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> No
             for name, label in PROGRAMS.items()
         }
         panels.append(Comparison(title, points))
-    draw(PAGE.with_suffix(".png"), panels)
+    picture = PAGE.with_suffix(".png")
+    draw(picture, panels)
+    image = f"![{CAPTION}]({picture.name})<!-- figure {digest_of(picture)} -->"
+    before, tail = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    after = tail.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{image}\n\n{report(rows, results)}\n{END}{after}", encoding="utf-8")
     FILE.write_text(HEADER + yaml.safe_dump(ranges(rows, compared), sort_keys=False), encoding="utf-8")
 
 

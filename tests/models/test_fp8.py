@@ -1,13 +1,16 @@
 """Matmuls in FP8: equal to their definition in float64, and their error."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxmem.models import fp8
-from jaxmem.models.linear import matmul
+from jaxmem.models.linear import Linear, matmul, of_one_input
 
 TOKENS, INPUTS, OUTPUTS = 96, 64, 48
 LARGEST = {ml_dtypes.float8_e4m3fn: 448.0, ml_dtypes.float8_e5m2: 57344.0}
@@ -110,3 +113,21 @@ def test_what_is_saved_for_the_backward_pass(scaling):
     _, back = jax.vjp(lambda x: matmul(x, w, scaling), x)
     dtypes = {str(saved.dtype) for saved in jax.tree.leaves(back) if saved.shape == x.shape}
     assert dtypes == {"uint8" if scaling == "tensor" else "float32"}
+
+
+def test_layers_of_one_input_save_it_once():
+    """Within a scan, which stacks what is saved, and with the results and gradients of each layer by itself."""
+    x, *_ = arrays()
+    layers = [Linear(nnx.Rngs(seed), INPUTS, INPUTS, (None, None)) for seed in (0, 1)]
+    for layer in layers:
+        layer.scaling = "tensor"
+
+    def repeated(project, x):
+        return jax.lax.scan(lambda x, _: (sum(project(x)), None), x, length=2)[0]
+
+    together = jax.vjp(partial(repeated, lambda x: of_one_input(x, layers, (None, None))), x)
+    apart = jax.vjp(partial(repeated, lambda x: [layer(x) for layer in layers]), x)
+    saved, saved_apart = ([y for y in jax.tree.leaves(back) if y.dtype == jnp.uint8] for _, back in (together, apart))
+    assert sum(y.size for y in saved_apart) - sum(y.size for y in saved) == 2 * x.size
+    np.testing.assert_array_equal(together[0], apart[0])
+    np.testing.assert_array_equal(together[1](x)[0], apart[1](x)[0])

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from jaxmem.errors import UserError
+from jaxmem.report.figure import digest_of
 from scripts.bench import published
 
 ROW = {
@@ -70,6 +71,22 @@ def test_ranges_are_those_of_programs_that_xla_compiled() -> None:
     )
     results = [RESULT, {**RESULT, "name": "b", "program": "pytorch", "seconds_ratio": 0.5}]
     assert published.ranges(rows, results) == {"one host": {"least": 1.28, "most": 1.28, "runs": 1}}
+
+
+def test_the_page_its_figure_and_the_ranges_are_written(tmp_path: Path, monkeypatch) -> None:
+    page, ranges = tmp_path / "page.md", tmp_path / "ranges.yaml"
+    page.write_text(f"before\n{published.BEGIN}\nold\n{published.END}\nafter\n")
+    monkeypatch.setattr(published, "PAGE", page)
+    monkeypatch.setattr(published, "FILE", ranges)
+    rows = published.read_rows(file_of())
+    published.write(rows, [RESULT])
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert f"(page.png)<!-- figure {digest_of(tmp_path / 'page.png')} -->" in text
+    assert published.report(rows, [RESULT]) in text
+    assert yaml.safe_load(ranges.read_text()) == published.ranges(rows, [RESULT])
 
 
 def test_every_row_has_a_config_that_loads() -> None:
