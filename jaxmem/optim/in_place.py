@@ -1,15 +1,16 @@
 """Loops that update a stack layer by layer, or a matrix some rows at a time, in place."""
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
+from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding import Axes, constrain, current, is_axes, map_shards, shard_axes, shard_count
 from jaxmem.sharding.arrays import row_major_if_gathered
 from jaxmem.sharding.weights import is_quantized
@@ -116,77 +117,75 @@ def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axe
     Returns:
         The new `matrix`.
     """
-    is_stack = axes[:1] == ("layer",)
     zero = jnp.zeros((), jnp.int32)
-    rows = int(is_stack)  # the dimension of rows
-    leaves = jax.tree.leaves((matrix, read_only), is_leaf=is_quantized)
+    division = _division((matrix, read_only), axes)
+    is_stack = axes[:1] == ("layer",)
+    if division is None:
+        update_matrix = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
+        return update_layers(update_matrix, matrix, read_only) if is_stack else update_matrix(matrix, read_only, zero)
+    update = partial(_update_divided, function, division)
+    return _per_shard(update, matrix, read_only) if is_stack else update(matrix, read_only, zero)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The parts of a matrix, or of each matrix of a stack. The rows of a part are strided: on a mesh that shards rows,
+    each device has some of its own rows in every part."""
+
+    rows: int  # the dimension of rows: 1 in a stack, otherwise 0
+    units: int  # number of rows, or of blocks of rows that share a scale
+    parts: int  # number of parts; divides `units`
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """The dimension of rows as [units // parts, parts, rows of a unit]."""
+        before = x.shape[: self.rows]
+        rows, *after = x.shape[self.rows :]
+        return x.reshape(*before, self.units // self.parts, self.parts, rows // self.units, *after)
+
+    def grid(self, stack: Tree) -> Grid:
+        """The parts of all matrices, in the dimensions of `cut`."""
+        parts = {self.rows + 1: self.parts}
+        return {0: jax.tree.leaves(stack)[0].shape[0], **parts} if self.rows else parts
+
+
+def _division(matrices: Tree, axes: Axes) -> Division | None:
+    """The division of matrices of one shape with these logical axes; None: they stay in one part."""
+    rows = int(axes[:1] == ("layer",))
+    leaves = jax.tree.leaves(matrices, is_leaf=is_quantized)
     shape = leaves[0].shape[rows:]
-    # Blocks along the dimension of rows are not split.
-    along = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == -len(shape)]
-    units = shape[0] // along[0] if along else shape[0]
+    blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == -len(shape)]
+    units = shape[0] // blocks_of_rows[0] if blocks_of_rows else shape[0]
     parts = _parts(math.prod(shape), units, _devices(axes[rows:]))
-    if parts == 1 or any(x.shape[rows] % units for x in jax.tree.leaves((matrix, read_only))):
-        update_layer = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
-        return update_layers(update_layer, matrix, read_only) if is_stack else update_layer(matrix, read_only, zero)
-    if is_stack:
-        return _per_shard(partial(_update_rows_of_stack, function, units, parts), matrix, read_only)
-    return _update_rows_of_matrix(function, units, parts, matrix, read_only)
+    if parts == 1 or any(x.shape[rows] % units for x in jax.tree.leaves(matrices)):
+        return None
+    return Division(rows, units, parts)
 
 
-def _update_rows_of_stack(
-    function: PartFunction, units: int, parts: int, stack: Tree, read_only: Tree, first: jax.Array
+def _update_divided(
+    function: PartFunction, division: Division, matrix: Tree, read_only: Tree, first: jax.Array
 ) -> Tree:
-    """Updates matrices [layer, rows, ...], of which `first` is the index of the first one."""
+    """`update_rows` of a matrix, or of a stack of which `first` is the index of the first layer."""
+    grid = division.grid(matrix)
+    cut_read_only = jax.tree.map(division.cut, read_only)
 
-    def update(part: Tree, read_only: Tree, place: list[jax.Array]) -> Tree:
-        layer, index = place
-        return function(part, read_only, first + layer, index)
+    def as_matrix(part: Tree, complete: Tree) -> Tree:
+        """A part [units, rows of a unit, ...] of `complete` as a matrix [rows, ...]."""
+        joined = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), part)
+        return with_sliced_sizes(joined, complete)
 
-    layers = jax.tree.leaves(stack)[0].shape[0]
-    return _update_strided(update, {0: layers, 2: parts}, units, stack, read_only)
+    def step(part: Tree, i: jax.Array) -> Tree:
+        *layer, index = _place(grid, i)
+        read = as_matrix(jax.tree.map(lambda x: _read(grid, x, i), cut_read_only), read_only)
+        new = function(as_matrix(part, matrix), read, first + layer[0] if layer else first, index)
+        return _with_shapes(new, part)
+
+    return _with_shapes(update_parts(grid, step, jax.tree.map(division.cut, matrix)), matrix)
 
 
-def _update_rows_of_matrix(function: PartFunction, units: int, parts: int, matrix: Tree, read_only: Tree) -> Tree:
-    """Updates a matrix [rows, ...]."""
-    first = jnp.zeros((), jnp.int32)
-    update = lambda part, read_only, place: function(part, read_only, first, *place)  # noqa: E731
-    return _update_strided(update, {1: parts}, units, matrix, read_only)
-
-
-def _update_strided(
-    function: Callable[[Tree, Tree, list[jax.Array]], Tree], grid: Grid, units: int, matrix: Tree, read_only: Tree
-) -> Tree:
-    """Overwrites each part with `function(part, part of read_only, place of the part in the grid)`.
-
-    The dimension of rows, of `units` rows or blocks of rows, becomes [units // parts, parts, rows of a unit], and
-    `grid` has the middle one. So the rows of a part are strided: on a mesh that shards rows, each device has some of
-    its own rows in every part."""
-    arrays, form = jax.tree.flatten(matrix)
-    read_only_arrays, read_only_form = jax.tree.flatten(read_only)
-    parts = grid[max(grid)]
-    rows = max(grid) - 1
-
-    def cut(x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:rows], units // parts, parts, x.shape[rows] // units, *x.shape[rows + 1 :])
-
-    def shorten(x: Tree) -> Tree:
-        is_along_rows = isinstance(x, QTensor) and x.axis == -x.ndim
-        return dataclasses.replace(x, size=x.size // parts) if is_along_rows else x
-
-    def join(form: jax.tree_util.PyTreeDef, arrays: list[jax.Array]) -> Tree:
-        """A part as a matrix [rows, ...]."""
-        joined = [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in arrays]
-        return jax.tree.map(shorten, jax.tree.unflatten(form, joined), is_leaf=is_quantized)
-
-    def step(part: list[jax.Array], i: jax.Array) -> list[jax.Array]:
-        place = _place(grid, i)
-        read = join(read_only_form, [_read(grid, x, i) for x in cut_read_only])
-        new = function(join(form, part), read, place)
-        return [x.reshape(old.shape) for x, old in zip(jax.tree.leaves(new), part, strict=True)]
-
-    cut_read_only = [cut(x) for x in read_only_arrays]
-    done = update_parts(grid, step, [cut(x) for x in arrays])
-    return jax.tree.unflatten(form, [x.reshape(y.shape) for x, y in zip(done, arrays, strict=True)])
+def _with_shapes(tree: Tree, like: Tree) -> Tree:
+    """The arrays of a tree in the shapes and the structure of another tree."""
+    arrays, form = jax.tree.flatten(like)
+    return jax.tree.unflatten(form, [x.reshape(y.shape) for x, y in zip(jax.tree.leaves(tree), arrays, strict=True)])
 
 
 def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:

@@ -29,8 +29,7 @@ from jax.typing import DTypeLike
 from jaxmem.errors import UserError
 from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key, widened
 from jaxmem.optim.in_place import update_layers, update_rows
-from jaxmem.quant import QTensor
-from jaxmem.quant.qtensor import with_sliced_size
+from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding import Axes, constrain, current, is_axes
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
 from jaxmem.sharding.weights import is_matrix, is_quantized
@@ -343,9 +342,7 @@ def _with_values(declared: State, arrays: Iterator[jax.Array]) -> State:
     """The state that a rule updates, from arrays in the order of `_by_name`: QTensors are put together again."""
 
     def value(array: StateArray) -> Tree:
-        complete = array.value
-        parts = jax.tree.map(lambda _: next(arrays), complete)
-        return with_sliced_size(parts, complete) if isinstance(complete, QTensor) else parts
+        return with_sliced_sizes(jax.tree.map(lambda _: next(arrays), array.value), array.value)
 
     return jax.tree.map(value, declared, is_leaf=is_declared)
 

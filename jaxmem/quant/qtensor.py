@@ -105,13 +105,17 @@ def values_of(x: Tree, dtype: DTypeLike) -> jax.Array:
     return values
 
 
-def with_sliced_size(part: QTensor, complete: QTensor) -> QTensor:
-    """A QTensor whose arrays are slices of those of `complete`, with the `size` of the slice."""
-    size = complete.size * part.codes.shape[part.axis] // complete.codes.shape[complete.axis]
-    scale = part.scale
-    if isinstance(scale, QTensor):
-        scale = with_sliced_size(scale, complete.scale)
-    return dataclasses.replace(part, size=size, scale=scale)
+def with_sliced_sizes(part: Tree, complete: Tree) -> Tree:
+    """A tree whose arrays are slices of those of `complete`; its QTensors get the `size` of their slices."""
+    is_qtensor = lambda x: isinstance(x, QTensor)  # noqa: E731
+
+    def resize(part: Tree, complete: Tree) -> Tree:
+        if not is_qtensor(part):
+            return part
+        size = complete.size * part.codes.shape[part.axis] // complete.codes.shape[complete.axis]
+        return dataclasses.replace(part, size=size, scale=with_sliced_sizes(part.scale, complete.scale))
+
+    return jax.tree.map(resize, part, complete, is_leaf=is_qtensor)
 
 
 @partial(jax.jit, static_argnames=("format", "block_size", "axis", "double_quant"))

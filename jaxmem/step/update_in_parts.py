@@ -37,7 +37,7 @@ from jaxmem.optim.groups import (
 )
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import Params
-from jaxmem.quant.qtensor import with_sliced_size
+from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, map_layers, shard_count, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
@@ -205,10 +205,7 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
     def read_leaf(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         return other if (dim := _dim(names)) is None else slices.read(x, dim, j)
 
-    sliced = jax.tree.map(read_leaf, axes, tree, unsliced, is_leaf=is_axes)
-    is_qtensor = lambda x: isinstance(x, QTensor)  # noqa: E731
-    resize = lambda part, complete: with_sliced_size(part, complete) if is_qtensor(part) else part  # noqa: E731
-    return jax.tree.map(resize, sliced, tree, is_leaf=is_qtensor)
+    return with_sliced_sizes(jax.tree.map(read_leaf, axes, tree, unsliced, is_leaf=is_axes), tree)
 
 
 def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
