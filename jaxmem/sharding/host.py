@@ -106,5 +106,5 @@ def _write(dim: int) -> Any:
 
 
 def fill(tree: Tree, others: Tree) -> Tree:
-    """`device_leaves`, with None replaced by the leaves copied from the host."""
+    """The tree with each None replaced by the leaf of another tree at the same path."""
     return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=lambda x: x is None)

@@ -91,9 +91,9 @@ class ForwardPass:
         if self.micro == 1:
             return self.derivative(self.proxies_of(weights), weights, layer_input, shared, saved)(g)
 
-        def add(total: Tree, xs: Tree) -> tuple[Tree, Tree]:
-            *residuals, g = xs
-            dw, dx = self.derivative(self.proxies_of(weights), weights, *residuals)(g)
+        def add(total: Tree, of_micro_batch: tuple[Tree, Tree, Tree, Tree]) -> tuple[Tree, Tree]:
+            layer_input, shared, saved, g = of_micro_batch
+            dw, dx = self.derivative(self.proxies_of(weights), weights, layer_input, shared, saved)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.proxies_of(weights))

@@ -22,6 +22,7 @@ An update, in the order in which it is computed:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ from jaxmem.step import nonfinite
 from jaxmem.step.by_parts import ForwardByParts, PassedStack, forward_by_parts
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_in_parts import LayerUpdate, VocabUpdate, add_squares
+from jaxmem.step.update_in_parts import LayerUpdate, Updated, VocabUpdate, add_squares
 from jaxmem.typing import Tree
 
 
@@ -77,15 +78,7 @@ def update_during_backward(
         return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
 
     norm = _gradient_norm(network, groups, vocab_update) if spec.cfg.needs_global_norm_first else None
-    # What is updated: trees of new weights, states of groups, and trees of squared norms of gradients.
-    params: list[Tree] = []
-    states: list[Tree] = []
-    squares: list[Tree] = []
-
-    def add(new: Tree, new_states: list[Tree], new_squares: Tree) -> None:
-        params.append(new)
-        states.extend(new_states)
-        squares.append(new_squares)
+    updates: list[Updated] = []
 
     def update_stack(stack: PassedStack, g: Tree) -> Tree:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
@@ -93,17 +86,17 @@ def update_during_backward(
         before = [group.state(opt_state) for group in groups[stack.path]]
         update = LayerUpdate(groups[stack.path], before, write, norm, layers)
 
-        def fetch(carry: Tree, layer: jax.Array) -> list[Tree] | None:
-            """Copies state from host memory while the gradient is computed."""
-            return update.fetch(carry, layer) if spec.offloads("optimizer") else None
+        def weights(carry: Updated) -> Tree:
+            return stack.weights(carry.weights)
 
-        def visit(carry: Tree, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Tree:
+        def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Updated:
             return update(carry, layer, stack.nest(dw), fetched)
 
-        weights = lambda carry: stack.weights(carry[0])  # noqa: E731
-        visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit, fetch)
-        (new, new_states, new_squares), g = stack.result.backward(g, visitor)
-        add(new, new_states, new_squares)
+        visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
+        if spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
+            visitor = replace(visitor, fetch=update.fetch)
+        updated, g = stack.result.backward(g, visitor)
+        updates.append(updated)
         return g
 
     def update_unstacked(grads: Tree) -> Tree:
@@ -115,19 +108,20 @@ def update_during_backward(
         grads = constrain_tree(grads, group.axes, "gradients")
         before = group.state(opt_state)
         new, new_state = group.update(grads, fetch_from_host(before), weights, write, norm=norm)
-        add(new, [send_like(new_state, before)], jax.tree.map(sum_of_squares, grads))
+        updates.append(Updated(new, [send_like(new_state, before)], jax.tree.map(sum_of_squares, grads)))
         return new
 
     grads, matrices = network.backward(update_stack, on_last_gradients=update_unstacked)
     update_unstacked(without(grads, network.last_parameters))
     for path, gradient in matrices.items():
         new, new_state, square = vocab_update(path).update(gradient, write, norm)
-        add(new, [new_state], unflatten_dict({path: square}))
+        updates.append(Updated(new, [new_state], unflatten_dict({path: square})))
     axes = spec.model.select(spec.model.axes)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
-    ordered = nonfinite.in_backward_order(merge(zeros, *squares), axes)
-    new_state = optim.record_norm(merge(opt_state, *states), jnp.sqrt(jnp.sum(ordered)))
-    return merge(state.params, *params), new_state, network.sums, ordered
+    squares = nonfinite.in_backward_order(merge(zeros, *(update.squares for update in updates)), axes)
+    new_states = merge(opt_state, *(group_state for update in updates for group_state in update.states))
+    new_params = merge(state.params, *(update.weights for update in updates))
+    return new_params, optim.record_norm(new_states, jnp.sqrt(jnp.sum(squares))), network.sums, squares
 
 
 def _gradient_norm(

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +46,18 @@ from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 
 
+class Updated(NamedTuple):
+    """Parameters after their update. For a stack it is the carry of the loop over the layers, some of which are updated
+    already."""
+
+    weights: Tree
+    states: list[Tree]  # of their groups
+    squares: Tree  # for each weight the sum of squares of its gradient; of a stack for each layer
+
+
 @dataclass(frozen=True)
 class LayerUpdate:
-    """Updates a stack in place from the gradients of one layer at a time. The carry of the loop over the layers is
-    (weights, state of each group, squared norms)."""
+    """Updates a stack in place from the gradients of one layer at a time."""
 
     groups: Sequence[ParameterGroup]  # one per weight
     before: Sequence[Tree]  # the state of each group before the update; arrays that are not stacked are read from it
@@ -58,17 +66,17 @@ class LayerUpdate:
     layers: int  # number of layers of the complete stack
     first: int | jax.Array = 0  # the position of the first updated layer in the complete stack
 
-    def initial_carry(self, weights: Tree, layers: int) -> tuple[Tree, list[Tree], Tree]:
+    def initial_carry(self, weights: Tree, layers: int) -> Updated:
         """The carry before the first update, for a part of `layers` layers."""
         zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
-        return weights, list(self.before), zeros
+        return Updated(weights, list(self.before), zeros)
 
-    def fetch(self, carry: Tree, layer: jax.Array) -> list[Tree]:
+    def fetch(self, carry: Updated, layer: jax.Array) -> list[Tree]:
         """The state of one layer, copied from host memory."""
-        states = zip(self.groups, carry[1], self.before, strict=True)
+        states = zip(self.groups, carry.states, self.before, strict=True)
         return [take_stacked_layer(state, group.state_axes, layer, old) for group, state, old in states]
 
-    def __call__(self, carry: Tree, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Tree:
+    def __call__(self, carry: Updated, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Updated:
         """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
         weights, states, squares = carry
         new_states = list[Tree]()
@@ -93,7 +101,7 @@ class LayerUpdate:
                 gradients,
             )
             squares = merge(squares, sums)
-        return weights, new_states, squares
+        return Updated(weights, new_states, squares)
 
 
 def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tree) -> jax.Array:

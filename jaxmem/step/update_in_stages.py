@@ -15,13 +15,14 @@ from jaxmem.optim.apply import sum_of_squares
 from jaxmem.optim.groups import Write, constrain_tree, merge, single_weights, without
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes
+from jaxmem.sharding.host import fill
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective
 from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_in_parts import LayerUpdate, add_squares, update_singly
-from jaxmem.typing import Tree
+from jaxmem.step.update_in_parts import LayerUpdate, Updated, add_squares, update_singly
+from jaxmem.typing import AxesTree, Tree
 
 
 def update_in_stages(
@@ -59,55 +60,52 @@ def update_in_stages(
     def update(stage: StageArrays) -> VisitOfStage:
         """Updates the layers of a stage."""
         norm, unstacked = stage.values
-        before = [_joined(*parts) for parts in zip(stage.stacked, unstacked, strict=True)]
+        before = list(map(fill, stage.stacked, unstacked))
         layers = LayerUpdate(groups, before, write, norm, pipeline.stored, stage.first_layer)
         trainable_weights = jax.tree.map(
-            lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=_is_none
+            lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=lambda x: x is None
         )
 
-        def visit(carry: Tree, layer: jax.Array, dw: Tree, _: None) -> Tree:
+        def weights(carry: Updated) -> Tree:
+            return merge({name: stage.weights}, carry.weights)[name]
+
+        def visit(carry: Updated, layer: jax.Array, dw: Tree, _: None) -> Updated:
             return layers(carry, layer, {name: _mean(dw, stage.count)})
 
-        def end(carry: Tree) -> tuple[Tree, Tree]:
-            weights, states, squares = carry
-            parts = [_separated(axes, state) for axes, state in zip(state_axes, states, strict=True)]
-            return (weights, [stacked for stacked, _ in parts], squares), [unstacked for _, unstacked in parts]
+        def end(carry: Updated) -> tuple[Updated, list[Tree]]:
+            stacked = carry._replace(states=list(map(_stacked, state_axes, carry.states)))
+            return stacked, list(map(_unstacked, state_axes, carry.states))
 
         begin = layers.initial_carry({name: trainable_weights}, pipeline.stored // pipeline.stages)
-        return Visitor(begin, lambda carry: merge({name: stage.weights}, carry[0])[name], visit), end
+        return Visitor(begin, weights, visit), end
 
     norm = None
     if spec.cfg.needs_global_norm_first:
         measured, grads, _ = run(StageVisit((), (), measure))
         norm = jnp.sqrt(jnp.sum(measured.stacked) + sum_of_squares(grads))
-    parts = [_separated(group.state_axes, group.state(state.opt_state)) for group in groups]
-    visit = StageVisit([stacked for stacked, _ in parts], (norm, [unstacked for _, unstacked in parts]), update)
-    updated, grads, sums = run(visit)
-    new_layers, stacked, squares = updated.stacked
-    unstacked = updated.values
-    new, states = update_singly(spec, outside, grads, state.opt_state, write, norm)
-    states += [_joined(*parts) for parts in zip(stacked, unstacked, strict=True)]
+    states = [group.state(state.opt_state) for group in groups]
+    stacked = list(map(_stacked, state_axes, states))
+    unstacked = list(map(_unstacked, state_axes, states))
+    visited, grads, sums = run(StageVisit(stacked, (norm, unstacked), update))
+    layers: Updated = visited.stacked
+    new_outside, new_states = update_singly(spec, outside, grads, state.opt_state, write, norm)
+    new_states += map(fill, layers.states, visited.values)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
-    squares = merge(zeros, squares, nonfinite.sums_of_squares(grads, outside_axes))
-    squares = nonfinite.in_backward_order(squares, axes)
-    opt_state = optim.record_norm(merge(state.opt_state, *states), jnp.sqrt(jnp.sum(squares)))
-    return merge(params, new_layers, *new), opt_state, sums, squares
+    all_squares = merge(zeros, layers.squares, nonfinite.sums_of_squares(grads, outside_axes))
+    squares = nonfinite.in_backward_order(all_squares, axes)
+    opt_state = optim.record_norm(merge(state.opt_state, *new_states), jnp.sqrt(jnp.sum(squares)))
+    return merge(params, layers.weights, *new_outside), opt_state, sums, squares
 
 
 def _mean(grads: Tree, count: jax.Array) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(count, 1.0), grads)
 
 
-def _separated(axes: Tree, tree: Tree) -> tuple[Tree, Tree]:
-    """The leaves that are stacked, and the others; None for leaves of the other tree."""
-    is_stacked = jax.tree.map(lambda names: names[:1] == ("layer",), axes, is_leaf=is_axes)
-    stacked = jax.tree.map(lambda stacked, x: x if stacked else None, is_stacked, tree)
-    return stacked, jax.tree.map(lambda stacked, x: None if stacked else x, is_stacked, tree)
+def _stacked(axes: AxesTree, tree: Tree) -> Tree:
+    """The leaves that are stacked; None for others."""
+    return jax.tree.map(lambda names, x: x if names[:1] == ("layer",) else None, axes, tree, is_leaf=is_axes)
 
 
-def _joined(tree: Tree, others: Tree) -> Tree:
-    return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=_is_none)
-
-
-def _is_none(x: object) -> bool:
-    return x is None
+def _unstacked(axes: AxesTree, tree: Tree) -> Tree:
+    """The leaves that are not stacked; None for others."""
+    return jax.tree.map(lambda names, x: None if names[:1] == ("layer",) else x, axes, tree, is_leaf=is_axes)
