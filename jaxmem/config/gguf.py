@@ -56,6 +56,7 @@ _SOFT_CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_LATENT = "DeepseekV2ForCausalLM"
 _MIXTRAL = Architecture("MixtralForCausalLM", {**_EXPERTS, "expert_count": "num_local_experts"})
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM"),
@@ -77,6 +78,24 @@ ARCHITECTURES = {
         {**_EXPERTS, **_WINDOW, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
     ),
     "olmo2": Architecture("Olmo2ForCausalLM"),
+    "deepseek2": Architecture(
+        _LATENT,
+        {
+            **_EXPERTS,
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.key_length_mla": "head_dim",
+            "attention.value_length_mla": "v_head_dim",
+        },
+    ),
 }
 # Keys of a file that do not change logits. `rope.dimension_count`: see `_settings`; `vocab_size`: the shape of the
 # embedding decides; `rope.scaling.*`: see `_rope_scaling`.
@@ -84,9 +103,12 @@ WITHOUT_EFFECT = {
     "vocab_size", "rope.dimension_count", "attention.value_length", "expert_gating_func", "rope.scaling.finetuned",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_attn_factor", "attention.layer_norm_epsilon", "interleave_moe_layer_step",
-    "expert_shared_count", "rope.freq_base_swa",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier", "attention.layer_norm_epsilon",
+    "interleave_moe_layer_step", "expert_shared_count", "rope.freq_base_swa",
 }  # fmt: skip
+
+
+SOFTMAX = 1  # in `expert_gating_func`
 
 
 @dataclass(frozen=True)
@@ -223,7 +245,10 @@ def settings_of(opened: GgufFile) -> JsonDict:
         settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if name == "llama" and "blk.0.ffn_down.bias" in tensors:
         settings["mlp_bias"] = True
-    _add_heads(settings, values, architecture)
+    if architecture.name == _LATENT:
+        _add_latent(settings, values)
+    else:
+        _add_heads(settings, values, architecture)
     return settings | _rope_scaling(opened, values, settings)
 
 
@@ -241,6 +266,27 @@ def _add_heads(settings: JsonDict, values: JsonView, architecture: Architecture)
     if architecture.layers_27b is not None:
         is_27b = settings["num_hidden_layers"] == architecture.layers_27b
         settings["query_pre_attn_scalar"] = width if is_27b else settings["head_dim"]
+
+
+def _add_latent(settings: JsonDict, values: JsonView) -> None:
+    """The settings of latent attention and of the router, as DeepSeek-V2 has them."""
+    gating = values.get("expert_gating_func", SOFTMAX)
+    if gating != SOFTMAX:
+        raise UnsupportedError(
+            f"deepseek2.expert_gating_func={gating} is not supported; expected {SOFTMAX}, softmax (DeepSeek-V2)"
+        )
+    # Where a file has both, the lengths without `_mla` are those of llama.cpp's cache.
+    key = read(values, "attention.key_length_mla", Size, values.get("attention.key_length"))
+    rotated = read(values, "rope.dimension_count", Size)
+    settings |= {
+        "num_key_value_heads": settings["num_attention_heads"],
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "head_dim": rotated,
+        "v_head_dim": read(values, "attention.value_length_mla", Size, values.get("attention.value_length")),
+        "topk_method": "group_limited_greedy" if values.get("expert_group_count", 1) > 1 else "greedy",
+    }
 
 
 def _rope_scaling(opened: GgufFile, values: JsonView, settings: JsonView) -> JsonDict:
@@ -267,6 +313,9 @@ def _rope_scaling(opened: GgufFile, values: JsonView, settings: JsonView) -> Jso
     betas = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     yarn |= _present(values, betas) | ({"truncate": False} if opened.architecture == "gpt-oss" else {})
+    if "rope.scaling.yarn_log_multiplier" in values:
+        scale = plain(10 * values["rope.scaling.yarn_log_multiplier"])
+        yarn |= {"mscale": scale, "mscale_all_dim": scale}
     return {"rope_scaling": yarn}
 
 

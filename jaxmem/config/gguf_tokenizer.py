@@ -28,17 +28,25 @@ O200K = (
     rf"\p{{N}}{{1,3}}|{_SLASHES}"
 )
 TEKKEN = rf"{_LETTER}{_UPPER}*{_LOWER}+|{_LETTER}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
+# Cased letters of DeepSeek's tokenizers, which leave out some scripts and the letters of formulas.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C8A\u2D00-\u2D2D\uA790-\uA7FA\uAB30-\uAB68"
+    r"\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF28}]]"
+)
+_FULL_WIDTH = "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"  # punctuation, and letters
+_SYLLABLES = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?[!-/:-~{_FULL_WIDTH}]+", r"\s+$", _SYLLABLES, r"\p{N}")
 
-# How each pre-tokenizer of llama.cpp splits text before byte-level BPE: by a regular expression, into single digits
-# and then as GPT-2, or as GPT-2 (None). The first name of several is the one that is written.
+# How each pre-tokenizer of llama.cpp splits text before byte-level BPE: by a regular expression or one after the other,
+# into single digits and then as GPT-2, or as GPT-2 (None). The first name of several is the one that is written.
 DIGITS = "digits"
-PRE_TOKENIZERS: dict[str, str | None] = {
+PRE_TOKENIZERS: dict[str, str | tuple[str, ...] | None] = {
     "gpt-2": None, "phi-2": None, "olmo": None, "mpt": None,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), O200K),
-    "tekken": TEKKEN,
+    "tekken": TEKKEN, "deepseek-llm": DEEPSEEK,
 }  # fmt: skip
 WHOLE_TOKENS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "gpt-4o", "tekken")  # `ignore_merges`
 WITH_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # where `add_bos_token` is absent
@@ -116,15 +124,18 @@ def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[i
         raise UnsupportedError(f"tokenizer.ggml.merges: {' '.join(wrong[0])[:60]!r} does not result in a token")
     split = PRE_TOKENIZERS[name]
     bytes_of: JsonDict = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    before: JsonDict | None = None
+    before: list[JsonDict] = []
     if split == DIGITS:
-        before = {"type": "Digits", "individual_digits": True}
+        before = [{"type": "Digits", "individual_digits": True}]
     elif split is not None:
-        before = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        regexes = (split,) if isinstance(split, str) else split
+        before = [
+            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in regexes
+        ]
         bytes_of["use_regex"] = False
     return {
         "normalizer": {"type": "NFC"} if name in UNICODE_NORMALIZED else None,
-        "pre_tokenizer": bytes_of if before is None else {"type": "Sequence", "pretokenizers": [before, bytes_of]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*before, bytes_of]} if before else bytes_of,
         "decoder": {**bytes_of, "use_regex": True},
         "model": _bpe(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST),
     }

@@ -22,6 +22,7 @@ from jaxmem.errors import UserError
 # Tensors from which config.json was made.
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 EXPERTS = tuple(f"experts.{name}_proj{end}" for name in ("gate", "up", "down") for end in ("", "_bias"))
+KEYS_AND_VALUES = "kv_b_proj"
 PERMUTED = "llama"  # the architecture in which the two elements of a rotated pair are next to each other
 
 
@@ -63,6 +64,29 @@ class GgufSlice:
         return np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel()
 
 
+@dataclass(frozen=True)
+class LatentSlice:
+    """The matrix from latent vectors to keys and values, which files have as two tensors: for each head its rows for
+    keys, transposed, and its rows for values. Both are decoded to read a part."""
+
+    keys: GgufTensor  # [head, latent, key]
+    values: GgufTensor  # [head, value, latent]
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_shape(self) -> tuple[int, ...]:
+        heads, latent, key = self.keys.shape
+        return (heads * (key + self.values.shape[1]), latent)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        from gguf import dequantize
+
+        keys = dequantize(self.keys.data, self.keys.kind).swapaxes(1, 2)
+        values = dequantize(self.values.data, self.values.kind)
+        return np.concatenate([keys, values], axis=1).reshape(self.get_shape())[index]
+
+
 class GgufTensors:
     """An opened file, with the methods of an opened file of the library `safetensors`."""
 
@@ -76,12 +100,12 @@ class GgufTensors:
     def keys(self) -> list[str]:
         return list(self._slices)
 
-    def get_slice(self, name: str) -> GgufSlice:
+    def get_slice(self, name: str) -> GgufSlice | LatentSlice:
         return self._slices[name]
 
     def get_tensor(self, name: str) -> np.ndarray:
         values = self._slices[name]
-        return values[(slice(None),) * len(values.shape)]
+        return values[(slice(None),) * len(values.get_shape())]
 
     def metadata(self) -> dict[str, str]:
         return {}
@@ -98,7 +122,7 @@ class GgufTensors:
                     end = next((end for end in ends if is_fused and module.endswith(end)), None)
                     yield module if end is None else module.replace(end, ends[end].removesuffix(".weight"))
 
-    def _named(self, modules: Iterator[str]) -> Iterator[tuple[str, GgufSlice]]:
+    def _named(self, modules: Iterator[str]) -> Iterator[tuple[str, GgufSlice | LatentSlice]]:
         """The tensors by their Hugging Face names; those that belong to no module, by the names in the file."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -122,8 +146,23 @@ class GgufTensors:
                         name,
                         self._slice(name, self._file.tensors[in_file], None if number is None else int(number[1])),
                     )
+            if base.endswith(KEYS_AND_VALUES):
+                parts = [names.get_name(f"{base.removesuffix(KEYS_AND_VALUES)}{part}_b_proj") for part in "kv"]
+                keys, values = (self._file.tensors.get(f"{part}.weight") for part in parts)
+                if keys is not None and values is not None:
+                    left -= {f"{part}.weight" for part in parts}
+                    yield f"{module}.weight", self._latent_slice(module, keys, values)
         for name in left:
             yield name, GgufSlice(self._file.tensors[name], self._file.tensors[name].shape)
+
+    def _latent_slice(self, name: str, keys: GgufTensor, values: GgufTensor) -> LatentSlice:
+        shapes = (keys.shape, values.shape)
+        if not (len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][:2] == shapes[1][::2]):
+            raise UserError(
+                f"{self._file.file}: {name}: tensors of the shapes {list(shapes[0])} and {list(shapes[1])}, expected "
+                "[heads, latent, key] and [heads, value, latent]"
+            )
+        return LatentSlice(keys, values)
 
     def _slice(self, name: str, tensor: GgufTensor, expert: int | None) -> GgufSlice:
         model = self._model

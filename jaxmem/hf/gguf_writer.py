@@ -41,7 +41,7 @@ BLOCK = 32  # values of a block in the formats of fewer than 16 bits
 K_QUANT = ("_k", "_k_s", "_k_m", "_k_l")
 UNSUPPORTED = (
     "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
-    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope",
+    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope", "latent",
 )  # fmt: skip
 
 

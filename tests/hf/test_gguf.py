@@ -339,6 +339,11 @@ def test_rows_that_are_no_multiple_of_a_block_are_float16(tmp_path: Path) -> Non
             "qwen3 does not support model.rope.scaling=llama3",
         ),
         ({"logit_soft_cap": 30.0}, {}, "does not support model.logit_soft_cap=30"),
+        (
+            {"kv_heads": 4, "latent": {"kv_rank": 8, "rope_dim": 8, "value_dim": 16}},
+            {},
+            "does not support model.latent=",
+        ),
         ({"vocab": 200}, {}, "has 257 tokens, more than model.vocab=200"),
     ],
 )
