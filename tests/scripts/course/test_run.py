@@ -2,14 +2,16 @@
 measured by the tests that have their names."""
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from scripts.course import main, overlap, quantization
+from scripts.course import checkpointing, main, overlap, parallel, qlora, quantization
 
+SMALL = {"model": {"preset": "tiny"}}
 LAYOUTS = ("ZeRO-3, no latency hiding", "tensor parallel")  # without XLA's scheduler, and with it
 TRAINING = {"train": {"steps": 24, "evaluate_every": 24}}
 # Each topic: constants of its module, and arguments of its command.
@@ -19,6 +21,31 @@ LESS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "float16": ({}, ["--steps", "2"]),
     "roofline": ({"TARGETS": ("h100-80gb",) * 2}, []),  # one program
     "overlap": ({"LAYOUTS": {name: overlap.LAYOUTS[name] for name in LAYOUTS}}, []),
+    "parallel": (
+        {
+            "LAYOUTS": {name: parallel.LAYOUTS[name] for name in ("data parallel", "tensor parallel")},
+            "measure": partial(parallel.measure, base=parallel.BASE | SMALL),
+        },
+        [],
+    ),
+    "checkpointing": (
+        {
+            "POLICIES": ("none", "sqrt", "constant"),
+            "OFFLOADED": {"full, offloaded": checkpointing.OFFLOADED["full, offloaded"]},
+            "measure": partial(checkpointing.measure, depths=(4, 8)),
+        },
+        [],
+    ),
+    "qlora": (
+        {
+            "measure": partial(
+                qlora.measure,
+                base=qlora.BASE | SMALL,
+                bases={name: qlora.BASES[name] for name in ("bfloat16", "nf4")},
+            )
+        },
+        [],
+    ),
     "sliding_max": ({"NUMBERS": 2048}, []),
     "fusion": ({"TOKENS": 64}, []),
     "quantization": ({"MODEL": "tiny", "SIZE": 128, "BITS": (8, 2), "TRAINED": quantization.TRAINED | TRAINING}, []),
