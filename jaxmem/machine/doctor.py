@@ -28,6 +28,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 # Optional features: the package, the extra that installs it ("": jaxmem itself), the config key that needs it.
 OPTIONAL = {
     "tokenizers": ("tokenizers", "", "data.tokenizer: any tokenizer.json"),
+    "gguf": ("gguf", "[gguf]", "model.hf: FILE.gguf"),
+    "figures": ("matplotlib", "[figures]", "jaxmem report: figures"),
     "parquet": ("pyarrow", "[parquet]", "data.source: parquet"),
     "digits": ("scikit-learn", "[digits]", "data.source: digits"),
     "images": ("pillow", "[images]", "data.source: images"),
