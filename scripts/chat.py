@@ -28,6 +28,7 @@ SENTENCES = ("{capital} is the capital of {country}.", "The capital of {country}
 CAPITALS = dict(line.split(": ") for line in Path(__file__).with_name("capitals.txt").read_text("utf-8").splitlines())
 HELD_OUT = list(CAPITALS)[5::8]  # every eighth country is only asked, never trained on
 TOKENS = 32  # of an answer
+ANSWER = 48  # characters of a long answer
 STORED = ["precision.parameters=float32"]  # on CPUs bfloat16 is slower
 SETTINGS = {
     "name": "chat",
@@ -94,11 +95,14 @@ def main(model: str | None = None) -> None:
     if result.exit_code:  # stopped by a signal; the next call resumes the run
         raise SystemExit(result.exit_code)
     after = answers(result.directory, HELD_OUT)
-    print(f"\n{'not in the data':22} | {'before':40} | after")
-    for country, *texts in zip(HELD_OUT, before, after, strict=True):
-        print(f"{country:22} | {' '.join(texts[0].split())[:40]:40} | {texts[1]}")
-    shares = [f"{sum(map(is_right, texts, HELD_OUT))} of {len(HELD_OUT)}" for texts in (before, after)]
-    print(f"{'right':22} | {shares[0]:40} | {shares[1]}")
+    rows = [("country", "before", "after")]
+    rows += [(name, " ".join(texts[0].split()), texts[1]) for name, *texts in zip(HELD_OUT, before, after, strict=True)]
+    rows.append(("right", *(f"{sum(map(is_right, texts, HELD_OUT))} of {len(HELD_OUT)}" for texts in (before, after))))
+    first = max(len(name) for name, *_ in rows)
+    middle = max(16, shutil.get_terminal_size().columns - first - ANSWER - 2 * len(" | "))
+    print("\nCountries that are not in the data")
+    for name, old, new in rows:
+        print(f"{name:{first}} | {old[:middle]:{middle}} | {new}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     count = result.program.model
     step = result.plan.bytes_per_device["total"] / 2**20

@@ -42,7 +42,7 @@ def test_a_run_is_left_and_both_answers_are_shown(
     chat.main("tiny.gguf")
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ")[0].strip() for line in lines if line.count(" | ") == 2]
-    assert rows == ["not in the data", "France", "Japan", "right"]
+    assert rows == ["country", "France", "Japan", "right"]
     assert lines[-1] == "Next: .venv/bin/jaxmem chat runs/chat"
     assert (tmp_path / "runs/chat/checkpoints/2").is_dir()
 
