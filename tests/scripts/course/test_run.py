@@ -37,13 +37,7 @@ LESS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [],
     ),
     "qlora": (
-        {
-            "measure": partial(
-                qlora.measure,
-                base=qlora.BASE | SMALL,
-                bases={name: qlora.BASES[name] for name in ("bfloat16", "nf4")},
-            )
-        },
+        {"measure": partial(qlora.measure, base=qlora.BASE | SMALL, bases={"nf4": qlora.BASES["nf4"]})},
         [],
     ),
     "sliding_max": ({"NUMBERS": 2048}, []),
