@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxmem.config import Config, Decoder
+from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
 from jaxmem.estimate.chunks import head_groups, loss_chunk, mlp_chunk
@@ -72,41 +72,14 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     dtype = compute_dtype(cfg.precision, platform)
     width = dtype.itemsize
     sizes = DecoderSizes(cfg, cfg.model, dtype) if isinstance(cfg.model, Decoder) else None
-    saved = _bytes_of_micro_batch(cfg, passes.saved)
-    kinds = {SAVED: saved} | (sizes.at_peak(saved) if sizes else {})
-    parts: dict[str, int] = {}  # bytes of the state on the device, by part
-    offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
-    for part, role in STATE.items():
-        leaves = state.parts[part]
-        may_offload = is_offloaded(cfg.memory.offload, "frozen" if role == "weights" else role)
-        away = [leaf for leaf in leaves if may_offload and leaf.can_offload]
-        parts[part] = size_of(role, [leaf for leaf in leaves if not (may_offload and leaf.can_offload)])
-        offloaded[role] += size_of(role, away)
-        if role != "weights":
-            continue
-        layer = _one_layer(size_of, role, away)
-        experts = _one_layer(size_of, role, [x for x in leaves if x.can_offload and "expert" in x.axes])
-        if may_offload:  # the weights of the current and of the next layer
-            kinds["weights: from the host"] = 2 * layer
-        else:  # XLA slices the experts of a layer from the stack, since loops and kernels read them
-            kinds["weights: gathered or cast"] = kinds.get("weights: gathered or cast", 0) + experts
-    if is_during := cfg.memory.update == "during":
-        # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
-        transposed = filter(size_of.is_transposed, state.parts["parameters"])
-        kinds["weights: copies"] = size_of("weights", transposed)
+    parts, offloaded = _state_bytes(cfg.memory, state, size_of)
+    all_state = sum(parts.values()) + sum(offloaded.values())
+    kinds = _activations(cfg, _bytes_of_micro_batch(cfg, passes.saved), state, size_of, sizes)
     activations = sum(kinds.values())
-    if is_during:
-        needs_all = sizes is None or sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
-        updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
-        widening = FLOAT32 // width if cfg.batch.accumulate > 1 else 1
-        gradients = (
-            _update_during(size_of, updated, widening, activations)
-            if cfg.mesh.stage == 1
-            else _update_in_stages(size_of, state, pipelined_layers(cfg.model), cfg.batch.accumulate)
-        )
+    if cfg.memory.update == "during":
+        gradients = _update_during(cfg, state, size_of, sizes, width, activations)
     else:
         gradients = _update_after(size_of, state, cfg.batch.accumulate, width, activations)
-    all_state = sum(parts.values()) + sum(offloaded.values())
     parts |= {"gradients": gradients, "activations": activations, "batch": _batch_bytes(cfg)}
     seconds = None
     if gpu:
@@ -117,6 +90,41 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         seconds = time.seconds
     host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + all_state
     return Estimate(parts, kinds, seconds, host)
+
+
+def _offloads(memory: Memory, role: Role) -> bool:
+    """Whether the arrays of the state in a role are in host memory, if they can be offloaded."""
+    return is_offloaded(memory.offload, "frozen" if role == "weights" else role)
+
+
+def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tuple[dict[str, int], dict[Role, int]]:
+    """Bytes of the state: on the device, by part; in host memory, by role."""
+    on_device: dict[str, int] = {}
+    on_host: dict[Role, int] = {"weights": 0, "optimizer": 0}
+    for part, role in STATE.items():
+        leaves = state.parts[part]
+        away = size_of(role, (leaf for leaf in leaves if leaf.can_offload)) if _offloads(memory, role) else 0
+        on_device[part] = size_of(role, leaves) - away
+        on_host[role] += away
+    return on_device, on_host
+
+
+def _activations(
+    cfg: Config, saved: int, state: StateLeaves, size_of: DeviceBytes, sizes: "DecoderSizes | None"
+) -> dict[str, int]:
+    """Bytes of activations and of copied weights at the peak, by kind. Weights of a layer that are fetched from host
+    memory count only once, in `DecoderSizes.layer`. `saved`: bytes of the saved activations."""
+    kinds = {SAVED: saved} | (sizes.at_peak(saved) if sizes else {})
+    if not _offloads(cfg.memory, "weights"):
+        # XLA slices the experts of a layer from the stack, since loops and kernels read them.
+        stored = (*state.parts["parameters"], *state.parts["quantization"])
+        experts = [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes]
+        kinds["weights: gathered or cast"] = _one_layer(size_of, "weights", experts)
+    if cfg.memory.update == "during":
+        # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
+        transposed = filter(size_of.is_transposed, state.parts["parameters"])
+        kinds["weights: copies"] = size_of("weights", transposed)
+    return kinds
 
 
 def _update_after(size_of: DeviceBytes, state: StateLeaves, micro_batches: int, width: int, activations: int) -> int:
@@ -137,10 +145,32 @@ def _update_after(size_of: DeviceBytes, state: StateLeaves, micro_batches: int, 
     return max(gradients, updates - activations)
 
 
-def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], *width: int) -> int:
-    """Bytes of one layer of the stacked arrays."""
+def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], width: int = 0) -> int:
+    """Bytes of one layer of the stacked arrays. `width`: bytes per element, by default of the stored dtype."""
     stacked = (leaf for leaf in leaves if leaf.is_stacked)
-    return sum(size_of(role, [leaf], *width) * size_of.stages // leaf.shape[0] for leaf in stacked)
+    return sum(size_of(role, [leaf], width) * size_of.stages // leaf.shape[0] for leaf in stacked)
+
+
+def _update_during(
+    cfg: Config,
+    state: StateLeaves,
+    size_of: DeviceBytes,
+    sizes: "DecoderSizes | None",
+    width: int,
+    activations: int,
+) -> int:
+    """Bytes of gradients and updates with `memory.update: during`. During the backward pass of the layers, the
+    gradients of one layer and of all parameters outside of layers exist; afterwards the gradients of parameters
+    outside exist, and the largest update. `width`: bytes per element of the compute dtype."""
+    if cfg.mesh.stage > 1:
+        return _update_in_stages(size_of, state, pipelined_layers(cfg.model), cfg.batch.accumulate)
+    # Embedding and output matrices are updated in slices, unless their complete gradients are needed.
+    needs_all = sizes is None or sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
+    updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
+    outside = [size_of("gradients", [leaf]) for leaf in updated if not leaf.is_stacked]
+    layer = _one_layer(size_of, "gradients", updated)
+    widening = FLOAT32 // width if cfg.batch.accumulate > 1 else 1
+    return max((sum(outside) + layer) * widening, sum(outside) + max(outside, default=0) - activations)
 
 
 def _update_in_stages(size_of: DeviceBytes, state: StateLeaves, layers: int, micro_batches: int) -> int:
@@ -152,17 +182,6 @@ def _update_in_stages(size_of: DeviceBytes, state: StateLeaves, layers: int, mic
     sums = size_of("gradients", outside if micro_batches == 1 else state.trainable, FLOAT32)
     layer = _one_layer(size_of, "gradients", inside, FLOAT32)
     return sums + max([layer, *(size_of("gradients", [leaf]) for leaf in outside)])
-
-
-def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: int, activations: int) -> int:
-    """Bytes of gradients and updates with `memory.update: during`. During the backward pass of the layers, the
-    gradients of one layer and of all parameters outside of layers exist; afterwards the gradients of parameters
-    outside exist, and the largest update. `leaves`: without matrices that are updated in slices. `widening`: bytes of a
-    gradient relative to the compute dtype."""
-    sizes = [(size_of("gradients", [leaf]), leaf) for leaf in leaves]
-    outside = [size for size, leaf in sizes if not leaf.is_stacked]
-    layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.is_stacked)
-    return max((sum(outside) + layer) * widening, sum(outside) + max(outside, default=0) - activations)
 
 
 def _batch_bytes(cfg: Config) -> int:

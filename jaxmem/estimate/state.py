@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -84,6 +84,14 @@ def _state(shape: Config) -> StateLeaves:
     return StateLeaves(leaves(model.axes, proxies), leaves(model.select(model.axes), model.select(proxies)), parts)
 
 
+class Divided(NamedTuple):
+    """An array in one role, divided among the devices of a mesh."""
+
+    shards: list[int]  # the number of shards of each dimension
+    over_tensor: bool  # whether the mesh axis `tensor` shards a dimension
+    elements: int  # on one device
+
+
 class DeviceBytes:
     """Bytes of arrays on one device of a mesh. The result for each shape and role is cached."""
 
@@ -93,11 +101,11 @@ class DeviceBytes:
         self.stages = cfg.mesh.stage
         # Rows of a sharded embedding are looked up on the devices that store them, unless embeddings are tied.
         self._looked_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
-        self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
+        self._known: dict[tuple[Role, Axes, tuple[int, ...]], Divided] = {}
 
     def __call__(self, role: Role, leaves: Iterable[StateLeaf], width: int = 0) -> int:
         """Bytes of arrays in a role. `width`: bytes per element, by default of the stored dtype."""
-        return sum(self._divided(role, leaf)[2] * (width or leaf.itemsize) for leaf in leaves)
+        return sum(self._divided(role, leaf).elements * (width or leaf.itemsize) for leaf in leaves)
 
     @property
     def reduces_once(self) -> bool:
@@ -111,30 +119,30 @@ class DeviceBytes:
         if self._looked_up and leaf.axes == ("vocab", "embed"):
             return False
         first = 2 if leaf.is_stacked else 1
-        return self._divided("weights", leaf)[0][first:] != self._divided("compute", leaf)[0][first:]
+        return self._divided("weights", leaf).shards[first:] != self._divided("compute", leaf).shards[first:]
 
     def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> dict[str, int]:
         """Bytes of weights and gradients that are communicated because they are sharded differently in two roles.
         `width`: bytes per element of a gradient; `gathered`: bytes per element of a gathered weight."""
         sizes = dict.fromkeys(TRAFFIC, 0)
         for leaf in leaves:
-            (_, over_tensor, used), (_, _, stored), (_, _, gradient), (_, _, updated) = (
-                self._divided(role, leaf) for role in ("compute", "weights", "gradients", "optimizer")
-            )
+            used = self._divided("compute", leaf).elements
+            stored = self._divided("weights", leaf).elements
+            gradient = self._divided("gradients", leaf).elements
+            updated = self._divided("optimizer", leaf).elements
             sizes["gathered"] += int(used * gathered) if stored < used else 0
             sizes["scattered" if gradient < used else "reduced"] += used * width
-            sizes["replicated"] += 0 if over_tensor else gradient * width
+            sizes["replicated"] += 0 if self._divided("compute", leaf).over_tensor else gradient * width
             sizes["renewed"] += stored * leaf.itemsize if stored > updated else 0
         return sizes
 
-    def _divided(self, role: Role, leaf: StateLeaf) -> tuple[list[int], bool, int]:
-        """The number of shards of each dimension, whether `tensor` shards one, and the elements on one device."""
+    def _divided(self, role: Role, leaf: StateLeaf) -> Divided:
         key = role, leaf.axes, leaf.shape
         if key not in self._known:
             split = assign_mesh_axes(leaf.axes, leaf.shape, getattr(self._rules, role), self._mesh)
             parts = [math.prod(self._mesh[axis] for axis in over) for over in split]
             elements = math.prod(-(-size // count) for size, count in zip(leaf.shape, parts, strict=True))
-            self._known[key] = parts, any("tensor" in over for over in split), elements
+            self._known[key] = Divided(parts, any("tensor" in over for over in split), elements)
         return self._known[key]
 
 
