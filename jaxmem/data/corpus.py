@@ -81,8 +81,8 @@ class Corpus:
         """One line for each source with records that were cut, dropped or skipped."""
         return [line for source in self.sources if (line := str(source.counts))]
 
-    def order(self, split: Split) -> Any:
-        """The split's records in their order: a grain MapDataset of (source, record), whose length is one epoch."""
+    def order(self, split: Split) -> record_order.RecordOrder:
+        """The split's records in their order."""
         data = self._cfg.data
         if data.streaming:
             from jaxmem.data.streaming import held_out_records

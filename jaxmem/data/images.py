@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxmem.config.networks import Model
 from jaxmem.config.sections import Config, Data, Objective
 from jaxmem.data.packing import Batch, Position, Rows
+from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import RecordSource
 from jaxmem.errors import UserError, abridge, one_of
 from jaxmem.step.batches import batch_spec
@@ -96,7 +97,7 @@ def check_classes(source: RecordSource, model: Model, objective: Objective, data
 class ImageRows(Rows):
     """Rows of images [accumulate, columns, size, size, channels] and targets."""
 
-    def __init__(self, cfg: Config, data: ImageSource, order: Any, rows: np.ndarray, total: int) -> None:
+    def __init__(self, cfg: Config, data: ImageSource, order: RecordOrder, rows: np.ndarray, total: int) -> None:
         self._cfg = cfg
         self._data = data
         self._order = order

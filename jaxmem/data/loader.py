@@ -17,13 +17,15 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
+from jaxmem.data.record_order import RecordOrder
+from jaxmem.data.records import Document
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
 
@@ -55,6 +57,15 @@ class Shards:
         return micro_batch * self.columns + column % self.columns
 
 
+class Batches(Protocol):
+    """grain's iterator of (whether any row has data, batch)."""
+
+    def __next__(self) -> tuple[bool, Batch]: ...
+    def get_state(self) -> State: ...
+    def set_state(self, state: State, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class Loader(AbstractContextManager["Loader"]):
     """Iterates over the batches of a split, from the beginning or from a restored state.
 
@@ -74,61 +85,66 @@ class Loader(AbstractContextManager["Loader"]):
         self._owns_corpus = corpus is None
         self.corpus = corpus or Corpus(cfg)
         self._agree = agree
-        columns = cfg.batch.global_size // cfg.batch.accumulate
-        rows = range(columns) if rows is None else rows
-        if not rows or min(rows) < 0 or max(rows) >= columns:
-            raise ValueError(f"rows {rows}: expected some of the {columns} columns of the batch")
+        self._columns = cfg.batch.global_size // cfg.batch.accumulate
+        rows = range(self._columns) if rows is None else rows
+        if not rows or min(rows) < 0 or max(rows) >= self._columns:
+            raise ValueError(f"rows {rows}: expected some of the {self._columns} columns of the batch")
         self._cfg = cfg
         self._rows = np.asarray(rows)
         self._split = split
-        self._shards = self._choose_shards(columns)
+        self._shards = self._choose_shards()
         self._ends = split != "train" or cfg.data.epochs is not None
-        self._open = [_built_ahead(self._build())]  # empty when it is closed
+        self._open = [_built_ahead(self._build())]  # a list, which `_stop` empties without a reference to the loader
         self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
         self._start = self._batches.get_state()
 
-    def _choose_shards(self, columns: int) -> Shards | None:
+    def _choose_shards(self) -> Shards | None:
         """The shards of the files; None without streaming. Each process has its own shard if it has its own rows, and
         there are at least as many files as processes."""
         if self._split != "train" or not self._cfg.data.streaming:
             return None
         count = len(self._rows)
         first = int(self._rows[0])
-        is_share = columns % count == 0 and first % count == 0 and list(self._rows) == list(range(first, first + count))
+        is_consecutive = np.array_equal(self._rows, np.arange(first, first + count))
+        is_share = self._columns % count == 0 and first % count == 0 and is_consecutive
         files = min(len(stream.names) for stream in self.corpus.sources)
-        has_own_shard = is_share and columns // count <= files
-        return Shards(columns // count if has_own_shard else 1, columns)
+        has_own_shard = is_share and self._columns // count <= files
+        return Shards(self._columns // count if has_own_shard else 1, self._columns)
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""
-        cfg = self._cfg
-        data = cfg.data
-        corpus = self.corpus
-        size = cfg.batch.global_size
-        columns = size // cfg.batch.accumulate
-        rows_here = np.arange(cfg.batch.accumulate)[:, None] * columns + self._rows  # [accumulate, rows of a process]
-        shards = self._shards or Shards(1, columns)
-        if self._shards:
-            for stream in corpus.sources:
-                stream.used.clear()
-            shards_here = np.unique(shards.shard_of(rows_here)).tolist()
-            records = {shard: _streamed(cfg, corpus, (shard, shards.count)) for shard in shards_here}
-        else:
-            order = corpus.order(self._split)
-            total = self._records_to_read(len(order))
-            if not cfg.reads_text:
-                from jaxmem.data.images import ImageRows, ImageSource
-
-                [images] = corpus.sources
-                assert isinstance(images, ImageSource)
-                return ImageRows(cfg, images, order, rows_here, total)
-            records = {0: _ordered(corpus, order, total, has_references=cfg.objective.name == "dpo")}
+        data = self._cfg.data
+        micro_batches = np.arange(self._cfg.batch.accumulate)[:, None]
+        rows = micro_batches * self._columns + self._rows  # [accumulate, rows of this process]
+        if not self._cfg.reads_text:
+            return self._image_rows(rows)
+        shards = self._shards or Shards(1, self._columns)
+        records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
+        stride = self._cfg.batch.global_size // shards.count
         most = data.documents_per_row if data.packing else None
         streams = [
-            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), size // shards.count, most)
-            for row in rows_here.ravel().tolist()
+            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), stride, most)
+            for row in rows.ravel().tolist()
         ]
-        return TextRows(streams, rows_here, data.sequence_length)
+        return TextRows(streams, rows, data.sequence_length)
+
+    def _image_rows(self, rows: np.ndarray) -> Rows:
+        from jaxmem.data.images import ImageRows
+
+        [images] = self.corpus.sources
+        order = self.corpus.order(self._split)
+        return ImageRows(self._cfg, images, order, rows, self._records_to_read(len(order)))
+
+    def _records(self, count: int, shards: Sequence[int]) -> dict[int, OrderedRecords]:
+        """The records of some of `count` shards of the files, by the number of the shard."""
+        cfg = self._cfg
+        if self._shards is None:
+            order = self.corpus.order(self._split)
+            total = self._records_to_read(len(order))
+            return {0: _ordered(self.corpus, order, total, has_references=cfg.objective.name == "dpo")}
+        for stream in self.corpus.sources:
+            stream.used.clear()
+        return {shard: _streamed(cfg, self.corpus, (shard, count)) for shard in shards}
 
     def _records_to_read(self, records: int) -> int:
         """The number of records until the split ends. `records`: of one epoch."""
@@ -144,7 +160,7 @@ class Loader(AbstractContextManager["Loader"]):
         return total
 
     @property
-    def _batches(self) -> Any:
+    def _batches(self) -> Batches:
         if not self._open:
             raise ValueError("the loader is closed")
         return self._open[0]
@@ -168,9 +184,9 @@ class Loader(AbstractContextManager["Loader"]):
         if self._shards:
             state["shards"] = list(astuple(self._shards))
             state["files"] = [
-                [i, *known_length]
-                for i, stream in enumerate(self.corpus.sources)
-                for known_length in list(stream.lengths.items())
+                [source, file, length]
+                for source, stream in enumerate(self.corpus.sources)
+                for file, length in list(stream.lengths.items())  # a copy: the thread that builds batches adds files
             ]
         return state
 
@@ -183,9 +199,9 @@ class Loader(AbstractContextManager["Loader"]):
             )
         for source, file, length in state.get("files", ()):
             self.corpus.sources[source].lengths[file] = length
-        saved = state.get("shards")
-        if self._shards != (saved and Shards(*saved)):
-            self._shards = Shards(*state["shards"])
+        shards = Shards(*state["shards"]) if "shards" in state else None
+        if shards != self._shards:
+            self._shards = shards
             self._open[0].close()
             self._open[0] = _built_ahead(self._build())
         self._batches.set_state(state)
@@ -204,18 +220,18 @@ class Loader(AbstractContextManager["Loader"]):
         self.close()
 
 
-def _built_ahead(rows: Rows) -> Any:
+def _built_ahead(rows: Rows) -> Batches:
     from grain.experimental import ThreadPrefetchDatasetIterator
 
     return ThreadPrefetchDatasetIterator(rows, BUILT_AHEAD)
 
 
-def _close(batches: list[Any]) -> None:
+def _close(batches: list[Batches]) -> None:
     while batches:
         batches.pop().close()
 
 
-def _ordered(corpus: Corpus, order: Any, total: int, *, has_references: bool) -> OrderedRecords:
+def _ordered(corpus: Corpus, order: RecordOrder, total: int, *, has_references: bool) -> OrderedRecords:
     """The first `total` records of an order."""
     return OrderedRecords(
         documents=lambda place: corpus.documents(*order[place]),
@@ -229,9 +245,15 @@ def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRec
     """The records of a shard of the files."""
     from jaxmem.data.streaming import StreamOrder
 
-    order: Any = StreamOrder(corpus.sources, shard, cfg.seed, cfg.data.epochs)
+    order = StreamOrder(corpus.sources, shard, cfg.seed, cfg.data.epochs)
+
+    def documents(place: int) -> Sequence[Document]:
+        location = order.find(place)
+        assert location is not None
+        return corpus.documents(*location)
+
     return OrderedRecords(
-        documents=lambda place: corpus.documents(*order.find(place)),
+        documents,
         has=lambda place: cfg.data.epochs is None or order.find(place) is not None,
         release=order.release,
     )
@@ -244,19 +266,20 @@ def merge_states(states: Iterable[State]) -> State:
     >>> merge_states([one, {"step": 3, "global_size": 2, "rows": [[1, 4, 2]]}])
     {'step': 3, 'global_size': 2, 'rows': [[0, 5, 17], [1, 4, 2]]}
     """
-    states = [dict(state) for state in states]
+    states = list(states)
+    if "own" in states[0]:  # of a script's batches
+        count = _common((state["own"] for state in states), "batches")
+        return {"own": count, "iterators": tuple(state["iterator"] for state in states)}
+    step, size = _common(((state["step"], state["global_size"]) for state in states), "(step, global_size)")
+    merged = {"step": step, "global_size": size, "rows": _merged_rows(states, size)}
     if "files" in states[0]:  # each process knows the lengths of the files that it has read
-        files = sorted({tuple(file) for state in states for file in state.pop("files")})
-        return merge_states(states) | {"shards": states[0]["shards"], "files": [list(file) for file in files]}
-    if "own" in states[0]:
-        counts, iterators = zip(*((state["own"], state["iterator"]) for state in states), strict=True)
-        if len(set(counts)) != 1:
-            raise ValueError(f"processes are at different batches: {sorted(set(counts))}")
-        return {"own": counts[0], "iterators": iterators}
-    common = {(state["step"], state["global_size"]) for state in states}
-    if len(common) != 1:
-        raise ValueError(f"processes are at different (step, global_size): {sorted(common)}")
-    [(step, size)] = common
+        files = sorted({tuple(file) for state in states for file in state["files"]})
+        merged |= {"shards": states[0]["shards"], "files": [list(file) for file in files]}
+    return merged
+
+
+def _merged_rows(states: Sequence[State], size: int) -> list[list[int]]:
+    """The positions of all `size` rows of the batch."""
     rows: dict[int, list[int]] = {}
     for state in states:
         for row in state["rows"]:
@@ -266,4 +289,12 @@ def merge_states(states: Iterable[State]) -> State:
                 )
     if sorted(rows) != list(range(size)):
         raise ValueError(f"the states contain {len(rows)} of {size} rows")
-    return {"step": step, "global_size": size, "rows": [rows[row] for row in range(size)]}
+    return [rows[row] for row in range(size)]
+
+
+def _common(values: Iterable[Any], what: str) -> Any:
+    """The value that all processes have."""
+    different = sorted(set(values))
+    if len(different) != 1:
+        raise ValueError(f"processes are at different {what}: {different}")
+    return different[0]

@@ -10,13 +10,21 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
+
+
+class RecordOrder(Protocol):
+    """An endless order of records, a grain MapDataset; its length is an epoch."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int, /) -> tuple[int, Any]: ...  # source, record of it
+
 
 MAX_TABLE_RECORDS = 2**16  # that a table shuffles; grain's cipher, used for more records, is slow for few
 

@@ -22,7 +22,14 @@ from typing import Any
 
 from jaxmem.config.hub import DatasetFiles
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.record_order import WeightedSelection, held_out_order, mix_seed, permutation, training_order
+from jaxmem.data.record_order import (
+    RecordOrder,
+    WeightedSelection,
+    held_out_order,
+    mix_seed,
+    permutation,
+    training_order,
+)
 from jaxmem.data.records import Document, EmptyDataError, RecordSource
 from jaxmem.data.tokenizer import Tokenizer
 
@@ -209,8 +216,8 @@ class StreamOrder:
             order.release(read_here)
 
 
-def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> Any:
-    """A grain MapDataset of the held-out records of the first file of each source."""
+def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> RecordOrder:
+    """The held-out records of the first file of each source."""
     opened = []
     for files in sources:
         files.held_out.add(0)

@@ -5,7 +5,7 @@ position in the data is the state of the iterator if it has one (grain: `get_sta
 of batches, which are skipped when a run resumes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxmem.config.sections import Config
-from jaxmem.data.corpus import Split
+from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.loader import Loader
 from jaxmem.data.packing import Batch
 from jaxmem.errors import UserError
@@ -130,7 +130,14 @@ def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**defaults, **batch}
 
 
-def open_loader(cfg: Config, split: Split, rows: Sequence[int], *, corpus: Any = None, agree: Any = None) -> Any:
+def open_loader(
+    cfg: Config,
+    split: Split,
+    rows: Sequence[int],
+    *,
+    corpus: Corpus | None = None,
+    agree: Callable[[bool], bool] | None = None,
+) -> Any:
     """The batches of a split: of a script, or as `data` describes them. The arguments are those of `Loader`."""
     if cfg.user.data is not None:
         return UserLoader(cfg, split, rows)
