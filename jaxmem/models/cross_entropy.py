@@ -201,7 +201,9 @@ class SlicedLoss:
         stored = weights.stored_of(weight)
         y, (*_, statistics) = _forward(loss, x, stored, None, labels)
 
-        def weight_gradient(g: jax.Array, weight: Any, slices: Any = None, j: Any = None) -> jax.Array:
+        def weight_gradient(
+            g: jax.Array, weight: Any, slices: VocabSlices | None = None, j: jax.Array | None = None
+        ) -> jax.Array:
             if slices is None or j is None:
                 zeros = jnp.zeros(weight.shape, x.dtype)
                 return jnp.asarray(_backward(loss, (x, zeros, weight, labels, statistics), g)[1])

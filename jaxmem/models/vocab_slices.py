@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -180,15 +180,21 @@ def initialize_in_slices(
     return jax.tree.unflatten(structure, [send_like(x, spec) for x, spec in zip(filled, drawn, strict=True)])
 
 
+@runtime_checkable
+class WeightGradient(Protocol):
+    def __call__(
+        self, g: jax.Array, weight: Any, slices: VocabSlices | None = None, j: jax.Array | None = None, /
+    ) -> jax.Array:
+        """The gradient of slice j of a weight, without slices of all of it, from the gradient `g` of the result."""
+
+
 @dataclass(frozen=True)
 class VocabOpResult:
     """The result of a `VocabOp`, and its gradients."""
 
     y: jax.Array
-    # gradient of y -> gradient of the input; None for token ids
-    input_gradient: Callable[[jax.Array], jax.Array | None]
-    # (gradient of y, weight, VocabSlices or None, slice number) -> gradient of the weight or of that slice
-    weight_gradient: Callable[..., jax.Array]
+    input_gradient: Callable[[jax.Array], jax.Array | None]  # from the gradient of y; None for token ids
+    weight_gradient: WeightGradient
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend.core import Var
 
 from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, Path, run_parts
-from jaxmem.models.vocab_slices import VocabOpResult
+from jaxmem.models.vocab_slices import VocabOpResult, VocabSlices
 from jaxmem.optim.groups import merge, select
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
@@ -29,8 +29,15 @@ from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 
-# (matrix, slices, index of a slice) -> the gradient of that slice; without slices, of the complete matrix
-SliceGradient = Callable[..., jax.Array]
+
+@dataclass(frozen=True)
+class MatrixGradient:
+    """The gradient of a matrix, or of a slice of it: the sum over its uses, each with the gradient of its result."""
+
+    uses: Sequence[tuple[VocabOpResult, jax.Array]]
+
+    def __call__(self, weight: Any, slices: VocabSlices | None = None, j: jax.Array | None = None) -> jax.Array:
+        return reduce(jnp.add, (result.weight_gradient(g, weight, slices, j) for result, g in self.uses))
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class ForwardByParts:
         self,
         stack_backward: Callable[[PassedStack, Tree], Tree],
         on_last_gradients: Callable[[Params], object] = lambda _: None,
-    ) -> tuple[Params, dict[Path, SliceGradient]]:
+    ) -> tuple[Params, dict[Path, MatrixGradient]]:
         """Gradients of the mean loss.
 
         Args:
@@ -122,7 +129,7 @@ class ForwardByParts:
 
         Returns:
             The gradients of the parameters outside of stacks, without the matrices whose gradients are computed in
-            slices; and for each of these, by its path, a function that computes slices of the gradient.
+            slices; and the gradients of these, by path.
         """
         grads, g = self.loss_derivative(1.0 / jnp.maximum(self.sums["count"], 1.0))
         _, g = jax.lax.optimization_barrier((on_last_gradients(select(grads, self.last_parameters)), g))
@@ -138,9 +145,7 @@ class ForwardByParts:
                 _, derivative = jax.vjp(partial(self.outside.run, passed.parts), self.outside.proxies, passed.flow)
                 of_functions, g = derivative(g)
                 grads = jax.tree.map(jnp.add, grads, of_functions)
-        in_slices: dict[Path, SliceGradient] = {
-            path: partial(_slice_gradient, uses[path]) for path in self.sliced if path not in self.frozen
-        }
+        in_slices = {path: MatrixGradient(uses[path]) for path in self.sliced if path not in self.frozen}
         return _without(grads, self.sliced), in_slices
 
     def _with_complete_gradient(self, grads: Params, passed: PassedMatrix, g: jax.Array) -> Params:
@@ -248,11 +253,6 @@ def parts_of(
     from jaxmem.step.intercepted_parts import intercepted_parts
 
     return intercepted_parts(terms, network, params, batch, keys, matrices=matrices)
-
-
-def _slice_gradient(uses: list[tuple[VocabOpResult, jax.Array]], weight: Any, *which: Any) -> jax.Array:
-    """The gradient of a matrix or of a slice of it: the sum over its uses."""
-    return reduce(jnp.add, (result.weight_gradient(g, weight, *which) for result, g in uses))
 
 
 def _subtree(tree: Tree, path: Path) -> Tree:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +40,14 @@ from jaxmem.quant.precision import Params
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, map_layers, shard_count, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_layer
-from jaxmem.sharding.weights import is_quantized
-from jaxmem.step.by_parts import SliceGradient
+from jaxmem.sharding.weights import Weight, is_quantized
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
+
+
+class SliceGradient(Protocol):
+    def __call__(self, weight: Weight, slices: VocabSlices | None = None, j: jax.Array | None = None, /) -> jax.Array:
+        """The gradient of slice j of a matrix; without slices, of the complete matrix."""
 
 
 class Updated(NamedTuple):
@@ -169,9 +173,12 @@ class VocabUpdate:
 
         return jax.lax.fori_loop(0, slices.count, add, jnp.zeros((), jnp.float32))
 
-    def _gradient(self, gradient: SliceGradient, weights: Tree, *which: Any) -> Tree:
+    def _gradient(
+        self, gradient: SliceGradient, weights: Tree, slices: VocabSlices | None = None, j: jax.Array | None = None
+    ) -> Tree:
+        """The gradient of slice j, without slices of the complete matrix, as a tree like `weights`."""
         weight = self._weight(weights)
-        dw = gradient(weight, *which).astype(weight.dtype if self.dtype is None else self.dtype)
+        dw = gradient(weight, slices, j).astype(weight.dtype if self.dtype is None else self.dtype)
         like = jax.tree.structure(weights, is_leaf=is_quantized)
         return constrain_tree(jax.tree.unflatten(like, [dw]), self.group.axes, "gradients")
 
@@ -278,8 +285,10 @@ def update_singly(
     return new_params, new_states
 
 
-def _slice_of(gradient: jax.Array, dim: int, _: Axes, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
-    return gradient if slices is None else slices.read(gradient, dim, j)
+def _slice_of(
+    gradient: jax.Array, dim: int, _: Weight, slices: VocabSlices | None = None, j: jax.Array | None = None, /
+) -> jax.Array:
+    return gradient if slices is None or j is None else slices.read(gradient, dim, j)
 
 
 def _layer_by_layer(
