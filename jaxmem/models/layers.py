@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem.models.vocab_slices import initialize_in_slices
-from jaxmem.sharding import Axes, gather_with_input
+from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.weights import store_new
 from jaxmem.stack import recompute_from_inputs
 
@@ -45,16 +45,8 @@ def new_constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
 
 def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
     """The weight, gathered and in `dtype`. Within a stack it has no leading axis `layer`."""
-    return fetch_for(None, param, dtype)[1]
-
-
-def fetch_for(
-    x: jax.Array | None, param: nnx.Param, dtype: DTypeLike, encode: Callable[[jax.Array], Any] | None = None
-) -> tuple[Any, Any]:
-    """(x, the weight as `fetch` returns it). `x` is the input of the matmul with this weight, whose gradient
-    `sharding.gather_with_input` may delay. With `encode` the weight is gathered in that form."""
     value = param.get_value()
-    return gather_with_input(x, value, axes_of(param, value.ndim), dtype, encode=encode)
+    return gather(value, axes_of(param, value.ndim), dtype)
 
 
 def axes_of(param: nnx.Param, ndim: int) -> Axes:

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from jaxmem.config.base import Scaling
 from jaxmem.config.recompute import MATMUL
-from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
+from jaxmem.models.layers import Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, gather
+from jaxmem.sharding import Axes, gather, gather_encoded, gather_with_input
 from jaxmem.sharding.weights import StoredWeight, frozen_of, stored_of
 from jaxmem.stack import saved_as
 
@@ -34,16 +34,18 @@ class Linear(nnx.Module):
         """`keys`, for the first dimensions of x, enable the dropout of an adapter. `rounded_x`: x as a `fp8.Rounded`,
         if other layers use it too."""
         frozen = self._frozen_quantized
+        stored = self.weight.get_value()
+        axes = axes_of(self.weight, 2)
         w = None  # in the dtype of x
         if frozen is not None:
-            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2), self.scaling)
+            y = dequantizing_matmul(x, frozen, axes, self.scaling)
         elif self.scaling == "tensor":
             from jaxmem.models import fp8
 
-            operand, rounded_w = fetch_for(x, self.weight, x.dtype, fp8.round_values)
+            operand, rounded_w = gather_encoded(x, stored, axes, x.dtype, fp8.round_values)
             y = matmul(operand, rounded_w, self.scaling, rounded_x)
         else:
-            operand, w = fetch_for(x, self.weight, x.dtype)
+            operand, w = gather_with_input(x, stored, axes, x.dtype)
             y = matmul(operand, w, self.scaling)
         y = saved_as(y, MATMUL)
         if self.lora is not None:

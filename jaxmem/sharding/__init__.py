@@ -27,7 +27,7 @@ __getattr__, __all__ = lazy_names(
         "GROUPS constrain map_devices map_layers map_stages mean_over_groups row_major_in_stages shard_first_dim "
         "sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
     ),
-    gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
+    gathering="MIN_TOKENS_PER_ROW gather gather_encoded gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for shard_axes shard_count",
     leaves="map_shards per_device",
     table=(

@@ -1,8 +1,9 @@
 """All-gathers weights from their stored sharding for computation, and reduce-scatters their gradients."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
 # Gradients are delayed (`gather_with_input`) only if a device has at least this many times as many tokens as the
 # smaller dimension of the weight.
 MIN_TOKENS_PER_ROW = 2
+
+
+Input = TypeVar("Input", jax.Array, None)
 
 
 def stored_axes(axes: AxesTree, weights: Tree) -> AxesTree:
@@ -53,66 +57,112 @@ def gather(weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: 
 
 
 def gather_with_input(
-    x: jax.Array | None,
-    weight: Weight | GatheredWeight,
-    axes: Axes,
-    dtype: DTypeLike,
-    role: Role = "compute",
-    encode: Callable[[jax.Array], Tree] | None = None,
-) -> tuple[jax.Array | None, Any]:
+    x: Input, weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, role: Role = "compute"
+) -> tuple[Input, jax.Array]:
     """`gather`, which also returns `x`, the input of the matmul, and delays the gradient of `x` until the weight
     gradient has been reduce-scattered.
 
     By default XLA computes the weight gradients of a layer after the rest of its backward pass, so that nothing
     overlaps with the last reduce-scatter. With the delay, each reduce-scatter overlaps with the matmul for the gradient
-    of x.
+    of x."""
+    if isinstance(weight, GatheredWeight):
+        return x, weight.value.astype(dtype)
+    form = _GatheredForm.of(weight, axes, dtype, role)
 
-    Args:
-        encode: computes the form in which a weight in `dtype` is gathered: arrays of its shape, and numbers that all
-            shards share. None of them has a derivative. A `StoredWeight` is returned, with this form, and an array of
-            zeros that receives the gradient."""
+    def values(w: jax.Array | QTensor) -> jax.Array:
+        return form.for_compute(form.dequantized(w) if isinstance(w, QTensor) else form.stored(w.astype(dtype)))
+
+    x, w = _gathered(x, weight, form, values)
+    return x, checkpoint_name(w, GATHERED)
+
+
+def gather_encoded(
+    x: jax.Array, weight: Weight | GatheredWeight, axes: Axes, dtype: DTypeLike, encode: Callable[[jax.Array], Tree]
+) -> tuple[jax.Array, StoredWeight]:
+    """`gather_with_input`, which gathers a weight in another form: `encode` computes, from the weight in `dtype`,
+    arrays of its shape, and numbers that all shards share. None of them has a derivative, so the gradient is that of
+    the `proxy` of the result, an array of zeros."""
     if isinstance(weight, GatheredWeight):
         value = weight.value.astype(dtype)
-        return x, value if encode is None else StoredWeight(encode(jax.lax.stop_gradient(value)), value)
-    layout = current()
-    shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
+        return x, StoredWeight(encode(jax.lax.stop_gradient(value)), value)
+    form = _GatheredForm.of(weight, axes, dtype, "compute")
+
+    def encoded(w: jax.Array | QTensor) -> StoredWeight:
+        if isinstance(w, QTensor):
+            values = form.dequantized(w)
+            arrays = encode(values)
+        else:
+            values = form.stored(w.astype(dtype))
+            arrays = jax.tree.map(form.stored, encode(values))
+        return StoredWeight(jax.tree.map(form.for_compute, arrays), form.zeros_beside(values))
+
+    x, w = _gathered(x, weight, form, encoded)
+    return x, StoredWeight(checkpoint_name(w.stored, GATHERED), w.proxy)
+
+
+@dataclass(frozen=True)
+class _GatheredForm:
+    """The form of a weight for computation."""
+
+    axes: Axes
+    dtype: DTypeLike
+    role: Role
+    shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]  # divisible by `tensor`
+
+    @classmethod
+    def of(cls, weight: Weight, axes: Axes, dtype: DTypeLike, role: Role) -> "_GatheredForm":
+        layout = current()
+        padded = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
+        return cls(axes, dtype, role, weight.shape, padded)
+
+    def stored(self, w: jax.Array) -> jax.Array:
+        """The cast weight, still sharded. The cast is between two constraints; otherwise XLA gathers before it
+        casts."""
+        w = constrain(w, *self.axes, role="weights") if w.ndim else w
+        return row_major_if_gathered(w, self.axes, "weights", self.role)
+
+    def dequantized(self, q: QTensor) -> jax.Array:
+        return _dequantize(gather_quantized(q, self.axes), np.dtype(self.dtype))
+
+    def for_compute(self, w: jax.Array) -> jax.Array:
+        """The gathered and padded weight."""
+        if w.ndim and w.shape != self.padded_shape:
+            w = jnp.pad(w, [(0, padded - size) for padded, size in zip(self.padded_shape, w.shape, strict=True)])
+        return constrain(w, *self.axes, role=self.role) if w.ndim else w
+
+    def zeros_beside(self, w: jax.Array) -> jax.Array:
+        """What receives the gradient of a weight: for each group of rows its own."""
+        zeros = jnp.zeros(self.padded_shape, self.dtype)
+        return _mapped_like(w, zeros) if vmap_groups() else zeros
+
+    def gradient(self, g: jax.Array) -> jax.Array:
+        """The gradient of the stored weight, reduce-scattered."""
+        # First constrain the gradient to partial sums; otherwise XLA may gather the operands of the matmul.
+        g = constrain(g, *self.axes, role=self.role)
+        g = jax.lax.slice(g, (0,) * g.ndim, self.shape)
+        return row_major_if_gathered(constrain(g, *self.axes, role="gradients"), self.axes, "gradients", self.role)
+
+
+def _gathered(
+    x: Tree, weight: Weight, form: _GatheredForm, gather: Callable[[jax.Array | QTensor], Tree]
+) -> tuple[Tree, Tree]:
+    """(x, `gather` of the stored weight on the device), differentiable; may delay the gradient of x."""
     proxy = proxy_of(weight)
     stored = None if proxy is weight else stored_of(weight)
     if proxy is not None and stored is not None and vmap_groups():
         stored = _mapped_like(proxy, stored)
-    delays = x is not None and proxy is not None and _delays(x, weight, axes, role)
-
-    def for_compute(w: jax.Array) -> jax.Array:
-        if w.ndim and shape != w.shape:
-            w = jnp.pad(w, [(0, padded - size) for padded, size in zip(shape, w.shape, strict=True)])
-        return constrain(w, *axes, role=role) if w.ndim else w
-
-    def sharded(w: jax.Array) -> jax.Array:
-        # The cast is between two constraints; otherwise XLA gathers before it casts.
-        w = constrain(w, *axes, role="weights") if w.ndim else w
-        return row_major_if_gathered(w, axes, "weights", role)
+    delays = x is not None and proxy is not None and _delays(x, weight, form.axes, form.role)
 
     @jax.custom_vjp
     def gathered(proxy: Tree, stored: Tree, x: Tree) -> tuple[Tree, Tree]:
-        w = host.fetch_from_host(proxy if stored is None else stored)
-        if is_quantized(w):
-            w = _dequantize(gather_quantized(w, axes), np.dtype(dtype))
-            encoded = w if encode is None else encode(w)
-        else:
-            w = sharded(w.astype(dtype))
-            encoded = w if encode is None else jax.tree.map(sharded, encode(w))
-        encoded = jax.tree.map(for_compute, encoded)
-        return encoded if encode is None else StoredWeight(encoded, _zeros_beside(w, shape, dtype)), x
+        return gather(host.fetch_from_host(proxy if stored is None else stored)), x
 
     def backward(_: None, gradients: tuple[Tree, Tree]) -> tuple[jax.Array | None, None, Tree]:
         of_w, of_x = gradients
-        g = proxy_of(of_w)
         if proxy is None:
             return None, None, of_x
-        # First constrain the gradient to partial sums; otherwise XLA may gather the operands of the matmul.
-        g = constrain(g, *axes, role=role)
-        g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
-        g = row_major_if_gathered(constrain(g, *axes, role="gradients"), axes, "gradients", role)
+        g = form.gradient(proxy_of(of_w))
         if delays:
             g, of_x = jax.lax.optimization_barrier((g, of_x))
         return g.astype(proxy.dtype), None, of_x
@@ -120,10 +170,7 @@ def gather_with_input(
     gathered.defvjp(lambda proxy, stored, x: (gathered(proxy, stored, x), None), backward)
     # The backward pass may gather again, for which all operands of this call are saved.
     w, delayed = gathered(proxy, stored, x if delays else None)
-    x = delayed if delays else x
-    if encode is None:
-        return x, checkpoint_name(w, GATHERED)
-    return x, StoredWeight(checkpoint_name(w.stored, GATHERED), w.proxy)
+    return delayed if delays else x, w
 
 
 def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
@@ -135,12 +182,6 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
         return False
     tokens = x.size // x.shape[-1] // layout.parts("activations", "batch") // layout.parts("activations", "time")
     return tokens >= MIN_TOKENS_PER_ROW * min(weight.shape)
-
-
-def _zeros_beside(w: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """What receives the gradient of a weight: for each group of rows its own."""
-    zeros = jnp.zeros(shape, dtype)
-    return _mapped_like(w, zeros) if vmap_groups() else zeros
 
 
 def _mapped_like(proxy: jax.Array, stored: Tree) -> Tree:
