@@ -155,30 +155,30 @@ def quantize(
     over: Any = (dim,) if axis is not None else tuple(range(values.ndim))
     if form.affine:
         low = jnp.min(values, axis=over, keepdims=True, initial=jnp.inf)
-        high = jnp.max(values, axis=over, keepdims=True, initial=-jnp.inf) - low
+        largest = jnp.max(values, axis=over, keepdims=True, initial=-jnp.inf) - low
         values = values - low
     else:
         low = None
-        high = jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
-    stored = high
+        largest = jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
+    scale: Any = largest  # as it is stored
+    divisor = largest
     if isinstance(form, Microscaled):
-        stored = form.scale_codes(high)
-        double_quant = False
-        high = power_of_two(stored)
-    inverse = jnp.where(high > 0, 1 / jnp.where(high > 0, high, 1), 0)  # 0 for a block of zeros
+        scale = form.scale_codes(largest)
+        divisor = power_of_two(scale)
+    inverse = jnp.where(divisor > 0, 1 / jnp.where(divisor > 0, divisor, 1), 0)  # 0 for a block of zeros
     codes = _join_blocks(form.encode(values * inverse, _draws(key, seeds, values, dim)), along, size)
-    scale: Any = jnp.squeeze(stored, dim)
+    scale = jnp.squeeze(scale, dim)
+    if double_quant and not isinstance(form, Microscaled):
+        scale = _quantize_scales(scale, along, MAX_SCALE_GROUP if double_quant is True else double_quant)
     return QTensor(
-        pack(codes, form.bits, along),
-        _quantize_scales(scale, along, MAX_SCALE_GROUP if double_quant is True else double_quant)
-        if double_quant
-        else scale,
-        None if low is None else jnp.squeeze(low, dim),
-        format,
-        along,
-        block,
-        size,
-        str(x.dtype),
+        codes=pack(codes, form.bits, along),
+        scale=scale,
+        offset=None if low is None else jnp.squeeze(low, dim),
+        format=format,
+        axis=along,
+        block_size=block,
+        size=size,
+        dtype=str(x.dtype),
     )
 
 
