@@ -44,7 +44,7 @@ class Functions(nnx.Module):
 
 
 @dataclass(frozen=True)
-class PlainModel:
+class FlaxModel:
     """The structure of a module, without the values of its variables."""
 
     graphdef: Any
@@ -55,7 +55,7 @@ class PlainModel:
     stacks: Mapping[Path, int]  # the number of blocks of each list that is stacked
 
     @classmethod
-    def of(cls, build: Callable[[], tuple[Any, Mapping[Path, int]]], by_pattern: Any, shards: int) -> PlainModel:
+    def of(cls, build: Callable[[], tuple[Any, Mapping[Path, int]]], by_pattern: Any, shards: int) -> FlaxModel:
         """`build` returns a module and its stacks. `shards`: the number of devices that shard the weights."""
         stacks: dict[Path, int] = {}
 
@@ -75,7 +75,7 @@ class PlainModel:
         axes |= {path: ("layer", *axes[path][1:]) for path in layered & state.keys()}
         return cls(graphdef, randomness, params | state, frozenset(state), axes, stacks)
 
-    def network(self, params: Tree, dtype: DTypeLike, options: StackOptions) -> PlainNetwork:
+    def network(self, params: Tree, dtype: DTypeLike, options: StackOptions) -> FlaxNetwork:
         """The module with weights in the compute dtype: gathered, but in stacks as they are stored."""
         flat = flatten_dict(params)
         arrays = {path: stored_of(x) if path in self.state else x for path, x in flat.items()}
@@ -101,7 +101,7 @@ class PlainModel:
             )
             for path, count in self.stacks.items()
         ]
-        return PlainNetwork(module, state, stacks, dtype)
+        return FlaxNetwork(module, state, stacks, dtype)
 
     def _within(self, stack: Path, values: Mapping[Path, Any]) -> dict[Path, Any]:
         """The values of a stack, by their paths inside it."""
@@ -112,7 +112,7 @@ class PlainModel:
 
 
 @dataclass(frozen=True)
-class PlainNetwork:
+class FlaxNetwork:
     """A module with the values of its variables."""
 
     module: Any

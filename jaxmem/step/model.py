@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -24,7 +24,15 @@ from jaxmem.step.execution import ExecutionSpec
 from jaxmem.typing import AxesTree, Tree
 
 if TYPE_CHECKING:
-    from jaxmem.models.user import PlainModel
+    from jaxmem.models.user import FlaxModel
+
+
+class Structure(NamedTuple):
+    """A network without arrays."""
+
+    graphdef: Any  # of flax, to merge with parameters
+    axes: AxesTree  # the logical axes of each parameter
+    shapes: Tree  # the shape of each parameter before it is converted to the form in which it is stored
 
 
 @dataclass(frozen=True)
@@ -33,27 +41,28 @@ class ModelSpec:
     execution: ExecutionSpec
 
     @cached_property
-    def _split(self) -> tuple[Any, Any, Any]:
-        if (model := self.flax_model) is not None:
+    def _structure(self) -> Structure:
+        model = self.flax_model
+        if model is not None:
             shapes = {path: variable.get_value() for path, variable in model.variables.items()}
-            return model.graphdef, unflatten_dict(dict(model.axes)), unflatten_dict(shapes)
+            return Structure(model.graphdef, unflatten_dict(dict(model.axes)), unflatten_dict(shapes))
         # These shapes do not include the identity layers that pad pipeline stages.
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self.build(jax.random.key(0)))))
         axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
-        return graphdef, axes, nnx.to_pure_dict(state)
+        return Structure(graphdef, axes, nnx.to_pure_dict(state))
 
     @cached_property
-    def flax_model(self) -> PlainModel | None:
+    def flax_model(self) -> FlaxModel | None:
         """The model that a script passed, or None if it is built from jaxmem's layers or comes from the config."""
         if self.cfg.user.model is None:
             return None
-        from jaxmem.models.user import PlainModel
+        from jaxmem.models.user import FlaxModel
 
         def build() -> tuple[Any, Mapping[tuple[str, ...], int]]:
-            network, stacks = self._build_plain(jax.random.key(0))
+            network, stacks = self._build_flax(jax.random.key(0))
             return self._with_new_adapters(network), stacks
 
-        return PlainModel.of(build, self.cfg.user.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
+        return FlaxModel.of(build, self.cfg.user.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:
@@ -70,7 +79,7 @@ class ModelSpec:
 
     @property
     def graphdef(self) -> Any:
-        return self._split[0]
+        return self._structure.graphdef
 
     def network(self, params: Params) -> Any:
         """The network with these weights."""
@@ -82,12 +91,12 @@ class ModelSpec:
     @property
     def axes(self) -> AxesTree:
         """The logical axes of each parameter."""
-        return self._split[1]
+        return self._structure.axes
 
     @property
     def shapes(self) -> Tree:
         """The shape of each parameter before it is converted to the form in which it is stored."""
-        return self._split[2]
+        return self._structure.shapes
 
     @property
     def _parameter_shapes(self) -> Tree:
@@ -138,7 +147,7 @@ class ModelSpec:
 
     def build(self, key: jax.Array) -> models.Network:
         if self.cfg.user.model is not None:
-            return self._build_plain(key)[0]
+            return self._build_flax(key)[0]
         if self.cfg.user.network is not None:
             network = self.cfg.user.network(nnx.Rngs(key), self.execution.of_network)
         else:
@@ -149,7 +158,7 @@ class ModelSpec:
             use_fp8(network, self.cfg.precision, self.execution.capability)
         return network
 
-    def _build_plain(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
+    def _build_flax(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
         """The model of a script, not built from jaxmem's layers, and the number of layers of each of its stacks."""
         from jaxmem.models.user_layers import stack_lists
 

@@ -92,7 +92,7 @@ def _user_sums(_network: Any, _batch: Batch) -> list[NetworkPart]:
 
 def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
     """The sums of a script's loss, which is the mean over the rows of a micro-batch."""
-    from jaxmem.models.user import PlainNetwork
+    from jaxmem.models.user import FlaxNetwork
 
     loss_function = user.loss_with_keys or user.loss
     if loss_function is None:
@@ -100,7 +100,7 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
     rows = batch["mask"].shape[0]
     if user.data is not None:
         batch = {name: x for name, x in batch.items() if name in user.data.first}
-    if isinstance(network, PlainNetwork):
+    if isinstance(network, FlaxNetwork):
         floating = {name: x for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         batch = batch | {name: x.astype(network.dtype) for name, x in floating.items()}
         network = network.prepared(keys)
