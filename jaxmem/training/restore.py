@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,21 +54,25 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
     """Step, state and data position of the newest complete checkpoint."""
     newest = newest_state(built, checkpoints)
-    if newest is None:
-        return None
-    step, read_state, position = newest
-    return step, read_state(), position
+    return None if newest is None else (newest.step, newest.read_state(), newest.position)
 
 
-def newest_state(built: Program, checkpoints: Checkpoints) -> tuple[int, Callable[[], TrainState], JsonDict] | None:
-    """Like `restore`, but returns a function that reads the state. The function also reads the frozen base, which is
-    not in the checkpoints, and returns the complete state."""
+class NewestState(NamedTuple):
+    """The newest complete checkpoint."""
+
+    step: int
+    read_state: Callable[[], TrainState]
+    position: JsonDict  # in the data
+
+
+def newest_state(built: Program, checkpoints: Checkpoints) -> NewestState | None:
+    """Like `restore`, but only `read_state` reads the frozen base, which is not in the checkpoints."""
     saved = SavedState(built)
     latest_arrays = checkpoints.restore_latest(saved.shapes)
     if latest_arrays is None:
         return None
     step, state, position, config = latest_arrays
-    return step, lambda: saved.complete(state, config), position
+    return NewestState(step, lambda: saved.complete(state, config), position)
 
 
 def check_finite(params: Tree, step: int) -> None:

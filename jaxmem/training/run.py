@@ -213,12 +213,11 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
         return None
     with _checkpoints(built.cfg.checkpoint, path) as checkpoints, failing_together():
         newest = newest_state(built, checkpoints)
-    if newest is None or newest[0] < built.cfg.steps:
+    if newest is None or newest.step < built.cfg.steps:
         return None
-    step, read_state, _ = newest
     if jax.process_index() == 0:
-        say(lines.finished_line(built, config, step, directory))
-    return Result(directory, step, {}, {}, read_state, built)
+        say(lines.finished_line(built, config, newest.step, directory))
+    return Result(directory, newest.step, {}, {}, newest.read_state, built)
 
 
 def _preflight(cluster: Cluster) -> None:
