@@ -49,6 +49,15 @@ def run_count(runs: int, of: int, longest: int | None = None) -> str:
     return f"runs_{runs}_in_{of}" + ("" if longest is None else f"_lasts_{longest}")
 
 
+def is_apart(op_name: str) -> bool:
+    """Whether an operation is in a branch that some devices take while others wait or take another one.
+
+    >>> is_apart("jit(step)/while/body/runs_8_in_22_lasts_11/dot"), is_apart("jit(step)/while/body/runs_9_in_16/dot")
+    (True, False)
+    """
+    return re.search(r"\bruns_\d+_in_\d+_lasts_\d+\b", op_name) is not None
+
+
 def mean_runs(name: str, *, time: bool = False) -> Fraction | int:
     """The mean number of runs per turn in the innermost scope of an operation's name, 1 without a scope. With `time`,
     the share of the turns in which other devices wait for it.

@@ -97,11 +97,12 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (size * others)]
         if wrong:
             shown = " x ".join(f"mesh.{name}={getattr(mesh, name)}" for name in (axis, *along))
-            near = nearest_numbers(size, (d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0))
-            other = ", or zero=0" if axis == "fsdp" else ""
-            other += ", or rules.optimizer=[]" if "replica" in along else ""
+            sizes = [d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0]
+            uses = [f"mesh.{axis}={nearest_numbers(size, sizes)}"] if sizes else [f"another mesh.{along[0]}"]
+            uses += ["zero=0"] if axis == "fsdp" else []
+            uses += ["rules.optimizer=[]"] if "replica" in along else []
             verb = "is" if len(wrong) == 1 else "are"
-            yield f"{', '.join(wrong)} {verb} not divisible by {shown}; use mesh.{axis}={near}{other}"
+            yield f"{', '.join(wrong)} {verb} not divisible by {shown}; use {', or '.join(uses)}"
     yield from _experts(cfg)
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
@@ -136,14 +137,15 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     kv_heads = cfg.model.dims()["kv_heads"]["kv_heads"]
     tensor = mesh.tensor if "tensor" in cfg.rules.heads else 1
     over = [f"mesh.tensor={tensor}"] if tensor > 1 else []
-    context = mesh.context if mesh.context_method == "ulysses" else 1
+    needs_ulysses = mesh.context_method == "ulysses" or mesh.stage > 1  # a pipeline does not support ring
+    context = mesh.context if needs_ulysses else 1
     over += [f"mesh.context={context}"] if context > 1 else []
     if heads % (tensor * context) and context > 1:
         near = nearest_numbers(context, (n for n in divisors(heads) if heads % (n * tensor) == 0))
         needed = (
             f"model.heads={heads} is not divisible by {' x '.join(over)}, which mesh.context_method=ulysses requires"
         )
-        yield f"{needed}; use mesh.context={near}, or mesh.context_method=ring"
+        yield f"{needed}; use mesh.context={near}, or mesh.context_method=ring{' with mesh.stage=1' * (mesh.stage > 1)}"
     elif groups != "auto" and groups > 1:
         known = [] if kv_heads % tensor else head_group_counts(heads // tensor, kv_heads // tensor, context)
         if groups not in known:

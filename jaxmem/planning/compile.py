@@ -22,6 +22,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem.errors import UserError
+from jaxmem.kernels.scopes import is_apart
 from jaxmem.machine import stderr
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.hlo import Module, read_module
@@ -99,6 +100,24 @@ def compile_all(
         compiled = pool.submit(_compile, step, here, code)
         sizes = {name: pool.submit(_compile, lower(), here, code) for name, lower in others.items()}
         return compiled.result(), {name: sizes_of_step.result().total for name, sizes_of_step in sizes.items()}
+
+
+def check_stages(module: Module, stages: int) -> None:
+    """Refuses a program in which a pipeline stage would wait for the other stages: XLA lets all devices take part in a
+    collective-permute, but at this time other stages run another operation. Other collectives are among the devices of
+    one stage."""
+    if stages == 1:
+        return
+    of_stage = [
+        instruction
+        for instruction in module.walk()
+        if instruction.opcode.startswith("collective-permute") and is_apart(instruction.op_name)
+    ]
+    if of_stage:
+        raise UserError(
+            f"mesh.stage={stages}: XLA moves {of_stage[0].shape} within a stage by a collective-permute, for which "
+            "it would wait for other stages; use mesh.stage=1, or the default `rules`"
+        )
 
 
 def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:

@@ -17,7 +17,7 @@ from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
-from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, total_of
+from jaxmem.planning.compile import Compiled, check_stages, compile_all, replicated_arrays, total_of
 from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
@@ -270,6 +270,7 @@ def plan(
     with replicated_arrays() as replicated:
         progress(f"compiling {cfg.name} for {aim.name} ...")
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
+        check_stages(step.module, cfg.mesh.stage)
         unlimited = None
         if recomputed_values(step.module) and not aim.is_here:
             progress("compiling the step without a memory limit, at which XLA recomputes values ...")
@@ -284,5 +285,6 @@ def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
     start = time.perf_counter()
     step, _ = compile_all(built.lower_step(), {}, here=True)
+    check_stages(step.module, built.cfg.mesh.stage)
     target = local_target(list(built.layout.mesh.devices.flat))
     return Plan(built, target, step, time.perf_counter() - start, remat_why=remat_why)

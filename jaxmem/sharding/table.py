@@ -159,7 +159,8 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
     if kind := KINDS.get(tuple(axis_name(axis) for axis in axes if axis not in ("layer", None))):
         table = {dim: table.get(f"{kind}.{dim}", over) for dim, over in table.items()}
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
-    storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
+    # `expert` shards experts in every role, other weights only where they are stored.
+    storage = [a for a in STORAGE_AXES if any(a in over for dim, over in table.items() if dim != "expert")]
     assigned: set[str] = set()
     result = []
     left = []

@@ -209,6 +209,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
         ),
         (
             TEXT,
+            ["mesh.context=2", "mesh.context_method=ring", "mesh.stage=2"],
+            "mesh.context_method=ring ... mesh.stage=2 ... mesh.context_method=ulysses or mesh.stage=1",
+        ),
+        (
+            TEXT,
             ["mesh.context=2", "mesh.context_method=ring", "model.preset=gemma2-2b"],
             "mesh.context_method=ring ... layers with and without a window ... mesh.context_method=ulysses",
         ),

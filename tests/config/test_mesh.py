@@ -152,6 +152,14 @@ def test_rows():
             ["mesh.fsdp=3", "batch.global_size=3", "model={family: mlp}"],
             "model.embed=128 ... mesh.fsdp=3 ... mesh.fsdp=2 ... zero=0",
         ),
+        (TEXT, 3, ["mesh.context=3", "data.sequence_length=12"], "mesh.context=3; use another mesh.context, or zero=0"),
+        # Stages support only Ulysses.
+        (
+            TEXT,
+            6,
+            ["mesh.context=3", "mesh.stage=2", "data.sequence_length=12", "zero=0"],
+            "model.heads= ... mesh.context=3 ... ulysses ... or mesh.context_method=ring with mesh.stage=1",
+        ),
         (
             PICTURES,
             4,

@@ -9,9 +9,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmem.errors import UserError
+from jaxmem.kernels.scopes import run_count
 from jaxmem.machine.gpus import GPUS
 from jaxmem.machine.links import collective_seconds
 from jaxmem.planning.communication import Transfer, _groups, collective
+from jaxmem.planning.compile import check_stages
 from jaxmem.planning.hlo import HloShape, Instruction
 from jaxmem.planning.hlo_proto import HloInstructionProto
 from tests.planning.conftest import module_of
@@ -44,6 +47,30 @@ def test_bytes_and_groups(function, kind, group, neighbours, wire_bytes) -> None
     assert (one.kind, one.group, one.wire_bytes) == (kind, group, wire_bytes)
     assert one.neighbours == neighbours
     assert not one.is_asynchronous
+
+
+@pytest.mark.parametrize(("exchanges", "is_refused"), [(True, True), (False, False)])
+def test_a_pipeline_whose_stages_would_wait_for_each_other_is_refused(exchanges, is_refused) -> None:
+    """A stage exchanges within itself by a collective-permute, in a branch that the other stage does not take."""
+
+    def exchange(x: jax.Array) -> jax.Array:
+        swapped = jax.lax.ppermute(x, "b", [(0, 1), (1, 0)]) if exchanges else jax.lax.psum(x, "b")
+        return jnp.sin(swapped)
+
+    def step(x: jax.Array) -> jax.Array:
+        with jax.named_scope(run_count(1, 2, 1)):
+            return jax.lax.cond(jax.lax.axis_index("a") == 0, exchange, lambda x: x, x)
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    spec = P(("a", "b"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    module = module_of(mapped, jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, spec)))
+    check_stages(module, 1)
+    if not is_refused:
+        check_stages(module, 2)
+        return
+    with pytest.raises(UserError, match=r"mesh.stage=2: XLA moves float32.2,16. within a stage"):
+        check_stages(module, 2)
 
 
 def test_alone_nothing_is_sent() -> None:

@@ -15,6 +15,7 @@ from jaxmem.planning.hlo import read_module
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.sharding import Axis, Layout, layout_for, make_rules
 from jaxmem.sharding.leaves import StateArray, axes_of_state
+from jaxmem.sharding.table import assign_mesh_axes
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases, exhaustive
@@ -244,3 +245,15 @@ def test_a_layout_only_acts_inside_it():
         with pytest.raises(UserError, match="no rule"):
             constrain(x, "no", "such")
     assert current() is None
+
+
+@pytest.mark.parametrize(("role", "over"), [("weights", ("fsdp", "expert")), ("compute", ())])
+def test_an_adapter_is_sharded_over_expert_only_where_it_is_stored(role, over):
+    """It computes whole; experts are sharded in every role."""
+    mesh = {"fsdp": 2, "expert": 2, "context": 1}
+    axes = (Axis("embed", like_storage=True), "rank")
+    rows, rank = assign_mesh_axes(axes, (32, 8), getattr(make_rules(3), role), mesh)
+    assert tuple(axis for axis in rows if mesh[axis] > 1) == over
+    assert rank == ()
+    experts, *_ = assign_mesh_axes(("expert", *axes), (4, 32, 8), getattr(make_rules(3), role), mesh)
+    assert experts == ("expert",)

@@ -64,7 +64,7 @@ def context_methods(share: DeviceShare, head_groups: int | Literal["auto"]) -> l
     counts = head_group_counts(heads, kv_heads, share.mesh.context) if heads % kv_heads == 0 else []
     supported = {
         "ulysses": bool(counts) and head_groups in ("auto", *counts),
-        "ring": not model.windows_differ and not model.attention_sinks,
+        "ring": share.mesh.stage == 1 and not model.windows_differ and not model.attention_sinks,
     }
     return [method for method in METHODS if supported[method]]
 
