@@ -93,15 +93,18 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
-    def loss(hooks_by_layer: bool, proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        """`hooks_by_layer`: whether stacks apply the hooks of weights layer by layer."""
-        proxies = proxies if hooks_by_layer else apply_hooks(proxies)
+    def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
         before = model.with_forward_state(state.params, batch.get(STATE))
         network = model.network(with_gradients(before, proxies, partial_stacks))
         sums = terms(network, {name: x for name, x in batch.items() if name != STATE}, keys)
         if model.forward_state:
             sums = sums | {STATE: network.state}
         return trained_sum(sums) * scale, sums
+
+    def loss_of_hooked(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        """The same loss if the hooks cannot be applied layer by layer."""
+        return loss(apply_hooks(proxies), batch, keys)
 
     proxies = differentiable(model.select(state.params), spec.gradient_dtype)
     if model.execution.pipeline is not None:
@@ -110,14 +113,15 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         grads, sums = pipeline_gradients(spec, state.params, batch, row_keys, scale)
     elif len(row_keys) == 1:
         micro_batch = jax.tree.map(lambda x: x[0], batch)
-        grads, sums = differentiate(partial(loss, True), proxies, micro_batch, row_keys[0], axes)
+        grads, sums = differentiate(loss, proxies, micro_batch, row_keys[0], axes)
     else:
         begin = model.forward_state_of(state.params)
         by_layer = True
         if not cfg.user.is_empty:  # the loss of a script may apply the model several times
             first = jax.tree.map(lambda x: x[0], (batch, row_keys))
-            by_layer = not partial_stacks and applies_stacks_once(partial(loss, True), proxies, *first)
-        grads, sums = accumulate(partial(loss, by_layer), proxies, batch, row_keys, axes, model.execution.dtype, begin)
+            by_layer = not partial_stacks and applies_stacks_once(loss, proxies, *first)
+        of_micro_batch = loss if by_layer else loss_of_hooked
+        grads, sums = accumulate(of_micro_batch, proxies, batch, row_keys, axes, model.execution.dtype, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 
