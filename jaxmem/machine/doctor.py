@@ -47,7 +47,7 @@ from jaxmem.step.kernel_choice import kernel_choices
 cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit"], method="qlora", sequence_length=4096)
 
 def kernels(device):
-    choices = kernel_choices(cfg, device.platform, capability(device))
+    choices = kernel_choices(cfg, device.platform, capability(device)).by_setting
     return {setting: f"{choice.implementation} ({choice.why}){checked(device, setting, choice)}"
             for setting, choice in choices.items()}
 

@@ -61,7 +61,7 @@ class Plan(Printed):
     @property
     def kernels(self) -> dict[str, dict[str, str]]:
         """The implementation of each operation that has a fused form, and why, by setting."""
-        choices = self.program.model.execution.kernels
+        choices = self.program.model.execution.kernels.by_setting
         return {key: {"implementation": choice.implementation, "why": choice.why} for key, choice in choices.items()}
 
     @property

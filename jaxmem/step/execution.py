@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.stack import StackOptions
 
 if TYPE_CHECKING:
-    from jaxmem.kernels.choice import Choice
-    from jaxmem.step.kernel_choice.choice import AttentionChoice
+    from jaxmem.step.kernel_choice.choice import AttentionChoice, KernelChoices
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class ExecutionSpec:
         pipeline = self.pipeline
         return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
 
-    @cached_property
+    @property
     def attention(self) -> AttentionChoice | None:
         """The choice of the implementation of attention, or None if there is no attention."""
-        return cast("AttentionChoice | None", self.kernels.get("memory.attention"))
+        return self.kernels.attention
 
     @property
     def context_method(self) -> str:
@@ -61,8 +60,8 @@ class ExecutionSpec:
         return "ring" if self.attention is None else self.attention.context_method
 
     @cached_property
-    def kernels(self) -> dict[str, Choice]:
-        """The choice of the implementation of each operation that has a fused kernel, by setting."""
+    def kernels(self) -> KernelChoices:
+        """The choice of the implementation of each operation that has a fused kernel."""
         from jaxmem.step.kernel_choice import kernel_choices
 
         return kernel_choices(self.cfg, self.platform, self.capability)
@@ -76,11 +75,11 @@ class ExecutionSpec:
                 "memory.remat=auto is supported by plan and train only; use memory.remat=none, full or {save: [names]}"
             )
         named = None if memory.attention == "auto" else memory.attention
-        implementation = named if self.attention is None else self.attention.implementation
+        experts = self.kernels.experts
         return models.Execution(
             dtype=self.dtype,
-            attention=implementation,
-            experts=experts.implementation if (experts := self.kernels.get("memory.experts")) else "blockwise",
+            attention=named if self.attention is None else self.attention.implementation,
+            experts="blockwise" if experts is None else experts.implementation,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
             context_method=self.context_method,

@@ -101,7 +101,7 @@ class StateSpec:
     @property
     def update_kernel(self) -> str:
         """`optimizer.kernel` on these devices: `auto` selects fused updates of all arrays that support them."""
-        chosen = self.model.execution.kernels.get("optimizer.kernel")
+        chosen = self.model.execution.kernels.update
         return self.cfg.optimizer.kernel if chosen is not None and chosen.implementation == "triton" else "none"
 
     def group(self, params: Tree) -> ParameterGroup:

@@ -24,7 +24,7 @@ from tests.planning.conftest import SMALL, config
 def test_the_choice_and_its_reason(capability, overrides, chosen):
     cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit", *overrides], method="qlora")
     platform = "cpu" if capability is None else "gpu"
-    choices = kernel_choices(cfg, platform, capability)
+    choices = kernel_choices(cfg, platform, capability).by_setting
     assert choices["optimizer.kernel"].implementation == chosen
     assert all(choice.why for choice in choices.values())
     run = resolve_kernels(cfg, platform, capability)
@@ -42,7 +42,7 @@ def test_the_choice_and_its_reason(capability, overrides, chosen):
     ],
 )
 def test_updates_that_have_a_fused_form(sections, chosen):
-    found = kernel_choices(config(**sections), "gpu", 90).get("optimizer.kernel")
+    found = kernel_choices(config(**sections), "gpu", 90).update
     assert (found and found.implementation) == chosen
 
 
@@ -61,11 +61,11 @@ def test_updates_that_have_a_fused_form(sections, chosen):
 def test_experts(capability, overrides, chosen, why):
     cfg = run_config("qwen3-30b-a3b", overrides, method="qlora")
     platform = "cpu" if capability is None else "gpu"
-    found = kernel_choices(cfg, platform, capability)["memory.experts"]
+    found = kernel_choices(cfg, platform, capability).experts
     assert found.implementation == chosen
     assert why in found.why
     assert resolve_kernels(cfg, platform, capability).memory.experts == chosen
-    assert "memory.experts" not in kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability)
+    assert kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability).experts is None
 
 
 @pytest.mark.exhaustive

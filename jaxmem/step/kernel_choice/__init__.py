@@ -14,5 +14,5 @@ __getattr__, __all__ = lazy_names(
     __name__,
     attention="context_traffic",
     check="checked_kernels failure_of refuse_gpu_kernels",
-    choice="ATTENTION EXPERTS UPDATE AttentionChoice attention_choice kernel_choices resolve_kernels",
+    choice="ATTENTION EXPERTS UPDATE AttentionChoice KernelChoices attention_choice kernel_choices resolve_kernels",
 )

@@ -56,7 +56,7 @@ def checked_kernels(built: Program, agree: Callable[[bool], bool] = bool) -> tup
     failures: dict[str, dict[str, str]] = {}
     lines: list[str] = []
     while True:
-        choices = kernel_choices(built.cfg, built.platform, built.model.execution.capability, failures)
+        choices = kernel_choices(built.cfg, built.platform, built.model.execution.capability, failures).by_setting
         failed = _first_failed(built, choices, agree)
         if failed is None:
             break

@@ -35,28 +35,39 @@ class AttentionChoice(Choice):
     context_method: str = "ring"
 
 
+@dataclass(frozen=True)
+class KernelChoices:
+    """The choice for each operation; None: the config does not have the operation."""
+
+    attention: AttentionChoice | None
+    experts: Choice | None
+    update: Choice | None
+
+    @property
+    def by_setting(self) -> dict[str, Choice]:
+        choices = {ATTENTION: self.attention, EXPERTS: self.experts, UPDATE: self.update}
+        return {setting: choice for setting, choice in choices.items() if choice is not None}
+
+
 def kernel_choices(
     cfg: Config, platform: str, capability: int | None, failures: Failures = NO_FAILURES
-) -> dict[str, Choice]:
-    """The choice for each operation of the config, by setting. The arguments are those of `attention_choice`."""
-    attention, experts, update = (failures.get(setting, NONE_FAILED) for setting in (ATTENTION, EXPERTS, UPDATE))
-    choices = {
-        ATTENTION: attention_choice(cfg, platform, capability, attention),
-        EXPERTS: _experts_choice(cfg, platform, capability, experts),
-        UPDATE: _update_choice(cfg.optimizer, cfg.precision, capability, update),
-    }
-    return {setting: choice for setting, choice in choices.items() if choice is not None}
+) -> KernelChoices:
+    """The choices for a config. The arguments are those of `attention_choice`."""
+    return KernelChoices(
+        attention_choice(cfg, platform, capability, failures.get(ATTENTION, NONE_FAILED)),
+        _experts_choice(cfg, platform, capability, failures.get(EXPERTS, NONE_FAILED)),
+        _update_choice(cfg.optimizer, cfg.precision, capability, failures.get(UPDATE, NONE_FAILED)),
+    )
 
 
 def resolve_kernels(cfg: Config, platform: str, capability: int | None) -> Config:
     """The config with `auto` replaced, in these settings and in `mesh.context_method`, by the choice for the given
     device. The setting of an operation that the config does not have stays `auto`."""
     choices = kernel_choices(cfg, platform, capability)
-    names = {setting: choice.implementation for setting, choice in choices.items()}
-    attention = choices.get(ATTENTION)
+    names = {setting: choice.implementation for setting, choice in choices.by_setting.items()}
     return cfg.replace(
         memory={"attention": names.get(ATTENTION, "auto"), "experts": names.get(EXPERTS, "auto")},
-        mesh={"context_method": attention.context_method if isinstance(attention, AttentionChoice) else "auto"},
+        mesh={"context_method": "auto" if choices.attention is None else choices.attention.context_method},
         optimizer={"kernel": names.get(UPDATE, "auto")},
     )
 
