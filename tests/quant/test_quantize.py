@@ -202,6 +202,13 @@ def test_scales_per_channel_and_per_array():
     assert float(q.offset[0, 0]) == float(x.min())
 
 
+def test_a_short_last_block_has_the_range_of_its_own_values():
+    """Not of zeros, from which all of them are far."""
+    x = jnp.linspace(5.0, 6.0, 10)
+    step = np.ptp(np.asarray(x[8:])) / 255
+    np.testing.assert_allclose(quantize(x, "uint8", 8).dequantize()[8:], x[8:], atol=0.51 * step, rtol=3e-7)
+
+
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (1,), (1, 1)])
 @pytest.mark.parametrize("name", ["int8", "uint4", "nf4"])
 def test_empty_arrays_and_single_values(shape, name):
