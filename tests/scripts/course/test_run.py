@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from scripts.course import checkpointing, main, overlap, parallel, qlora, quantization
+from scripts.course import checkpointing, main, overlap, parallel, quantization
 
 SMALL = {"model": {"preset": "tiny"}}
 LAYOUTS = ("ZeRO-3, no latency hiding", "tensor parallel")  # without XLA's scheduler, and with it
@@ -34,10 +34,6 @@ LESS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "OFFLOADED": {"full, offloaded": checkpointing.OFFLOADED["full, offloaded"]},
             "measure": partial(checkpointing.measure, depths=(4, 8)),
         },
-        [],
-    ),
-    "qlora": (
-        {"measure": partial(qlora.measure, base=qlora.BASE | SMALL, bases={"nf4": qlora.BASES["nf4"]})},
         [],
     ),
     "sliding_max": ({"NUMBERS": 2048}, []),
