@@ -242,28 +242,41 @@ class _Rules:
             raise NotSeparableError
         # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
         key = leaf_key(jax.random.key(0), path)
-        total = stack[0] if stack else step.layers
-
-        def update_layer(pair: tuple[jax.Array, Tree], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Tree]:
-            g, state = pair
-            context = UpdateContext(w, spec, step.count, i, total, jax.random.fold_in(key, i), step.vocab_slice)
-            u, new = rule.update(_as_state(g, spec), state, context)
-            return _as_state(u.astype(g.dtype), spec), new
-
         declared = jax.eval_shape(lambda: _initial_state(rule, spec))
         array_names = list(_by_name(declared))
         pair = g, _with_values(declared, (next(old[name]) for name in array_names))
+        is_one_array = bool(stack) and rule.updates_stacks
+        updated_spec = dataclasses.replace(spec, shape=w.shape, axes=names) if is_one_array else spec
+        update = _MatrixUpdate(rule, updated_spec, step, key, layers=stack[0] if stack else step.layers)
         first = jnp.zeros((), jnp.int32) if step.layer is None else step.layer
-        if stack and rule.updates_stacks:
-            spec = dataclasses.replace(spec, shape=w.shape, axes=names)
-            u, new = update_layer(pair, w, first)
-        elif rule.elementwise:
-            u, new = update_rows(update_layer, pair, None, names)
-        elif stack:
-            u, new = update_layers(update_layer, pair, w)
+        if rule.elementwise and not is_one_array:
+            u, new = update_rows(update, pair, None, names)
+        elif stack and not is_one_array:
+            u, new = update_layers(update, pair, w)
         else:
-            u, new = update_layer(pair, w, first)
+            u, new = update(pair, w, first)
         return u, dict(zip(array_names, jax.tree.leaves(new), strict=True))
+
+
+@dataclass(frozen=True)
+class _MatrixUpdate:
+    """A function (gradient and state, weight, layer) -> (update, new state) of one layer of a parameter, of some of its
+    rows, or of a stack as one array."""
+
+    rule: MatrixRule
+    spec: ParameterSpec
+    step: "_Step"
+    key: jax.Array  # of the parameter
+    layers: int  # number of layers of the stack
+
+    def __call__(
+        self, pair: tuple[jax.Array, State], w: Any, layer: jax.Array, _part: jax.Array | None = None
+    ) -> tuple[jax.Array, State]:
+        g, state = pair
+        layer_key = jax.random.fold_in(self.key, layer)
+        context = UpdateContext(w, self.spec, self.step.count, layer, self.layers, layer_key, self.step.vocab_slice)
+        u, new = self.rule.update(_as_state(g, self.spec), state, context)
+        return _as_state(u.astype(g.dtype), self.spec), new
 
 
 @dataclass(frozen=True)
