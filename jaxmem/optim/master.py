@@ -129,7 +129,9 @@ def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | N
     high = jax.lax.bitcast_convert_type(new_weight, jnp.uint16).astype(jnp.int32) << 16
     remainder_units = ((sign | size) - high) // unit
     remainder_units = jnp.clip(remainder_units, jnp.iinfo(remainder.dtype).min, jnp.iinfo(remainder.dtype).max)
-    return change, jnp.where(jnp.isfinite(new), remainder_units, 0).astype(remainder.dtype)
+    # The weight may be 0 where the new value is -0 or next to it: bits below those of 0 would be NaN.
+    has_same_sign = (high < 0) == (sign < 0)
+    return change, jnp.where(jnp.isfinite(new) & has_same_sign, remainder_units, 0).astype(remainder.dtype)
 
 
 def _to_float32(tree: Tree) -> Tree:

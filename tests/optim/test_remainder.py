@@ -71,6 +71,25 @@ def test_what_is_not_finite_stays_so_and_the_largest_is_no_infinity():
     np.testing.assert_array_equal(found[2:], np.asarray([0, most, -most], np.float32))
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weights_at_zero_stay_finite(bits, dtype):
+    """A weight that becomes -0, or smaller than any bfloat16, e.g. of an adapter or a bias that begins at zero."""
+    near = np.array([0.0, 1e-45, 1e-40, 4e-41, 1e-38, 1.2e-38, 1e-30, 3e-3, 1.0], np.float32)
+    values = np.concatenate([near, -near])
+    w, update = (x.ravel() for x in np.meshgrid(values, values))
+    params = {"w": jnp.asarray(w, jnp.bfloat16)}
+    tx = optim.with_remainder(optax.scale(1.0), bits, {"w": ("norm",)})
+    state = tx.init(params)
+    expected = np.asarray(params["w"], np.float32)
+    for u in (update, np.roll(update, 1), -update):
+        changes, state = tx.update({"w": jnp.asarray(u, dtype)}, state, params)
+        params = optim.apply_updates(params, changes)
+        expected = expected + np.asarray(jnp.asarray(u, dtype), np.float32)
+        assert np.isfinite(np.asarray(params["w"], np.float32)).all()
+        np.testing.assert_allclose(completed(params, state)["w"], expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("name", "most"), [("adamw8bit", 5.1), ("adamw4bit", 4.1)])
 def test_weights_and_quantized_adamw_states_take_four_or_five_bytes(name, most):
     params = {"w": jnp.zeros((4, 1024, 1024), jnp.bfloat16), "norm": jnp.zeros((4, 1024), jnp.bfloat16)}

@@ -55,6 +55,7 @@ from jaxmem.errors import UserError
 from jaxmem.kernels import triton_launch
 from jaxmem.step.programs import Program
 from jaxmem.training.run import run
+from jaxmem.training.telemetry import DivergedError
 from tests.kernels import interpreter
 
 triton_launch.INTERPRETER = interpreter.interpret
@@ -526,6 +527,8 @@ def outcome(row: Row) -> Outcome:
     try:
         mine = trained(given)
         plain = plain_losses(tuple(text for text in given if not text.startswith(NEUTRAL)))
+    except DivergedError as error:
+        return Outcome(f"diverged: {error}")
     except UserError as error:  # some settings are refused when the model is known
         is_line = len(str(error).splitlines()) == 1
         return Outcome(refusal=str(error)) if is_line else Outcome(f"UserError of several lines: {error}")
