@@ -49,11 +49,12 @@ def run_count(runs: int, of: int, longest: int | None = None) -> str:
     return f"runs_{runs}_in_{of}" + ("" if longest is None else f"_lasts_{longest}")
 
 
-def is_apart(op_name: str) -> bool:
+def runs_on_some_devices(op_name: str) -> bool:
     """Whether an operation is in a branch that some devices take while others wait or take another one.
 
-    >>> is_apart("jit(step)/while/body/runs_8_in_22_lasts_11/dot"), is_apart("jit(step)/while/body/runs_9_in_16/dot")
-    (True, False)
+    >>> names = "jit(step)/while/body/runs_8_in_22_lasts_11/dot", "jit(step)/while/body/runs_9_in_16/dot"
+    >>> [runs_on_some_devices(name) for name in names]
+    [True, False]
     """
     return re.search(r"\bruns_\d+_in_\d+_lasts_\d+\b", op_name) is not None
 

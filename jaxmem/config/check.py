@@ -12,7 +12,7 @@ from jaxmem.config.adapter import Adapter
 from jaxmem.config.check_decoder import check_decoder, indivisible
 from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
-from jaxmem.config.mesh import MESH_AXES, Rules, WeightKind
+from jaxmem.config.mesh import MESH_AXES, Rules, WeightKind, unsupported_by_ring
 from jaxmem.config.names import offloaded_activations
 from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, Mlp, UserModel, Vit
 from jaxmem.config.sections import Config
@@ -180,9 +180,10 @@ def _mesh(cfg: Config) -> Iterator[str]:
 
 
 def _context(cfg: Config, model: Decoder) -> Iterator[str]:
-    if cfg.mesh.context_method == "ring" and (model.windows_differ or model.attention_sinks):
-        what = "layers with and without a window" if model.windows_differ else "model.attention_sinks=true"
-        yield unsupported("mesh.context_method=ring", what, "mesh.context_method=ulysses")
+    what = unsupported_by_ring(model, cfg.mesh)
+    if cfg.mesh.context_method == "ring" and what:
+        use = "mesh.context_method=ulysses" + " or mesh.stage=1" * (cfg.mesh.stage != 1)
+        yield unsupported("mesh.context_method=ring", what, use)
 
 
 def _rules(cfg: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from jaxmem.config.mesh import (
     divisors,
     head_group_counts,
     replicated_dims,
+    unsupported_by_ring,
 )
 from jaxmem.config.networks import Convnet, Decoder, Family, UserModel, Vit, pipelined_layers
 from jaxmem.config.sections import Config
@@ -137,15 +138,16 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     kv_heads = cfg.model.dims()["kv_heads"]["kv_heads"]
     tensor = mesh.tensor if "tensor" in cfg.rules.heads else 1
     over = [f"mesh.tensor={tensor}"] if tensor > 1 else []
-    needs_ulysses = mesh.context_method == "ulysses" or mesh.stage > 1  # a pipeline does not support ring
-    context = mesh.context if needs_ulysses else 1
+    not_ring = unsupported_by_ring(cfg.model, mesh) if isinstance(cfg.model, Decoder) else None
+    context = mesh.context if mesh.context_method == "ulysses" or not_ring else 1
     over += [f"mesh.context={context}"] if context > 1 else []
     if heads % (tensor * context) and context > 1:
         near = nearest_numbers(context, (n for n in divisors(heads) if heads % (n * tensor) == 0))
         needed = (
             f"model.heads={heads} is not divisible by {' x '.join(over)}, which mesh.context_method=ulysses requires"
         )
-        yield f"{needed}; use mesh.context={near}, or mesh.context_method=ring{' with mesh.stage=1' * (mesh.stage > 1)}"
+        ring = f" (ring does not support {not_ring})" if not_ring else ""
+        yield f"{needed}{ring}; use mesh.context={near}{'' if not_ring else ', or mesh.context_method=ring'}"
     elif groups != "auto" and groups > 1:
         known = [] if kv_heads % tensor else head_group_counts(heads // tensor, kv_heads // tensor, context)
         if groups not in known:

@@ -93,6 +93,16 @@ def replicated_dims(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in named if getattr(model, name) % mesh.tensor)
 
 
+def unsupported_by_ring(model: Decoder, mesh: Mesh) -> str | None:
+    """What `mesh.context_method: ring` does not support. All devices send to the next device, but with stages only some
+    of them are in the operation of a stage."""
+    if mesh.stage != 1:
+        return f"mesh.stage={mesh.stage}"
+    if model.windows_differ:
+        return "layers with and without a window"
+    return "model.attention_sinks=true" if model.attention_sinks else None
+
+
 def head_group_counts(heads: int, kv_heads: int, context: int = 1) -> list[int]:
     """The possible values of `memory.head_groups`: attention is computed for one group of heads at a time. `context`:
     the number of devices that shard a group (`mesh.context_method: ulysses`). Several groups may share a KV head.

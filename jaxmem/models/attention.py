@@ -19,7 +19,7 @@ from jaxmem import kernels
 from jaxmem.kernels.scopes import category
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
 from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_constant
-from jaxmem.models.linear import Linear, of_one_input
+from jaxmem.models.linear import Linear, apply_linears
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, Layout, constrain, current, map_devices
@@ -177,7 +177,7 @@ class Attention(nnx.Module):
         self, modules: Modules, x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values of all heads, or of the group of heads whose weights are in `modules`."""
-        q, k, v = of_one_input(x, [modules[name] for name in "qkv"], fold_keys(keys, 3))
+        q, k, v = apply_linears(x, [modules[name] for name in "qkv"], fold_keys(keys, 3))
         return (
             self._split_heads(q, "heads", modules.get("q_norm"), angles),
             self._split_heads(k, "kv_heads", modules.get("k_norm"), angles),

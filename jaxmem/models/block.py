@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxmem.models.attention import Attention, Tokens, as_keys, context_order, gather_time, key_data, scatter_time
 from jaxmem.models.chunking import map_token_chunks
 from jaxmem.models.layers import Features, Keys, Modules, RowKeys, dropout, fold_keys, split_keys
-from jaxmem.models.linear import Linear, of_one_input
+from jaxmem.models.linear import Linear, apply_linears
 from jaxmem.sharding import constrain, current, row_major_in_stages
 from jaxmem.stack import recompute_from_inputs, saved_as
 
@@ -50,7 +50,7 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: Features, keys: Keys | None = None) -> Features:
         *inner_keys, outer_keys = fold_keys(keys, 3)
-        gate, up = of_one_input(x, (self.gate, self.up), inner_keys)
+        gate, up = apply_linears(x, (self.gate, self.up), inner_keys)
         hidden = recompute_from_inputs(GATES[self.activation], saved_as(gate, "mlp_gate"), saved_as(up, "mlp_up"))
         hidden = constrain(saved_as(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
         return self.down(hidden, outer_keys)

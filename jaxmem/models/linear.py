@@ -59,7 +59,7 @@ class Linear(nnx.Module):
         return frozen if isinstance(frozen, QTensor) else None
 
 
-def of_one_input(
+def apply_linears(
     x: Float[Array, "*batch inputs"], layers: Sequence[Linear], keys: Sequence[Keys | None]
 ) -> list[Float[Array, "*batch outputs"]]:
     """The outputs of several layers, each with its keys. In FP8 with one scale per tensor, x is rounded once, and saved

@@ -22,7 +22,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem.errors import UserError
-from jaxmem.kernels.scopes import is_apart
+from jaxmem.kernels.scopes import runs_on_some_devices
 from jaxmem.machine import stderr
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.hlo import Module, read_module
@@ -111,7 +111,7 @@ def check_stages(module: Module, stages: int) -> None:
     of_stage = [
         instruction
         for instruction in module.walk()
-        if instruction.opcode.startswith("collective-permute") and is_apart(instruction.op_name)
+        if instruction.opcode.startswith("collective-permute") and runs_on_some_devices(instruction.op_name)
     ]
     if of_stage:
         raise UserError(

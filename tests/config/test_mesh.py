@@ -153,12 +153,18 @@ def test_rows():
             "model.embed=128 ... mesh.fsdp=3 ... mesh.fsdp=2 ... zero=0",
         ),
         (TEXT, 3, ["mesh.context=3", "data.sequence_length=12"], "mesh.context=3; use another mesh.context, or zero=0"),
-        # Stages support only Ulysses.
+        # What only Ulysses supports.
+        (
+            TEXT,
+            3,
+            ["mesh.context=3", "model.preset=gemma2-2b", "data.sequence_length=12", "zero=0"],
+            "model.heads=8 ... mesh.context=3 ... ring does not support layers with and ... use mesh.context=2 or 4",
+        ),
         (
             TEXT,
             6,
             ["mesh.context=3", "mesh.stage=2", "data.sequence_length=12", "zero=0"],
-            "model.heads= ... mesh.context=3 ... ulysses ... or mesh.context_method=ring with mesh.stage=1",
+            "model.heads=8 ... mesh.context=3 ... ring does not support mesh.stage=2 ... use mesh.context=2 or 4",
         ),
         (
             PICTURES,

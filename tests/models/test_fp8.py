@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.models import fp8
-from jaxmem.models.linear import Linear, matmul, of_one_input
+from jaxmem.models.linear import Linear, apply_linears, matmul
 
 TOKENS, INPUTS, OUTPUTS = 96, 64, 48
 LARGEST = {ml_dtypes.float8_e4m3fn: 448.0, ml_dtypes.float8_e5m2: 57344.0}
@@ -125,7 +125,7 @@ def test_layers_of_one_input_save_it_once():
     def repeated(project, x):
         return jax.lax.scan(lambda x, _: (sum(project(x)), None), x, length=2)[0]
 
-    together = jax.vjp(partial(repeated, lambda x: of_one_input(x, layers, (None, None))), x)
+    together = jax.vjp(partial(repeated, lambda x: apply_linears(x, layers, (None, None))), x)
     apart = jax.vjp(partial(repeated, lambda x: [layer(x) for layer in layers]), x)
     saved, saved_apart = ([y for y in jax.tree.leaves(back) if y.dtype == jnp.uint8] for _, back in (together, apart))
     assert sum(y.size for y in saved_apart) - sum(y.size for y in saved) == 2 * x.size

@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from jaxmem.config import Config, Decoder, Precision, Vit
-from jaxmem.config.mesh import head_group_counts
+from jaxmem.config.mesh import head_group_counts, unsupported_by_ring
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.kernels.fused_attention.context import METHODS
 from jaxmem.kernels.fused_attention.support import Request
@@ -64,7 +64,7 @@ def context_methods(share: DeviceShare, head_groups: int | Literal["auto"]) -> l
     counts = head_group_counts(heads, kv_heads, share.mesh.context) if heads % kv_heads == 0 else []
     supported = {
         "ulysses": bool(counts) and head_groups in ("auto", *counts),
-        "ring": share.mesh.stage == 1 and not model.windows_differ and not model.attention_sinks,
+        "ring": unsupported_by_ring(model, share.mesh) is None,
     }
     return [method for method in METHODS if supported[method]]
 
