@@ -147,7 +147,9 @@ class Precision(Section):
         " precision.fp8_layers in FP8",
     )
     fp8_scaling: Scaling = setting(
-        "tensor", "scales of FP8 matmuls: one per operand (faster), or one per row and column (more precise)"
+        "tensor",
+        "scales of FP8 matmuls: one per operand (faster), one per row and column (more precise), or one per 32 values"
+        " (mxfp8: compute capability 10.0)",
     )
     fp8_layers: Texts = setting(("*blocks.*",), "patterns of the names of linear layers whose matmuls are in FP8")
     gradients: Literal["auto", "float32", "bfloat16"] = setting(

@@ -46,7 +46,7 @@ class Linear(nnx.Module):
             y = matmul(operand, rounded_w, self.scaling, rounded_x)
         else:
             operand, w = gather_with_input(x, stored, axes, x.dtype)
-            y = matmul(operand, w, self.scaling)
+            y = matmul(operand, w, self.scaling, None, axes)
         y = saved_as(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
@@ -72,26 +72,28 @@ def apply_linears(
     return [layer(x, layer_keys, rounded_x) for layer, layer_keys in zip(layers, keys, strict=True)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 4))
 def matmul(
     x: Float[Array, "*batch inputs"],
     w: Float[Array, "inputs outputs"] | StoredWeight,
     scaling: Scaling | None = None,
     rounded_x: Any = None,
+    axes: Axes | None = None,
 ) -> Float[Array, "*batch outputs"]:
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
     and transpose it, which copies activations on CPUs (a quarter of the time of a step). A stored weight is one that is
-    rounded already, and the array that receives its gradient. `rounded_x`: x as a `fp8.Rounded`."""
+    rounded already, and the array that receives its gradient. `rounded_x`: x as a `fp8.Rounded`. `axes`: the logical
+    axes of w, if x is sharded."""
     operand: Any = stored_of(w)
     if scaling is None:
         return x @ operand
     from jaxmem.models import fp8
 
-    return fp8.product(x if rounded_x is None else rounded_x, operand, scaling, x.dtype)
+    return fp8.product(x if rounded_x is None else rounded_x, operand, scaling, x.dtype, axes)
 
 
 def _matmul_forward(
-    x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None, rounded_x: Any
+    x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None, rounded_x: Any, axes: Axes | None
 ) -> tuple[jax.Array, Any]:
     """With one scale per operand, the rounded operands are saved for the backward pass."""
     saved_x: Any = x
@@ -99,31 +101,33 @@ def _matmul_forward(
         from jaxmem.models import fp8
 
         saved_x = rounded_x = fp8.round_values(x) if rounded_x is None else rounded_x
-    return matmul(x, w, scaling, rounded_x), (saved_x, w)
+    return matmul(x, w, scaling, rounded_x, axes), (saved_x, w)
 
 
-def _matmul_backward(scaling: Scaling | None, saved: tuple[Any, Any], g: jax.Array) -> tuple[jax.Array, Any, None]:
+def _matmul_backward(
+    scaling: Scaling | None, axes: Axes | None, saved: tuple[Any, Any], g: jax.Array
+) -> tuple[jax.Array, Any, None]:
     x, w = saved
-    of_x = _input_gradient(g, stored_of(w), scaling)
-    of_w = _weight_gradient(x, g, scaling)
+    of_x = _input_gradient(g, stored_of(w), scaling, axes)
+    of_w = _weight_gradient(x, g, scaling, axes)
     return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w, None  # type: ignore[arg-type]
 
 
-def _input_gradient(g: jax.Array, w: Any, scaling: Scaling | None) -> jax.Array:
+def _input_gradient(g: jax.Array, w: Any, scaling: Scaling | None, axes: Axes | None) -> jax.Array:
     if scaling is None:
         return g @ w.T
     from jaxmem.models import fp8
 
-    return fp8.input_gradient(g, w, scaling)
+    return fp8.input_gradient(g, w, scaling, axes)
 
 
-def _weight_gradient(x: Any, g: jax.Array, scaling: Scaling | None) -> jax.Array:
+def _weight_gradient(x: Any, g: jax.Array, scaling: Scaling | None, axes: Axes | None) -> jax.Array:
     if scaling is None:
         rows = tuple(range(x.ndim - 1))
         return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
     from jaxmem.models import fp8
 
-    return fp8.weight_gradient(x, g, scaling)
+    return fp8.weight_gradient(x, g, scaling, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -135,7 +139,7 @@ def dequantizing_matmul(
 ) -> Float[Array, "*batch outputs"]:
     """x @ w for a frozen quantized weight, which is dequantized only when x is available, and again for the gradient.
     So one dequantized matrix exists at a time."""
-    return matmul(x, _dequantized_after(x, q, axes), scaling)
+    return matmul(x, _dequantized_after(x, q, axes), scaling, None, axes)
 
 
 def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
@@ -144,7 +148,7 @@ def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
 
 
 def _dequantizing_backward(axes: Axes, scaling: Scaling | None, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
-    return _input_gradient(g, _dequantized_after(g, q, axes), scaling), None
+    return _input_gradient(g, _dequantized_after(g, q, axes), scaling, axes), None
 
 
 dequantizing_matmul.defvjp(

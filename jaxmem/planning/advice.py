@@ -122,7 +122,10 @@ def _not_in_fp8(plan: Plan) -> Iterator[PlanWarning]:
     """Matmuls that the config computes in FP8, but XLA in another dtype."""
     if plan.target.is_cpu:  # emulates FP8
         return
-    parts = [part for part in plan.compiled_step.module.walk() if SCOPE in part.op_name and dot_flops(part)]
+    # XLA names a matmul with block scales only if it is one of cuDNN.
+    has_nameless = plan.program.cfg.precision.fp8_scaling == "mxfp8"
+    matmuls = [part for part in plan.compiled_step.module.walk() if dot_flops(part)]
+    parts = [part for part in matmuls if SCOPE in part.op_name or (has_nameless and not part.op_name)]
     wide = [part for part in parts if not part.operands[0].shape.dtype.startswith("float8")]
     if wide:
         kinds = sorted({f"{part.operands[0].shape} x {part.operands[1].shape}" for part in wide})

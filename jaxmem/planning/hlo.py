@@ -31,6 +31,7 @@ _TYPES: dict[int, tuple[str, int]] = {
     32: ("float4_e2m1fn", 4), 33: ("float8_e8m0fnu", 8), 34: ("buffer", 0),
 }  # fmt: skip
 
+BLOCK_SCALED_DOT = "__cudnn$blockScaledDot"  # cuDNN's matmul of operands with block scales
 HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
 
@@ -187,6 +188,8 @@ def dot_flops(instruction: Instruction) -> int:
     elif instruction.opcode == "custom-call" and "gemm_backend_config" in instruction.config:
         dims = instruction.config["gemm_backend_config"]["dot_dimension_numbers"]
         contracted = [int(dim) for dim in dims["lhs_contracting_dimensions"]]
+    elif instruction.proto.custom_call_target == BLOCK_SCALED_DOT:  # [batch, rows, width] x [batch, columns, width]
+        contracted = [2]
     elif is_kernel(instruction):
         return round(float(instruction.attributes["flops_per_output"]) * result.elements)
     else:

@@ -24,8 +24,8 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     arrays=(
-        "GROUPS constrain map_devices map_layers map_stages mean_over_groups row_major_in_stages shard_first_dim "
-        "sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
+        "GROUPS constrain map_devices map_dot map_layers map_stages mean_over_groups row_major_in_stages "
+        "shard_first_dim sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
     ),
     gathering="MIN_TOKENS_PER_ROW gather gather_encoded gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for shard_axes shard_count",

@@ -153,6 +153,41 @@ def map_devices(
     return jax.shard_map(function, mesh=inside, axis_names=names, check_vma=check_vma, **specs)
 
 
+def map_dot(
+    dot: Callable[[jax.Array, jax.Array], jax.Array],
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    over: tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]],
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`dot` of two arrays on the shards of each device. Partial sums are an array [shards, ...], so that XLA's
+    partitioner reduces them like those of its own dots.
+
+    Args:
+        dot: contracts dimensions of two arrays; the result has the other dimensions of both.
+        contracted: these dimensions of each array.
+        over: the mesh axes that shard each dimension of each array.
+    """
+    layout = current()
+    mesh = jax.sharding.get_abstract_mesh()
+    is_local = mesh.manual_axes and not mesh.auto_axes  # inside of a `jax.shard_map` over all mesh axes
+    if layout is None or layout.mesh.size == 1 or is_local:
+        return dot
+    summed = tuple(axis for dim in contracted[0] for axis in over[0][dim])
+    kept = [
+        axes
+        for of_dims, dims in zip(over, contracted, strict=True)
+        for dim, axes in enumerate(of_dims)
+        if dim not in dims
+    ]
+    *in_specs, out_spec = (PartitionSpec(*(axes or None for axes in of_dims)) for of_dims in (*over, (summed, *kept)))
+    partial_sums = map_devices(lambda a, b: dot(a, b)[None], tuple(in_specs), out_spec)
+
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        y = partial_sums(a, b)
+        return jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
+
+    return run
+
+
 def vocab_parts(over: str, axes: Axes, x: Tree) -> PartitionSpec:
     """How a mesh axis shards the vocabulary of a stored weight, for `jax.shard_map`."""
     layout = current()

@@ -68,6 +68,10 @@ def test_older_gpus_are_refused():
     assert ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 89)).graphdef
     with pytest.raises(UserError, match=r"requires compute capability 8.9, not 8.0; use precision.compute=bfloat16"):
         ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 80)).graphdef  # noqa: B018
+    cfg = config(precision=fp8("mxfp8"))
+    assert ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 100)).graphdef
+    with pytest.raises(UserError, match=r"10.0, not 9.0; use precision.fp8_scaling=tensor or row"):
+        ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 90)).graphdef  # noqa: B018
 
 
 def exact(**sections):
@@ -97,21 +101,50 @@ def test_updates_are_those_of_one_device(devices, sections, plain):
     Trained(exact(**sections), devices, updates=2, begin=plain).agrees_with(plain, rtol=1e-3, atol=1e-5)
 
 
+MXFP8 = {"precision": fp8("mxfp8")}
+
+
+@pytest.fixture(scope="module")
+def plain_in_blocks():
+    return Trained(exact(**MXFP8), updates=2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sections"),
+    [
+        (8, {"mesh": {"fsdp": 2, "tensor": 2, "context": 2}}),
+        exhaustive(4, {"mesh": {"replica": 2, "fsdp": 2}, "zero": 1, "batch": TWO}),
+        exhaustive(4, {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "batch": TWO}),
+        exhaustive(2, {"mesh": {"stage": 2}, "batch": TWO, "memory": {"remat": "dots", "update": "during"}}),
+        exhaustive(
+            4, {"memory": {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}, "mesh": {"fsdp": 2, "tensor": 2}}
+        ),
+    ],
+)
+def test_updates_with_block_scales_are_those_of_one_device(devices, sections, plain_in_blocks):
+    """Here blocks of shards are not those of one device; scales that are powers of two round them alike."""
+    run = Trained(exact(**MXFP8, **sections), devices, updates=2, begin=plain_in_blocks)
+    run.agrees_with(plain_in_blocks, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "sections",
     [
         {"adapter": {"kind": "qlora"}},
         exhaustive({"model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}}),
         exhaustive({"model": EXPERTS, "adapter": {"kind": "qlora"}}),
+        exhaustive({**MXFP8, "model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}}),
+        exhaustive({**MXFP8, "adapter": {"kind": "qlora"}, "mesh": {"replica": 4}, "zero": 1, "batch": TWO}),
     ],
 )
 def test_losses_are_close_to_those_without_fp8(sections):
     devices = 4 if "mesh" in sections else 1
-    mine = Trained(config(precision=fp8(), **sections), devices, updates=2)
-    theirs = Trained(config(precision={"compute": "float32"}, **sections), devices, updates=2, begin=mine)
+    precision = sections.get("precision", fp8())
+    mine = Trained(config(**{**sections, "precision": precision}), devices, updates=2)
+    theirs = Trained(config(**{**sections, "precision": {"compute": "float32"}}), devices, updates=2, begin=mine)
     text = mine.compiled.as_text()
     assert "f8e4m3fn" in text
-    assert "f8e5m2" in text
+    assert ("f8e5m2" in text) == (precision["fp8_scaling"] != "mxfp8")
     for update, plain_update in zip(mine.metrics, theirs.metrics, strict=True):
         assert update["loss"] == pytest.approx(plain_update["loss"], rel=5e-3)
         assert update["gradient_norm"] == pytest.approx(plain_update["gradient_norm"], rel=0.15)

@@ -131,6 +131,7 @@ precision.compute=bfloat16
 precision.compute=float16
 precision.compute=fp8
 precision.fp8_scaling=row precision.compute=fp8
+precision.fp8_scaling=mxfp8 precision.compute=fp8
 precision.fp8_layers=[blocks.mlp.*] precision.compute=fp8
 precision.gradients=float32
 precision.gradients=bfloat16
