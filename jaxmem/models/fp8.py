@@ -4,14 +4,13 @@ arXiv:2209.05433).
 Each operand is divided by scales that bring its largest absolute values into the range of the format, and rounded.
 `tensor`: one scale per operand. `row`: one per row of the left operand and one per column of the right operand, so an
 outlier costs precision in its row only; results are multiplied by both. `mxfp8`: one per 32 values along the contracted
-dimension (OCP Microscaling Formats 1.0); so few gradients need only the range of e4m3. A scale is computed from the
-values that it scales, so no history is stored. Scales are powers of two: they round nothing, and values that share a
-scale in one layout of devices or chunks but not in another are rounded alike, unless they are below the range of the
-format.
+dimension (OCP Microscaling Formats 1.0); so few gradients need only the range of e4m3. Rows and blocks are those of a
+device's shard. A scale is computed from the values that it scales, so no history is stored. Scales are powers of two:
+they round nothing, and values that share a scale in one layout of devices or chunks but not in another are rounded
+alike, unless they are below the range of the format.
 
 XLA compiles a dot of values converted from float8 to an FP8 matmul of cuBLASLt, which sums in float32. Matmuls with
-block scales are calls of cuDNN, on the shards of each device. CPUs multiply the same rounded values in the compute
-dtype.
+block scales are calls of cuDNN. CPUs multiply the same rounded values in the compute dtype.
 """
 
 import math
@@ -117,21 +116,43 @@ def _multiply(
     shards: tuple[Shards, Shards],
 ) -> jax.Array:
     """The dot of two arrays in float8; the second one has one dimension that is not contracted."""
-    if scaling == "mxfp8":  # XLA's partitioner does not shard calls of cuDNN
-        return map_dot(partial(_dot_of_blocks, contracted, dtype), contracted, shards)(*operands)
-    along_a, along_b = contracted if scaling == "row" else (None, None)
-    a, a_scale = _rounded(operands[0], formats[0], along_a)
-    b, b_scale = _rounded(operands[1], formats[1], along_b)
+    if scaling == "tensor":
+        return _dot_of_scaled(contracted, dtype, *operands, formats=formats, by_row=False)
+    # On the shards of each device: XLA's partitioner does not shard calls of cuDNN, and the scales of sharded rows
+    # would multiply the sum over devices, which XLA would then all-reduce and not reduce-scatter.
+    of_rows = partial(_dot_of_scaled, formats=formats, by_row=True)
+    dot: Callable[..., jax.Array] = of_rows if scaling == "row" else _dot_of_blocks
+
+    def of_shards(a: jax.Array, b: jax.Array) -> jax.Array:
+        # Otherwise XLA transposes the stack of all layers from which a saved x is sliced.
+        return dot(contracted, dtype, *(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in (a, b)))
+
+    return map_dot(of_shards, contracted, shards)(*operands)
+
+
+def _dot_of_scaled(
+    contracted: tuple[Dims, Dims],
+    dtype: DTypeLike,
+    a: jax.Array | Rounded,
+    b: jax.Array | Rounded,
+    *,
+    formats: tuple[DTypeLike, DTypeLike],
+    by_row: bool,
+) -> jax.Array:
+    """The dot of two arrays with a scale each, or with a scale for each row that is contracted."""
+    along_a, along_b = contracted if by_row else (None, None)
+    a_values, a_scale = _rounded(a, formats[0], along_a)
+    b_values, b_scale = _rounded(b, formats[1], along_b)
     # Without the barrier, XLA joins dots that share an operand, and computes the joined dot in bfloat16.
-    a, b = jax.lax.optimization_barrier((a, b))
-    a = a.astype(dtype)
-    b = b.astype(dtype)
-    if scaling == "tensor":  # XLA passes the scale of an operand to cuBLASLt
-        a = a * a_scale.astype(dtype)
-        b = b * b_scale.astype(dtype)
+    a_values, b_values = jax.lax.optimization_barrier((a_values, b_values))
+    a_values = a_values.astype(dtype)
+    b_values = b_values.astype(dtype)
+    if not by_row:  # XLA passes the scale of an operand to cuBLASLt
+        a_values = a_values * a_scale.astype(dtype)
+        b_values = b_values * b_scale.astype(dtype)
     with jax.named_scope(SCOPE):
-        y = jax.lax.dot_general(a, b, (contracted, ((), ())))
-    if scaling == "row":
+        y = jax.lax.dot_general(a_values, b_values, (contracted, ((), ())))
+    if by_row:
         a_scale = jnp.squeeze(a_scale, along_a)[..., None]
         b_scale = jnp.squeeze(b_scale, along_b)
         y = y * a_scale.astype(dtype) * b_scale.astype(dtype)
@@ -141,8 +162,6 @@ def _multiply(
 def _dot_of_blocks(contracted: tuple[Dims, Dims], dtype: DTypeLike, a: jax.Array, b: jax.Array) -> jax.Array:
     """The dot of two arrays that are rounded in blocks along the contracted dimensions."""
     shapes = a.shape, b.shape
-    # Otherwise XLA transposes the stack of all layers from which a saved x is sliced.
-    a, b = (with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in (a, b))
     blocks = [_rounded(_in_blocks(x, along), VALUES, (2,)) for x, along in zip((a, b), contracted, strict=True)]
 
     def fused(blocks: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -190,8 +209,8 @@ def _scaled_matmul(dtype: DTypeLike) -> Callable[..., jax.Array]:
     width], their scales) -> [batch, rows, columns] in `dtype`."""
 
     @custom_vmap
-    def run(*arrays: jax.Array) -> jax.Array:
-        return jax.nn.scaled_matmul(*arrays, preferred_element_type=dtype)
+    def run(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+        return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=dtype)
 
     @run.def_vmap
     def run_mapped(size: int, is_mapped: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

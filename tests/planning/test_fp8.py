@@ -75,6 +75,16 @@ def test_matmuls_with_block_scales_are_compiled_to_fp8(target, sections):
     assert not not_in_fp8(target, built, step)
 
 
+@pytest.mark.parametrize("scaling", [exhaustive("tensor"), "row", exhaustive("mxfp8")])
+def test_weight_gradients_are_reduce_scattered(scaling):
+    precision = {"compute": "fp8", "fp8_scaling": scaling}
+    _, step = compiled_for(config(**SECTIONS, precision=precision, mesh={"fsdp": 4}), "b200-180gb:4")
+    reduced = [part.shape for part in step.module.walk() if part.opcode in ("all-reduce", "all-reduce-start")]
+    model = SECTIONS["model"]
+    smallest = model["embed"] * model["kv_heads"] * model["head_dim"]
+    assert all(shape.bytes < smallest for shape in reduced)
+
+
 def test_matmuls_with_block_scales_have_the_flops_of_others():
     model = {**SECTIONS["model"], "kv_heads": 4}  # cuDNN pads fewer than 128 columns
     cfg = config(**{**SECTIONS, **IN_BLOCKS, "model": model, "memory": {"remat": "none"}})
