@@ -163,8 +163,12 @@ def _batched(arrays: Sequence[jax.Array], dims: Sequence[Any]) -> tuple[jax.Arra
 
 
 def _partial_evaluation(_policy: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """For the backward pass the operation has d in place of x, so that x is not recomputed."""
-    assert not any(unknown)
+    """For the backward pass the operation has d in place of x, so that x is not recomputed. Where jax moves out of a
+    loop what is the same in each iteration, x is unknown: the operation stays as it is."""
+    if any(unknown):
+        operands = zip(eqn.invars, instantiated, strict=True)
+        missing = [x for x, is_there in operands if isinstance(x, Var) and not is_there]
+        return None, eqn, [True], [True], missing
     rounded = eqn.invars[1]
     residuals = [rounded] if isinstance(rounded, Var) and not instantiated[1] else []
     return eqn, eqn.replace(invars=[rounded, rounded]), [False], [True], residuals

@@ -32,6 +32,7 @@ def alone():
         {"remat": "full", "update": "during"},
         exhaustive({"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}),
         exhaustive({"remat": {"save": ["mlp_hidden", "attention_q"]}}),
+        exhaustive({"remat": "dots", "head_groups": 2}),
         exhaustive({"remat": "full", "offload": "activations"}),
         exhaustive({"remat": "dots", "offload": "activations", "update": "during"}),
     ],
