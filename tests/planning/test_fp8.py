@@ -50,7 +50,6 @@ def test_matmuls_are_compiled_to_fp8(target, sections):
 @pytest.mark.parametrize(
     ("target", "sections"),
     [
-        ("b200-180gb", {}),
         exhaustive("b200-180gb:8", {"mesh": {"fsdp": 2, "tensor": 2, "context": 2}}),
         exhaustive("b200-180gb:4", {"mesh": {"stage": 2, "replica": 2}, "batch": {"global_size": 8, "accumulate": 2}}),
         # A frozen weight is not mapped over the groups of rows that sum their gradients.
@@ -66,13 +65,18 @@ def test_matmuls_are_compiled_to_fp8(target, sections):
         exhaustive("b200-180gb:2", {"mesh": {"expert": 2}, "model": EXPERTS}),
     ],
 )
-def test_matmuls_with_block_scales_are_compiled_to_fp8(target, sections):
-    built, step = compiled_for(config(**{**SECTIONS, **IN_BLOCKS, **sections}), target)
+def test_matmuls_with_block_scales_are_compiled_to_fp8_in_every_layout(target, sections):
+    check_block_scaled(target, *compiled_for(config(**{**SECTIONS, **IN_BLOCKS, **sections}), target))
+
+
+def check_block_scaled(target, built, step):
+    """Returns the matmuls."""
     matmuls = [part for part in step.module.walk() if part.proto.custom_call_target == BLOCK_SCALED_DOT]
     assert len(matmuls) >= 7
     assert {operand.shape.dtype for part in matmuls for operand in part.operands} == {"float8_e4m3fn", "float8_e8m0fnu"}
     assert all(SCOPE in part.op_name for part in matmuls)
     assert not not_in_fp8(target, built, step)
+    return matmuls
 
 
 @pytest.mark.parametrize("scaling", [exhaustive("tensor"), "row", exhaustive("mxfp8")])
@@ -85,11 +89,11 @@ def test_weight_gradients_are_reduce_scattered(scaling):
     assert all(shape.bytes < smallest for shape in reduced)
 
 
-def test_matmuls_with_block_scales_have_the_flops_of_others():
+def test_matmuls_with_block_scales_are_compiled_to_fp8_and_have_the_flops_of_others():
     model = {**SECTIONS["model"], "kv_heads": 4}  # cuDNN pads fewer than 128 columns
     cfg = config(**{**SECTIONS, **IN_BLOCKS, "model": model, "memory": {"remat": "none"}})
-    _, step = compiled_for(cfg, "b200-180gb")
-    matmuls = [part for part in step.module.walk() if part.proto.custom_call_target == BLOCK_SCALED_DOT]
+    built, step = compiled_for(cfg, "b200-180gb")
+    matmuls = check_block_scaled("b200-180gb", built, step)
     flops = sum(dot_flops(part) * step.module.executions[part.computation] for part in matmuls)
     width = model["embed"] * (2 * model["heads"] + 2 * model["kv_heads"]) * model["head_dim"]
     width += 3 * model["embed"] * model["mlp"]
