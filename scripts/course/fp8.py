@@ -14,6 +14,7 @@ from scripts.course.table import Row, Table
 TOKENS, INPUTS, OUTPUTS = 512, 256, 256
 OUTLIERS = (1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)  # times the other values
 SCALINGS: dict[str, Scaling] = {"FP8, a scale per tensor": "tensor", "FP8, a scale per row": "row"}
+MXFP8 = "MXFP8, a scale per 32 values"
 INT8 = "int8, a scale per tensor"
 RESULTS = ("result", "gradient of x", "gradient of w")
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -23,6 +24,7 @@ def measure() -> Findings:
     x, w, g = arrays()
     rows: list[Row] = [{"matmuls in": "bfloat16", **errors(x, w, g, None)}]
     rows += [{"matmuls in": name, **errors(x, w, g, scaling)} for name, scaling in SCALINGS.items()]
+    rows.append({"matmuls in": MXFP8, **errors(x, w, g, "mxfp8")})
     curves = {name: [(factor, error_beside(factor, name)) for factor in OUTLIERS] for name in (INT8, *SCALINGS)}
     sizes = {name: _sizes(values) for name, values in (("activations", x), ("gradients", logit_gradients()))}
     edges = np.arange(-40, 1)
