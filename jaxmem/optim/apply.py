@@ -115,7 +115,7 @@ def apply_updates(
     def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Tree:
         leaf_seed = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
-            return map_with_keys(_add, (w, u), leaf_seed, names, layer, vocab_slice)
+            return map_with_keys(_add, w, u, LeafKeys(leaf_seed, names, layer, vocab_slice))
         seeds = None if leaf_seed is None else _block_seeds(leaf_seed, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
         is_even = w.shape[w.axis] % w.block_size == 0
@@ -148,27 +148,41 @@ def widened(grads: Tree) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32) if g.dtype == jnp.float16 else g, grads)
 
 
-def map_with_keys(
-    function: Callable[..., Any],
-    arrays: tuple[Tree, ...],
-    key: jax.Array | None,
-    axes: Axes,
-    layer: jax.Array | None,
-    vocab_slice: VocabSlice | None,
-) -> Tree:
-    """Applies `function(*arrays, key)` to a leaf. Each layer of a stack and each row of a vocabulary matrix has its own
-    key, which is the same if the layer or row is updated separately (`layer`, `vocab_slice`)."""
+@dataclass(frozen=True)
+class LeafKeys:
+    """The random keys of a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key. It is the
+    same if the layer or row is updated separately."""
+
+    key: jax.Array | None  # None: nothing is random
+    axes: Axes
+    layer: jax.Array | None = None
+    vocab_slice: VocabSlice | None = None
+
+
+def map_with_keys(function: Callable[..., Any], arrays: Tree, read_only: Tree, keys: LeafKeys) -> Tree:
+    """Replaces the arrays of a leaf by `function(arrays, read_only, key)`. A vocabulary matrix is updated some rows at
+    a time, in place; otherwise XLA might store the random bits of all rows, and float32 values computed from them."""
+    key = keys.key
+    axes = keys.axes
     if key is None:
-        return function(*arrays, key)
-    if (keys := row_keys(key, axes, arrays[0].shape, vocab_slice)) is not None:
+        return function(arrays, read_only, key)
+    shape = jax.tree.leaves(arrays)[0].shape
+    if (keys_of_rows := row_keys(key, axes, shape, keys.vocab_slice)) is not None:
         dim = axes.index("vocab")
-        return jax.vmap(function, (dim,) * len(arrays) + (0,), dim)(*arrays, keys.reshape(-1))
+
+        def update(arrays: Tree, read_only: tuple[Tree, jax.Array], *_: jax.Array) -> Tree:
+            others, keys_of_rows = read_only
+            return jax.vmap(function, (dim, dim, 0), dim)(arrays, others, keys_of_rows.reshape(-1))
+
+        if keys.vocab_slice is not None:  # few rows
+            return update(arrays, (read_only, keys_of_rows))
+        return update_rows(update, arrays, (read_only, keys_of_rows), axes, dim)
     if axes[:1] != ("layer",):
-        return function(*arrays, key)
-    if layer is not None:
-        return function(*arrays, jax.random.fold_in(key, layer))
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(jax.tree.leaves(arrays)[0].shape[0]))
-    return jax.vmap(function)(*arrays, keys)
+        return function(arrays, read_only, key)
+    if keys.layer is not None:
+        return function(arrays, read_only, jax.random.fold_in(key, keys.layer))
+    keys_of_layers = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shape[0]))
+    return jax.vmap(function)(arrays, read_only, keys_of_layers)
 
 
 def _add(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -104,7 +104,7 @@ def _per_shard(
     return map_shards(lambda stack, shards, first: loop(stack, shards, first[0]), over, stack, read_only, first)
 
 
-def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axes) -> Tree:
+def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axes, dim: int = 0) -> Tree:
     """Applies `function` to some rows of a matrix at a time, in place, so that no device dequantizes more than 8 M
     elements at once. A stack of matrices is one loop over the parts of all layers.
 
@@ -113,12 +113,13 @@ def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axe
         matrix: a tree of arrays and QTensors that have the same shape, and blocks along one dimension.
         read_only: a tree like `matrix`, of which `function` receives the same rows.
         axes: their logical axes.
+        dim: the dimension of rows in a matrix; in a stack it is one more.
 
     Returns:
         The new `matrix`.
     """
     zero = jnp.zeros((), jnp.int32)
-    division = _division((matrix, read_only), axes)
+    division = _division((matrix, read_only), axes, dim)
     is_stack = axes[:1] == ("layer",)
     if division is None:
         update_matrix = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
@@ -132,9 +133,15 @@ class Division:
     """The parts of a matrix, or of each matrix of a stack. The rows of a part are strided: on a mesh that shards rows,
     each device has some of its own rows in every part."""
 
-    rows: int  # the dimension of rows: 1 in a stack, otherwise 0
+    is_stack: bool
+    dim: int  # the dimension of rows in a matrix
     units: int  # number of rows, or of blocks of rows that share a scale
     parts: int  # number of parts; divides `units`
+
+    @property
+    def rows(self) -> int:
+        """The dimension of rows in the complete array."""
+        return self.dim + self.is_stack
 
     def cut(self, x: jax.Array) -> jax.Array:
         """The dimension of rows as [units // parts, parts, rows of a unit]."""
@@ -142,23 +149,30 @@ class Division:
         rows, *after = x.shape[self.rows :]
         return x.reshape(*before, self.units // self.parts, self.parts, rows // self.units, *after)
 
+    def join(self, part: jax.Array) -> jax.Array:
+        """A part as a matrix: its dimensions [units // parts, rows of a unit] are one."""
+        before = part.shape[: self.dim]
+        units, rows, *after = part.shape[self.dim :]
+        return part.reshape(*before, units * rows, *after)
+
     def grid(self, stack: Tree) -> Grid:
         """The parts of all matrices, in the dimensions of `cut`."""
         parts = {self.rows + 1: self.parts}
-        return {0: jax.tree.leaves(stack)[0].shape[0], **parts} if self.rows else parts
+        return {0: jax.tree.leaves(stack)[0].shape[0], **parts} if self.is_stack else parts
 
 
-def _division(matrices: Tree, axes: Axes) -> Division | None:
+def _division(matrices: Tree, axes: Axes, dim: int) -> Division | None:
     """The division of matrices of one shape with these logical axes; None: they stay in one part."""
-    rows = int(axes[:1] == ("layer",))
+    is_stack = axes[:1] == ("layer",)
     leaves = jax.tree.leaves(matrices, is_leaf=is_quantized)
-    shape = leaves[0].shape[rows:]
-    blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == -len(shape)]
-    units = shape[0] // blocks_of_rows[0] if blocks_of_rows else shape[0]
-    parts = _parts(math.prod(shape), units, _devices(axes[rows:]))
-    if parts == 1 or any(x.shape[rows] % units for x in jax.tree.leaves(matrices)):
-        return None
-    return Division(rows, units, parts)
+    shape = leaves[0].shape[int(is_stack) :]
+    blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]
+    units = shape[dim] // blocks_of_rows[0] if blocks_of_rows else shape[dim]
+    devices = _devices(axes[int(is_stack) :])
+    parts = _parts(math.prod(shape), units, math.prod(devices), devices[dim])
+    division = Division(is_stack, dim, units, parts)
+    is_uneven = any(x.shape[division.rows] % units for x in jax.tree.leaves(matrices))
+    return None if parts == 1 or is_uneven else division
 
 
 def _update_divided(
@@ -169,9 +183,8 @@ def _update_divided(
     cut_read_only = jax.tree.map(division.cut, read_only)
 
     def as_matrix(part: Tree, complete: Tree) -> Tree:
-        """A part [units, rows of a unit, ...] of `complete` as a matrix [rows, ...]."""
-        joined = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), part)
-        return with_sliced_sizes(joined, complete)
+        """A part of `complete` as a matrix."""
+        return with_sliced_sizes(jax.tree.map(division.join, part), complete)
 
     def step(part: Tree, i: jax.Array) -> Tree:
         *layer, index = _place(grid, i)
@@ -220,15 +233,15 @@ def _devices(axes: Axes) -> list[int]:
     return [1] if layout is None else [layout.size(over) for over in layout.mesh_axes_each("optimizer", axes)]
 
 
-def _parts(size: int, units: int, devices: list[int]) -> int:
+def _parts(size: int, units: int, devices: int, row_shards: int) -> int:
     """The least number of parts with at most PART_SIZE elements per device. The number divides `units`. Parts are
     fewer and larger if otherwise the units of a part could not be divided equally among the devices.
 
     >>> many = 8 * PART_SIZE
-    >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])
+    >>> _parts(many, 16, 1, 1), _parts(many, 16, 8, 8), _parts(8 * many, 16, 8, 8), _parts(many, 16, 8, 1)
     (8, 1, 2, 1)
     """
-    matrix_size = size // math.prod(devices)
+    share = size // devices
     divisors = [n for n in range(1, units + 1) if units % n == 0]
-    shared = [n for n in divisors if units // n % devices[0] == 0] or divisors
-    return next((n for n in shared if matrix_size <= n * PART_SIZE), shared[-1])
+    shared = [n for n in divisors if units // n % row_shards == 0] or divisors
+    return next((n for n in shared if share <= n * PART_SIZE), shared[-1])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
+from jaxmem.optim.apply import LeafKeys, VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
 from jaxmem.sharding import Axes
 from jaxmem.sharding.weights import WithRemainder
 from jaxmem.typing import AxesTree, Tree
@@ -99,7 +99,7 @@ def with_remainder(
 
         def change(path: KeyPath, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Tree:
             draws = leaf_key(key, path) if bits == 8 else None
-            return map_with_keys(_change, (u, w, remainder), draws, names, layer, vocab_slice)
+            return map_with_keys(_change, (u, remainder), w, LeafKeys(draws, names, layer, vocab_slice))
 
         names = axes_or_unnamed(axes, params)
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)
@@ -109,10 +109,11 @@ def with_remainder(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The difference to add to `w`, so that it becomes the bfloat16 nearest to the new weight, and the new remainder.
-    Both are computed on the bits as integers: the upper 16 bits of a float32 are a bfloat16, and adding half a unit
-    rounds ties away from zero."""
+def _change(pair: tuple[jax.Array, jax.Array], w: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """From an update and a remainder: the difference to add to `w`, so that it becomes the bfloat16 nearest to the new
+    weight, and the new remainder. Both are computed on the bits as integers: the upper 16 bits of a float32 are a
+    bfloat16, and adding half a unit rounds ties away from zero."""
+    u, remainder = pair
     new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
     sign = bits & jnp.int32(-(2**31))

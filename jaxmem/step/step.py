@@ -148,7 +148,9 @@ def _update(
             from jaxmem.step.update_in_parts import update_from_host
 
             return update_from_host(spec, params, grads, state.opt_state, write, norm)
-        updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
+        # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
+        # while it clips them, and could not clip them in place.
+        updates, opt_state = spec.optimizer.update(grads, state.opt_state, params, norm=norm)
         return write(params, updates, axes=axes), opt_state
 
     if finite is None:

@@ -1,5 +1,7 @@
 """A bfloat16 weight and the bits that it lacks, against float32 copies and against exact sums."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,11 @@ import optax
 import pytest
 
 from jaxmem import optim
+from jaxmem.optim import in_place
+from jaxmem.sharding import is_axes, layout_for
 from jaxmem.sharding.weights import WithRemainder
 from tests.optim.conftest import gradients, normal
+from tests.step.conftest import config
 
 AXES = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}
 
@@ -95,3 +100,33 @@ def test_weights_and_quantized_adamw_states_take_four_or_five_bytes(name, most):
     params = {"w": jnp.zeros((4, 1024, 1024), jnp.bfloat16), "norm": jnp.zeros((4, 1024), jnp.bfloat16)}
     state = optim.with_remainder(getattr(optim, name)(1e-3, axes=AXES), 8, AXES).init(params)
     assert sum(x.nbytes for x in jax.tree.leaves((params, state))) < most * sum(x.size for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
+def test_vocabulary_matrices_in_parts_are_updated_as_a_whole(monkeypatch, mesh):
+    """Bit by bit, on every mesh; also weights that are rounded stochastically."""
+    axes = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}
+    params = {"head": normal(32, 96).astype(jnp.bfloat16), "rows": normal(96, 32, seed=1).astype(jnp.bfloat16)}
+    grads = gradients(params, 2)
+    tx = optim.with_remainder(optax.sgd(1e-2), 8, axes)
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        rounded = optim.apply_updates(params, grads, jax.random.key(3), axes)
+        return optim.apply_updates(params, updates), state, rounded
+
+    def run(layout):
+        with layout:
+            weights, state = params, tx.init(params)
+            if mesh:
+                place = lambda names, x: layout.sharding("weights", names, x.shape)  # noqa: E731
+                weights = jax.device_put(weights, jax.tree.map(place, axes, weights, is_leaf=is_axes))
+            step = jax.jit(partial(update))  # a new function: jax caches the trace of another size of parts
+            for g in grads:
+                weights, state, rounded = step(g, state, weights)
+        return jax.tree.map(np.asarray, (weights, state.master, rounded))
+
+    whole = run(layout_for(config(), jax.devices()[:1]))
+    monkeypatch.setattr(in_place, "PART_SIZE", 64)
+    parts = run(layout_for(config(mesh=mesh), jax.devices()[: 8 if mesh else 1]))
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)

@@ -13,6 +13,8 @@ from jaxmem import optim
 from jaxmem.config import Optimizer
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 from jaxmem.step.kernel_choice import attention_choice
 from jaxmem.step.programs import compiler_options
@@ -181,3 +183,31 @@ def test_existing_weights_are_not_initialised():
     model = built.cfg.model.model_copy(update={"hf": "dir"})
     with pytest.raises(UserError, match=r"model\.hf=dir provides the weights"):
         dataclasses.replace(built, cfg=built.cfg.model_copy(update={"model": model})).initialise()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sizes", "copies"),
+    [
+        # The loss needs two copies of the head. The random bits of its columns, and float32 values that depend on them,
+        # exist for some columns at a time.
+        ({"vocab": 65536, "layers": 2, "mlp": 512}, 2 * 65536 * 1024),
+        # Gradients are clipped in place: there is no copy of the largest one.
+        ({"vocab": 512, "layers": 8, "mlp": 8192}, 8 * 8192 * 1024),
+    ],
+)
+def test_an_update_with_remainders_needs_little_beside_the_gradients(sizes, copies):
+    """Compiled for a GPU. `copies`: elements of bfloat16 arrays that may exist beside the gradients."""
+    target = parse_target("h100-80gb:1")
+    model = {"family": "decoder", "embed": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64, **sizes}
+    sections = {
+        "model": model,
+        "data": {"sequence_length": 256},
+        "batch": {"global_size": 1},
+        "precision": {"parameters": "bfloat16", "master": "remainder8"},
+        "optimizer": {"name": "adamw8bit"},
+        "memory": {"remat": "full"},
+    }
+    built = program(config(**sections), target_devices(target, target.memory))
+    compiled, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    assert compiled.sizes["temporaries"] < 2 * (built.model.parameter_count + copies)
