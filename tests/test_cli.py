@@ -76,6 +76,7 @@ def test_a_finished_run_names_the_settings_that_it_ignores(run: Path, capsys: py
     assert (run / "report.html").stat() == before
 
 
+@pytest.mark.exhaustive
 def test_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`train` ends with the very page that the command makes."""
     page = tmp_path / "again.html"
@@ -83,6 +84,7 @@ def test_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert page.read_text() == (run / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("generate", str(run), "--prompt", "text 4", "--tokens", "5", "--temperature", "0")
     code, out, err = jaxmem(*arguments, capsys=capsys)
@@ -91,6 +93,7 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
     assert jaxmem(*arguments, capsys=capsys) == (0, out, "")
 
 
+@pytest.mark.exhaustive
 def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = jaxmem("evaluate", str(run), "--json", capsys=capsys)
     assert (code, err) == (0, "")
@@ -100,6 +103,7 @@ def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"loss {loss:.4g}" in out
 
 
+@pytest.mark.exhaustive
 def test_evaluate_on_the_whole_of_one_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "one file.txt"
     file.write_text("text 4 and nothing else")
@@ -238,6 +242,7 @@ def test_no_command_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {command} " in out
 
 
+@pytest.mark.exhaustive
 def test_json_is_all_that_stands_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = jaxmem("doctor", "--json", capsys=capsys)
     assert code == 0

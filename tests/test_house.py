@@ -178,6 +178,7 @@ def test_importing_the_kernels_loads_no_operation(tmp_path: Path) -> None:
 LATE = {"jaxmem.planning.result": {"jaxmem.planning.advice", "jaxmem.planning.table"}}
 
 
+@pytest.mark.exhaustive
 def test_no_imports_form_a_circle() -> None:
     """Of files, also within a folder, inside functions and under TYPE_CHECKING. A package's `__init__` is left out."""
 
@@ -191,6 +192,7 @@ def test_no_imports_form_a_circle() -> None:
     list(TopologicalSorter({module: needs(module) for module in MODULES}).static_order())  # raises CycleError
 
 
+@pytest.mark.exhaustive
 def test_kernels_have_one_name() -> None:
     files = [*SOURCES, *(path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py"))]
     for path in files:
@@ -214,6 +216,7 @@ def test_scripts_import_names_that_exist(path: Path) -> None:
                 assert hasattr(module, alias.name) or importlib.util.find_spec(name), name
 
 
+@pytest.mark.exhaustive
 def test_kernels_are_imported_under_one_name(tmp_path: Path) -> None:
     """An editable install puts the clone on Python's path, where kernels/ could be imported a second time."""
     code = "import sys, jaxmem.kernels.fused_attention; print('kernels' in sys.modules)"

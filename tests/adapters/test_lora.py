@@ -61,6 +61,7 @@ def test_gradients_do_not_pass_through_the_norms():
     np.testing.assert_allclose(of["lora"]["a"].get_value(), 0.7 * np.float64(x).T @ (g @ b.T), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_of_an_embedding():
     embedding = Embedding(nnx.Rngs(0), 30, 8)
     embedding.lora = Lora(nnx.Rngs(1), embedding, [LowRank(2, 1.0, 0.5)], Adapter())

@@ -43,6 +43,7 @@ def test_a_quantized_base_stays_quantized():
     assert placed.params["prompt"]["weight"].dtype == np.float32
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_is_read_before_every_text(alone):
     """Prompts of two lengths, and a conversation, are continued as whole sequences behind the rows would be."""
     built, params = alone.built, alone.state.params
@@ -62,6 +63,7 @@ def test_a_prompt_is_read_before_every_text(alone):
     assert list(Conversation(generator)(prompts[0], 3)) == said[:, 0].tolist()
 
 
+@pytest.mark.exhaustive
 def test_merging_a_prompt_is_an_error(alone):
     with pytest.raises(UserError, match=r"merge does not support adapter\.kind=prompt"):
         adapters.merge(nnx.merge(alone.built.model.graphdef, alone.state.params))

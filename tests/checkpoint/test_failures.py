@@ -178,6 +178,7 @@ with Checkpoints(sys.argv[1], every=1, keep=1) as checkpoints:
 """
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_a_whole_checkpoint_remains(tmp_path: Path) -> None:
     """Writing and rotating without a pause, killed at random; the next one goes on from what is whole."""
     shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=jax.device_put(0).sharding)
@@ -310,6 +311,7 @@ def test_logs_of_orbax_are_not_printed_while_the_checkpoints_are_open(
         assert is_printed(logger, here)
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     said, after = done.stdout.splitlines()

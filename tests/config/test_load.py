@@ -170,6 +170,7 @@ def test_a_saved_config_says_everything(tmp_path):
     assert saved["objective"]["temperature"] == 0.1
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60)
 @given(
     text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
@@ -182,6 +183,7 @@ def test_any_text_survives_saving(tmp_path_factory, text):
     assert load_config(path).data.tokenizer == text
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60)
 @given(rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False))
 def test_any_number_survives_saving(tmp_path_factory, rate):

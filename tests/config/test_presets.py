@@ -73,6 +73,7 @@ def test_published_count(name):
     assert spec(preset(name)).parameter_count == PUBLISHED[name]
 
 
+@pytest.mark.exhaustive
 def test_active_parameters():
     """Mixtral has 12.9 B and 39 B, Qwen3 3.3 B and 22 B, Qwen1.5 2.7 B, gpt-oss 3.6 B and 5.1 B, as their publishers
     round them. The counts of gpt-oss (3.61 and 5.13 B) and DeepSeek-V2-Lite (2.4 B) do not include the embedding."""

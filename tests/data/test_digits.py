@@ -27,6 +27,7 @@ def take(cfg: Config, count: int | None = None, **options: Any) -> list[Batch]:
         return list(islice(loader, count))
 
 
+@pytest.mark.exhaustive
 def test_the_images_are_scikit_learns() -> None:
     from sklearn.datasets import load_digits  # 3 s, which every process that collects the tests would spend
 

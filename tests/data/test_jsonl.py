@@ -124,6 +124,7 @@ print(path.stat().st_size, len(lines), len(whole), read, peak() - before)
 """
 
 
+@pytest.mark.exhaustive
 def test_large_files_stream_in_constant_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "large.jsonl"), str(Path(__file__).parents[2])]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

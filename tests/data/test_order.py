@@ -70,6 +70,7 @@ def test_another_seed_and_another_epoch_are_other_orders() -> None:
     assert first == [training(100, seed=1)[i] for i in range(100)]
 
 
+@pytest.mark.exhaustive
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.sampled_from([0.0, 0.3]))
 def test_blocks_stay_together_and_each_epoch_is_complete(blocks: list[int], share: float) -> None:
     count = sum(blocks)

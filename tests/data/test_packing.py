@@ -1,6 +1,7 @@
 """Packed rows against a slow reference that places one token at a time."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ def test_every_row_is_what_the_definition_says(data: Records, count: int, time: 
         assert found[column] == expected + padding
 
 
+@pytest.mark.exhaustive
 @given(records, st.integers(1, 9), st.booleans())
 def test_rows_go_on_from_any_position(data: Records, time: int, packing: bool) -> None:
     rows, positions, batches = text_rows(data, 2, time, packing), [], []

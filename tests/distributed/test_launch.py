@@ -60,6 +60,7 @@ def test_those_that_are_left_start_again_in_a_number_that_divides_the_first() ->
     assert "launch: starting again with 2 of 4 processes\n" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_one_that_will_not_stop_is_killed() -> None:
     text = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -11,7 +11,6 @@ from jax._src.lib import _jax
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.distributed import watch
 from jaxmem.distributed.cluster import Cluster
-from tests.support.tiers import exhaustive
 
 # What each process runs, beside the others: what is in place of END.
 PROGRAM = """
@@ -66,6 +65,7 @@ def test_they_agree_and_leave_together(started: Any, program: Any) -> None:
     assert all(f"process {number} has left" in processes.said(number) for number in range(2))
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_one_process_ends_all_with_its_reason(started: Any, program: Any) -> None:
     end = "if me == 1: raise UserError('the disk is full')\n    time.sleep(60)"
     processes = started(program(PROGRAM.replace("END", end)), 2, 2)
@@ -74,6 +74,7 @@ def test_an_error_in_one_process_ends_all_with_its_reason(started: Any, program:
     assert processes.said(1).rstrip().endswith("): the disk is full")
 
 
+@pytest.mark.exhaustive
 def test_an_error_that_all_have_is_each_ones_own(started: Any, program: Any) -> None:
     """They unwind as a lone process does, and part without being taken for lost."""
     end = "if me == 0: time.sleep(0.5)\n    raise UserError(f'the same to {me}')"
@@ -104,6 +105,7 @@ FULL = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_write_that_fails_in_one_process_ends_all(started: Any, program: Any, tmp_path: Path) -> None:
     processes = started([*program(PROGRAM.replace("    END", FULL)), str(tmp_path / "checkpoints")], 2, 2)
     processes.until(lambda: both_ready(processes))
@@ -146,12 +148,13 @@ KILLED = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "alone",
     [
         "gather('alone')",
-        exhaustive("checkpoints.save(2, state, {}, {}, force=True)"),
-        exhaustive("checkpoints.restore_latest(state)"),
+        "checkpoints.save(2, state, {}, {}, force=True)",
+        "checkpoints.restore_latest(state)",
     ],
 )
 def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any, program: Any, tmp_path: Path) -> None:

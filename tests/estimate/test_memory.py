@@ -12,7 +12,7 @@ from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
 from tests.planning.conftest import config, plan_here
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import exhaustive
 
 WIDE = {
     "family": "decoder",
@@ -52,6 +52,7 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
     assert parts["batch"] == bytes_on_device(built.spec.batch)
 
 
+@pytest.mark.exhaustive
 def test_the_state_of_adapters_is_exact() -> None:
     built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
     found = estimate(built.cfg, "cpu")
@@ -60,11 +61,12 @@ def test_the_state_of_adapters_is_exact() -> None:
     assert found.host == bytes_on_device(built.spec.state.params) + bytes_on_device(built.spec.state.opt_state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("count", "sections"),
     [
         (4, {"memory": {"remat": "dots"}, "mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}),
-        exhaustive(
+        (
             4,
             {
                 "memory": {"remat": "sqrt"},
@@ -73,7 +75,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 16, "accumulate": 2},
             },
         ),
-        exhaustive(
+        (
             4,
             {
                 "memory": {"remat": "full", "offload": "activations"},
@@ -83,7 +85,7 @@ def test_the_state_of_adapters_is_exact() -> None:
             },
         ),
         # Keys go round, in blocks one after the other; whole logits wait beside the layers.
-        exhaustive(
+        (
             4,
             {
                 "memory": {"remat": "full"},
@@ -92,7 +94,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 8, "accumulate": 2},
             },
         ),
-        exhaustive(
+        (
             2,
             {
                 "memory": {"remat": "full", "mlp_chunk": 128},
@@ -100,7 +102,7 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 32, "accumulate": 2},
             },
         ),
-        exhaustive(
+        (
             4,
             {
                 "memory": {"remat": "sqrt"},
@@ -142,7 +144,8 @@ def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> 
     assert sums <= estimate(built.cfg, "cpu").parts["gradients"] < 1.3 * sums
 
 
-@pytest.mark.parametrize("remat", cases(["none", "full"], "none"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_traced_matmul_flops_equal_the_compiled_ones(remat: str) -> None:
     """A whole step's arithmetic from the trace of one row."""
     plan = plan_here(1, memory={"remat": remat})
@@ -150,6 +153,7 @@ def test_traced_matmul_flops_equal_the_compiled_ones(remat: str) -> None:
     assert 8 * traced == pytest.approx(plan.timeline.flops, rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_attention_flops_do_not_depend_on_the_implementation() -> None:
     def products(name: str) -> list[tuple[int, int]]:
         cfg = config(model=WIDE, memory={"attention": name}, precision={"compute": "bfloat16"})
@@ -168,6 +172,7 @@ def test_attention_flops_do_not_depend_on_the_implementation() -> None:
     assert total(two) - total(products("cudnn")) == pytest.approx(saved, rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_layers_with_a_window_count_as_often_as_they_run() -> None:
     """Three of four layers have it, in one program with two branches. 512 positions are four blocks of plain JAX's
     attention; of two, a causal mask leaves as many tiles as the window."""

@@ -1,11 +1,14 @@
 """Estimated seconds of a step that is not compiled."""
 
+import pytest
+
 from jaxmem.config import load_config
 from jaxmem.machine.links import latency
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.targets import parse_target
 
 
+@pytest.mark.exhaustive
 def test_gathering_each_layer_over_many_hosts_costs_a_latency_each() -> None:
     target = parse_target("h100-80gb:256")
     assert target.gpu is not None

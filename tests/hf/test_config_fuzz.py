@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxmem import models
@@ -28,6 +29,7 @@ def shapes_of(model: Decoder, fused: Mapping[str, Fused]) -> dict[str, tuple[int
     return {one.name: one.shape for one in fuse_tensors(tensors, fused)}
 
 
+@pytest.mark.exhaustive
 def test_a_random_config_is_refused_or_computes_what_transformers_does():
     accepted, shapes = 0, {}
     for case in CASES:

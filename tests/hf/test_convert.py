@@ -55,6 +55,7 @@ def test_an_export_has_the_tensors_of_the_directory(name: str, tmp_path: Path, c
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out"]
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_its_own_is_written_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MAX_FILE_BYTES", 20_000)  # several files
     network = models.build(Decoder(**SMALL), nnx.Rngs(0))
@@ -67,6 +68,7 @@ def test_a_model_of_its_own_is_written_with_its_tokenizer(tmp_path: Path, monkey
     assert len(list((tmp_path / "out").glob("model-0000*"))) > 1
 
 
+@pytest.mark.exhaustive
 def test_unknown_special_tokens_are_null(tmp_path: Path, directories: Path) -> None:
     """Without these keys, transformers has the defaults of the class: in Phi-3 a padding token of 32000."""
     hf.save(hf.load(directories / "phi3"), tmp_path / "out")
@@ -74,6 +76,7 @@ def test_unknown_special_tokens_are_null(tmp_path: Path, directories: Path) -> N
     assert [found[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [None, None, None]
 
 
+@pytest.mark.exhaustive
 def test_a_soft_prompt_is_not_dropped(tmp_path: Path, directories: Path) -> None:
     overrides = ["adapter.kind=prompt", "adapter.virtual_tokens=2", "data.packing=false"]
     built, params = open_model(directories / "llama3", overrides)
@@ -104,6 +107,7 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_text_model_of_a_model_with_images(tmp_path: Path, directories: Path, compare) -> None:
     """Under both names that transformers has given its weights; it is written as a model of text alone."""
     text = compare.config("gemma3")
@@ -183,6 +187,7 @@ def test_each_device_reads_its_own_part(mesh: str, directories: Path) -> None:
         np.testing.assert_array_equal(found, there[f"model.layers.{layer}.mlp.down_proj.weight"].T)
 
 
+@pytest.mark.exhaustive
 def test_the_host_holds_less_than_two_tensors(tmp_path: Path, compare) -> None:
     """numpy's memory is counted, jax's is not: what lies on devices is theirs."""
     given = compare.config("llama3") | {"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 12}
@@ -199,6 +204,7 @@ def test_the_host_holds_less_than_two_tensors(tmp_path: Path, compare) -> None:
     assert largest <= peak < 2 * largest
 
 
+@pytest.mark.exhaustive
 def test_a_run_begins_from_the_weights(tmp_path: Path, directories: Path, compare) -> None:
     """And what it leaves is a directory again, with the shape that it came with."""
     (tmp_path / "texts").mkdir()
@@ -224,6 +230,7 @@ def test_a_run_begins_from_the_weights(tmp_path: Path, directories: Path, compar
     assert decoder_fields(str(tmp_path / "out")) == fields_of(given)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_encoded_on_the_way(directories: Path) -> None:
     """Each layer as it would be among all, and the vectors as they are."""
     place = directories / "llama3"

@@ -66,6 +66,7 @@ def check_against_transformers(name: str, folder: Path, recorded: Any) -> None:
     assert ids == json.loads(str(recorded[f"{name}.ids"]))
 
 
+@pytest.mark.exhaustive
 def test_experts_of_gpt_oss_are_transposed_and_decoded(tmp_path: Path) -> None:
     model = hf.load(directory_of("gpt-oss", tmp_path))
     expected = tensors_of("gpt-oss")
@@ -253,6 +254,7 @@ def test_an_absent_file_is_named() -> None:
         load_config(run_of("missing.gguf"))
 
 
+@pytest.mark.exhaustive
 def test_a_run_as_a_file_for_llama_cpp(tmp_path: Path, compare) -> None:
     compare.write_directory("llama3.1", tmp_path / "given", vocab_size=264)
     (tmp_path / "given/tokenizer.json").write_text(json.dumps(byte_tokenizer()))

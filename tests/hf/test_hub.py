@@ -46,6 +46,7 @@ def answers(environment: dict[str, str], *names: str, program: str = PROGRAM) ->
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_from_the_hub_then_from_the_cache(tmp_path: Path, compare) -> None:
     for name in ("tiny", "no-weights"):
         compare.write_directory("llama3", tmp_path / "hub/org" / name)

@@ -14,7 +14,7 @@ from jaxmem import hf
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_model
 from tests.support.generation import generate
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import cases
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "transformers.npz")
@@ -26,8 +26,7 @@ def test_every_case_is_recorded(compare):
 
 
 FAST = (
-    "deepseek-v2", "gemma2", "gemma3", "gpt-oss", "llama3.1", "olmo2", "phi4-mini", "qwen2-moe", "qwen2.5-yarn",
-    "qwen3-moe-every",
+    "gemma2", "gemma3", "gpt-oss", "llama3.1", "olmo2", "phi4-mini", "qwen2.5-yarn",
 )  # fmt: skip
 
 
@@ -48,7 +47,7 @@ def test_logits_are_those_of_transformers(name, directories, compare):
 GENERATING = ("llama3.2", "mistral", "gemma3", "gpt-oss", "deepseek-v2", "phi4-mini-short")  # their KV caches differ
 
 
-@pytest.mark.parametrize("name", cases(GENERATING, "llama3.2", "gemma3"))
+@pytest.mark.parametrize("name", cases(GENERATING, "llama3.2"))
 def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
     assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()
@@ -77,7 +76,8 @@ def test_experts_in_mxfp4_are_read_as_they_are(tmp_path, directories):
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("targets", [exhaustive("blocks.attention.*"), "blocks.*"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("targets", ["blocks.attention.*", "blocks.*"])
 def test_frozen_experts_in_mxfp4_are_written_as_they_are(tmp_path, directories, targets):
     place = directories / "gpt-oss-mxfp4"
     settings = ["adapter.kind=qlora", "adapter.experts=mxfp4", f"adapter.targets={{{targets}: 2}}"]

@@ -21,7 +21,6 @@ from jaxmem.errors import UserError
 from jaxmem.hf.peft import check_adapter
 from jaxmem.inference.load import initial_state, open_model
 from jaxmem.step import program
-from tests.support.tiers import cases
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "peft.npz")
@@ -57,7 +56,8 @@ def logits_of(graphdef, params, rows):
     return nnx.merge(graphdef, params)(jnp.asarray(rows, jnp.int32))
 
 
-@pytest.mark.parametrize("case", cases(CASES, "dora", "patterns", "saved"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
     """Also where frozen weights were read to host memory."""
     base, offload = place / peft.base_of(case), "frozen" if case == "dora" else "none"
@@ -82,9 +82,8 @@ def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
     np.testing.assert_allclose(logits_of(graphdef, nnx.to_pure_dict(state), peft.ROWS), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "case", cases((name.removesuffix(".losses") for name in PEERS.files if name.endswith(".losses")), "names")
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [name.removesuffix(".losses") for name in PEERS.files if name.endswith(".losses")])
 def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(case, place, peft):
     """The same rows, the same AdamW, from the same adapters."""
     rates = {"learning_rate": peft.LEARNING["lr"], "schedule": "constant", "clip": None, "beta2": 0.999}
@@ -150,6 +149,7 @@ def test_what_does_not_fit(place, tmp_path, peft):
         open_model(tmp_path / "other", [f"adapter.hf={place / 'lora'}"])
 
 
+@pytest.mark.exhaustive
 def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
     """Is refused before it is read: by an adapter of ours, which knows its base in any dtype, and by one that names a
     directory that is here."""

@@ -15,7 +15,6 @@ from jaxmem.config import Decoder, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_model
 from jaxmem.step import program
-from tests.support.tiers import exhaustive
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 32, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 16}
 ROWS = np.arange(24).reshape(2, 12)
@@ -57,9 +56,8 @@ def logits_of(built, params):
     )
 
 
-@pytest.mark.parametrize(
-    ("base", "shared"), [("mixtral", True), exhaustive("qwen3_moe, first dense", False)], indirect=["base"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("base", "shared"), [("mixtral", True), ("qwen3_moe, first dense", False)], indirect=["base"])
 def test_adapters_of_experts_are_read_back(base, shared, tmp_path):
     built, params = opened(base, tmp_path, f"adapter.shared_a={str(shared).lower()}")
     again, found = open_model(tmp_path / "out")

@@ -46,6 +46,7 @@ def asked(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sizes[dim] for dim in dims) for name, dims in {**tensors, **names}.items()}
 
 
+@pytest.mark.exhaustive
 def test_models(compare):
     for name in compare.CASES:
         if compare.config(name)["architectures"][0] not in ASKED["biases"]:
@@ -70,6 +71,7 @@ def new():
     return nnx.split(models.build(Decoder(**SMALL), nnx.Rngs(0)))
 
 
+@pytest.mark.exhaustive
 def test_files(new, tmp_path):
     network = nnx.merge(*new)
     hf.save(network, tmp_path / "out", tokenizer="bytes", dtype="bfloat16")

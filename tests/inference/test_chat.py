@@ -72,6 +72,7 @@ def draws(logits: list[float], **own) -> set[int]:
     return set(np.asarray(picked).ravel().tolist())
 
 
+@pytest.mark.exhaustive
 def test_what_may_be_drawn() -> None:
     logits = np.log([0.5, 0.1, 0.3, 0.1]).tolist()
     assert draws(logits) == {0, 1, 2, 3}
@@ -175,6 +176,7 @@ def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_p
         TextGenerator(tmp_path / "model").answer([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.exhaustive
 def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("one", "a longer text", "b")]
     generator = TextGenerator(model, tokens=6)
@@ -183,6 +185,7 @@ def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
     assert len(set(alone)) > 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["adapter", "merge"])
 def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp_path: Path) -> None:
     (template := tmp_path / "template.jinja").write_text("{{ messages[0].content }}")

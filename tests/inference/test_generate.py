@@ -11,7 +11,6 @@ from jaxmem.errors import UserError
 from jaxmem.inference.generate import Conversation, DecodingState, Generator
 from jaxmem.step import program
 from tests.support.generation import generate
-from tests.support.tiers import cases
 
 PROMPT = np.arange(40, 49)
 
@@ -53,6 +52,7 @@ def test_greedy_follows_the_whole_sequence(alone):
     assert list(generate(made, params, PROMPT, 5)) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_text_that_passes_the_original_length_gets_the_long_factors_from_its_beginning():
     """The rows of a batch pass it at different times, and a prompt in chunks has factors of its whole length."""
     scaling = {"scaling": "longrope", "factor": 4.0, "original_length": 12}
@@ -68,6 +68,7 @@ def test_a_text_that_passes_the_original_length_gets_the_long_factors_from_its_b
             assert jnp.argmax(forward(text[None])[0, -1]) == tokens[known]
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_says_the_same(alone):
     split, params = built({"fsdp": 4, "tensor": 2}, 8)
     assert list(generate(split, params, PROMPT, 8)) == list(generate(*alone, PROMPT, 8))
@@ -81,6 +82,7 @@ def test_rows_and_heads_of_the_kv_cache_are_sharded(alone):
     np.testing.assert_array_equal(together, list(Generator(*alone)(prompts, 4)))
 
 
+@pytest.mark.exhaustive
 def test_temperature_draws_by_the_seed(alone):
     hot = [list(generate(*alone, PROMPT, 12, temperature=2.0, seed=seed)) for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
@@ -90,6 +92,7 @@ def test_every_token_is_sampled_with_other_noise(alone):
     assert len(set(generate(*alone, PROMPT, 12, temperature=1e6, seed=1))) > 3
 
 
+@pytest.mark.exhaustive
 def test_a_low_temperature_is_nearly_greedy_and_a_high_one_is_not(alone):
     greedy, cold, hot = (list(generate(*alone, PROMPT, 12, temperature=value, seed=1)) for value in (0.0, 1e-4, 2.0))
     assert greedy == cold != hot
@@ -100,7 +103,8 @@ def test_it_stops_after_the_end_token(alone):
     assert list(generate(*alone, PROMPT, 4, end=first)) == [first]
 
 
-@pytest.mark.parametrize(("kept", "tokens"), cases([("full", 32), ("int8", 1)], ("int8", 1)))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kept", "tokens"), [("full", 32), ("int8", 1)])
 def test_memory_is_that_of_one_layer_and_one_cache(kept, tokens):
     """Of one more token and of a chunk: what lies beside the cache is the same at any depth, and is no second one."""
     room, one_layer = 4096, 2 * 4096 * 2 * 8 * 4
@@ -123,6 +127,7 @@ def test_memory_is_that_of_one_layer_and_one_cache(kept, tokens):
     assert few < (3 * one_layer if tokens == 1 else 4 * one_layer + 3 * tokens * scores)
 
 
+@pytest.mark.exhaustive
 def test_int8_is_near_the_full_cache(alone):
     """And a prompt in chunks is the prompt."""
     one, params = alone
@@ -146,6 +151,7 @@ def test_int8_is_near_the_full_cache(alone):
         assert (np.abs(rounded.dequantize() - values)[0, :, :40] <= step / 2 * 1.001).all()
 
 
+@pytest.mark.exhaustive
 def test_of_a_conversation_only_what_is_new_is_read(alone, monkeypatch):
     one, params = alone
     small = program(

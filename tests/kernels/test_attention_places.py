@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, blockwise
 from tests.kernels.exact import TOLERANCE, WAYS, drawn, with_segments
-from tests.support.tiers import cases
 
 # ---------------------------------------------------------------- what it holds
 
@@ -28,6 +27,7 @@ def temporaries(shape, **options):
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.exhaustive
 def test_bytes_grow_with_the_sequence_not_with_its_square():
     lengths = [1024, 2048, 4096, 8192]
     blocks = [temporaries((1, n, n, 2, 1, 16), causal=True, implementation="blockwise") for n in lengths]
@@ -52,6 +52,7 @@ def test_the_program_does_not_grow_with_the_sequence():
 # ---------------------------------------------------------------- on several devices
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("blockwise")])
 def test_batch_and_heads_are_sharded(way, monkeypatch):
     """GSPMD: the same values as on one device, and not one element moves between devices."""
@@ -81,7 +82,8 @@ def test_batch_and_heads_are_sharded(way, monkeypatch):
     assert all(x.is_equivalent_to(by_head, 4) for x in compiled.output_shardings[:4])
 
 
-@pytest.mark.parametrize("way", cases((name for name in IMPLEMENTATIONS if name != "cudnn"), "triton"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [name for name in IMPLEMENTATIONS if name != "cudnn"])
 def test_each_device_its_own_batch_and_heads(way):
     """What XLA cannot cut by itself is called on each device's part."""
     shape = (4, 40, 40, 4, 2, 8)

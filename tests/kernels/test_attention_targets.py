@@ -17,7 +17,6 @@ from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
-from tests.support.tiers import cases
 
 LENGTH, HEADS = 2048, 4
 EVERYTHING = {"causal": True, "window": 900, "soft_cap": 30.0, "segments": True}
@@ -58,9 +57,10 @@ def compiled(implementation, target, dim, dtype, options, folder):
     return made, [file for file in folder.rglob("*.ptx") if "attention_" in file.read_text()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("implementation", "target", "dim", "dtype", "options"),
-    cases(CASES, HOPPER),
+    CASES,
     ids=[" ".join(map(str, case[:4])) for case in CASES],
 )
 def test_it_fits_each_gpu(implementation, target, dim, dtype, options, tmp_path):

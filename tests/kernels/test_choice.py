@@ -78,6 +78,7 @@ def test_both_spellings_of_jax_triton(monkeypatch):
     assert told[1]["enable_fp_fusion"] is True
 
 
+@pytest.mark.exhaustive
 def test_an_implementation_is_imported_when_it_is_called():
     """And an operation when it is used."""
     code = """

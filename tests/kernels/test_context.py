@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import context, cudnn, ring
 from tests.kernels.test_cudnn import emulated
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import exhaustive
 
 DEVICES, TIME = 4, 64
 SHARDED = P(None, "c")
@@ -69,32 +69,29 @@ def check(method, arrays, ids, atol=1e-5, **options):
 
 @pytest.mark.parametrize(
     ("method", "window", "packed"),
-    cases(
-        [
-            ("ring", None, True),
-            ("ring", 1, False),
-            ("ring", 20, False),
-            ("ring", 37, True),
-            ("ring", 1000, False),
-            ("ulysses", None, False),
-            ("ulysses", 20, True),
-        ],
-        ("ring", None, True),
+    [
+        exhaustive("ring", None, True),
+        exhaustive("ring", 1, False),
         ("ring", 20, False),
+        exhaustive("ring", 37, True),
+        exhaustive("ring", 1000, False),
         ("ulysses", None, False),
-    ),
+        exhaustive("ulysses", 20, True),
+    ],
 )
 def test_it_is_attention(method, window, packed):
     options = {} if window is None else {"window": window}
     check(method, drawn(4, 2), documents() if packed else None, soft_cap=2.0, **options)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [exhaustive(12, 3), (4, 1)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 3), (4, 1)])
 def test_ulysses_repeats_kv_heads_that_are_fewer_than_devices(heads, kv_heads):
     check("ulysses", drawn(heads, kv_heads), documents())
 
 
-@pytest.mark.parametrize(("method", "packed"), [("ring", False), exhaustive("ulysses", True)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("method", "packed"), [("ring", False), ("ulysses", True)])
 def test_cudnn_computes_blocks_of_keys_and_shares_of_heads(method, packed, monkeypatch):
     """The gradients of a block of keys come from the output and the log-sum-exp of all keys."""
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)

@@ -65,6 +65,7 @@ def test_results_and_gradients_are_those_of_float64(case, parts):
     np.testing.assert_allclose(of_w, wanted, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [7, 1000])
 def test_chunks_have_the_results_and_gradients_of_blocks(size):
     """Half of the groups belong to another device."""
@@ -88,6 +89,7 @@ def test_chunks_have_the_results_and_gradients_of_blocks(size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *((y, back(g)) for y, back in found))
 
 
+@pytest.mark.exhaustive
 def test_under_vmap():
     chosen, (x, w, shares), _, frozen = arrays("several")
     groups = sort_rows(jnp.asarray(chosen), w.shape[0])
@@ -137,7 +139,8 @@ FUSED = {  # rows, choices, groups, inputs, outputs, dtype, format; the last row
 }
 
 
-@pytest.mark.parametrize("case", cases(FUSED, "bfloat16", "nf4"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", FUSED)
 def test_the_fused_matmul_equals_float64(case):
     """Rows read through their index, biases, and gradients of all arguments."""
     rows, choices, count, inputs, outputs, dtype, form = FUSED[case]

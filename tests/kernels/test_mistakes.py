@@ -240,6 +240,7 @@ def test_numpys_arrays_and_numbers_are_taken(operation):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive
 def test_a_window_beyond_32_bits_is_all_there_is():
     for implementation in ATTENTION:
         call("attention", implementation, {"window": 2**40})

@@ -39,6 +39,7 @@ def both(case, way, g, state, weight, seeds):
     return adam8_update(g, state, UNBIASED, **options), int8_add(weight.codes, weight.scale, g, seeds, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_both_updates_equal_float64(case):
     g, state, m, v = drawn(case)
@@ -75,6 +76,7 @@ def test_both_updates_equal_float64(case):
     np.testing.assert_array_equal(found["triton"][1][0], found["reference"][1][0])  # the same draws
 
 
+@pytest.mark.exhaustive
 def test_every_implementation_ran():
     """An update that was skipped does not count as passed."""
     assert {(way, case) for way in IMPLEMENTATIONS for case in CASES} == RAN

@@ -34,6 +34,7 @@ def twice(loss, way):
     return jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", LOSSES)
 def test_second_gradients(operation):
     loss, once, others = LOSSES[operation]

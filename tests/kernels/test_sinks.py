@@ -10,7 +10,7 @@ from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, cudnn
 from tests.kernels.exact import TOLERANCE, drawn
 from tests.kernels.test_context import DEVICES, TIME, over_context
 from tests.kernels.test_cudnn import emulated
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import cases
 
 IDS = jnp.asarray(np.repeat([[1, 2, 3]], [15, 20, 5], axis=1).repeat(2, 0))
 SINKS = jnp.asarray([-1.0, 0.0, 3.0, 9.0])
@@ -60,7 +60,8 @@ def test_a_softmax_with_one_more_column(way, window, has_window, monkeypatch):
     check(run, arrays, window if has_window else 100, IDS if packed else None, 8 * tolerance)
 
 
-@pytest.mark.parametrize(("method", "window"), [exhaustive("ulysses", None), ("ring", 20)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("method", "window"), [("ulysses", None), ("ring", 20)])
 def test_over_devices_of_a_sequence(method, window):
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), TIME // 4)[None].repeat(2, 0)
     options = {} if window is None else {"window": window}

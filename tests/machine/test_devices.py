@@ -18,6 +18,7 @@ def test_the_tests_run_on_eight_devices() -> None:
     assert [device.platform for device in jax.devices()] == ["cpu"] * 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("imports", ["", "import jax; "], ids=["before jax", "after import jax"])
 def test_simulate_decides_how_many_devices_there_are(imports: str) -> None:
     code = f"{imports}from jaxmem.machine import devices; devices.simulate(3); import jax; print(len(jax.devices()))"

@@ -27,6 +27,7 @@ def findings() -> dict:
     return doctor.examine()
 
 
+@pytest.mark.exhaustive
 def test_this_machine(findings: dict) -> None:
     assert json.loads(json.dumps(findings)) == findings
     assert findings["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
@@ -38,6 +39,7 @@ def test_this_machine(findings: dict) -> None:
     assert works["GPU"] == any(device["platform"] != "cpu" for device in findings["devices"])
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_work_says_what_would_mend_it(findings: dict) -> None:
     for check in findings["works"]:
         assert check["works"] == (check["cure"] is None), check

@@ -29,6 +29,7 @@ def block(chunking):
     return Block(attention, GatedMlp(rngs, EMBED, 48, bias=True), norms, 0.1)
 
 
+@pytest.mark.exhaustive
 def test_a_chunked_block_equals_the_whole():
     """Output, and its gradients by weights and input; with dropout, two documents, a last chunk that is not full."""
     x = jax.random.normal(jax.random.key(0), (ROWS, TIME, EMBED))

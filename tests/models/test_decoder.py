@@ -13,7 +13,6 @@ from jaxmem.config import load_config
 from jaxmem.models import Decoder, Execution
 from jaxmem.models.layers import dropout
 from jaxmem.stack import StackOptions
-from tests.support.tiers import cases, exhaustive
 
 
 def preset(name, **fields):
@@ -60,6 +59,7 @@ def test_attention_is_causal():
     assert float(jnp.abs(before[:, 8:] - after[:, 8:]).max()) > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_a_window_masks_earlier_tokens():
     network = Compiled(small(window=3, layers=1))
     a = tokens()
@@ -80,10 +80,11 @@ def test_packed_documents_do_not_attend_to_each_other():
     np.testing.assert_allclose(together[:, 5:], network(second), atol=2e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "fields",
     [
-        exhaustive({"window": 4, "tie_embeddings": True, "kv_heads": 4}),
+        {"window": 4, "tie_embeddings": True, "kv_heads": 4},
         {"qk_norm": True, "attention_bias": True},
         {
             "window": 3,
@@ -112,6 +113,7 @@ def test_dropout_scales_what_it_keeps():
     assert float(jnp.mean(dropped)) == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_dropout_needs_a_key_and_follows_it():
     network = Compiled(small(dropout=0.5))
     ids = tokens()
@@ -130,7 +132,8 @@ def gradient(remat):
     return jax.jit(jax.grad(loss))(network.params)
 
 
-@pytest.mark.parametrize("remat", cases(["full", "dots"], "full"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", ["full", "dots"])
 def test_recompute_does_not_change_gradients(remat):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max())),

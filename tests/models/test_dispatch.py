@@ -33,6 +33,7 @@ def dispatched(how, w, *tokens, devices):
     return run(w, *tokens)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_all_to_all_equals_all_gather_and_float64(top_k):
     rng = np.random.default_rng(0)
@@ -53,6 +54,7 @@ def test_all_to_all_equals_all_gather_and_float64(top_k):
         np.testing.assert_allclose(of_shares, np.einsum("ti,tkio,to->tk", x, w[choices], g), atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_gpu_sends_rows_to_the_devices_that_need_them():
     """The tokens, their results and both gradients; the collectives of the tokens' choices are small."""
     devices, top_k, width = 8, 2, 4096

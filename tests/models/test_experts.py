@@ -9,7 +9,6 @@ from flax import nnx
 from jaxmem.config.networks import Decoder
 from jaxmem.models.experts import Experts
 from jaxmem.models.network import STATISTICS
-from tests.support.tiers import exhaustive
 
 EMBED, MLP = 16, 24
 
@@ -57,12 +56,13 @@ def computed(model, x, segments=None):
     return model(x, None, segments)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        exhaustive({"renormalize": False, "shared": 20, "top_k": 4}),
-        exhaustive({"count": 1, "top_k": 1}),
+        {"renormalize": False, "shared": 20, "top_k": 4},
+        {"count": 1, "top_k": 1},
         {"mlp_bias": True, "activation": "swiglu_clamped"},
     ],
 )
@@ -87,6 +87,7 @@ def test_uniform_routing_has_the_least_losses():
     np.testing.assert_allclose(statistics["router_entropy"], np.log(4), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_padding_does_not_change_the_statistics_of_the_router():
     model, x = made(balance_loss=1.0)
     longer = jnp.concatenate([x, jnp.ones_like(x)], axis=1)  # the same token everywhere: one expert has all
@@ -115,6 +116,7 @@ def test_the_balance_loss_spreads_tokens():
     assert after < 1.3
 
 
+@pytest.mark.exhaustive
 def test_capacity_drops_the_last_tokens_of_an_expert():
     model, x = made(count=2, top_k=1, capacity_factor=1.0)
     model.router.weight.set_value(jnp.zeros((EMBED, 2)).at[:, 0].set(1.0))
@@ -123,6 +125,7 @@ def test_capacity_drops_the_last_tokens_of_an_expert():
     np.testing.assert_allclose(computed(model, x)[0], nnx.jit(defined)(model, x, keep), atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("settings", [{}, {"top_k": 4, "renormalize": False}, {"capacity_factor": 1.0}])
 def test_the_fused_implementation_equals_the_blocks(settings):
     model, x = made(**settings)

@@ -14,7 +14,7 @@ from jaxmem.config import Convnet, Mlp, Vit
 from jaxmem.models import Execution, build, image_networks
 from jaxmem.sharding import make_rules
 from jaxmem.stack import StackOptions
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import exhaustive
 
 VIT = Vit(layers=2, embed=16, mlp=24, heads=2)
 CONVNET = Convnet(stages=(8, 16), blocks=2)
@@ -132,9 +132,10 @@ def gradient(cfg, remat):
 DEEP = [changed(VIT, layers=5), Convnet(stages=(8,), blocks=5), changed(MLP, layers=5, dropout=0.3)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cfg", "remat", "share"),
-    cases([(DEEP[0], "dots", 1.0), (DEEP[1], "full", 0.7), (DEEP[2], "full", 0.7)], (DEEP[2], "full", 0.7)),
+    [(DEEP[0], "dots", 1.0), (DEEP[1], "full", 0.7), (DEEP[2], "full", 0.7)],
 )
 def test_recompute_saves_memory_and_does_not_change_gradients(cfg, remat, share):
     (plain, expected), (frugal, found) = gradient(cfg, "none"), gradient(cfg, remat)

@@ -60,6 +60,7 @@ def test_yarn_blends_and_sharpens():
     assert np.all(np.diff(stretched) < 0)
 
 
+@pytest.mark.exhaustive
 def test_the_length_of_each_document_chooses_the_factors_of_longrope():
     factors = {"short_factors": (1.0, 2.0), "long_factors": (4.0, 8.0)}
     rope = Rope(scaling="longrope", original_length=4, attention_factor=1.0, **factors)

@@ -11,6 +11,7 @@ from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.sharding.weights import Storage, store
 
 
+@pytest.mark.exhaustive
 def test_a_slice_is_read_and_written_at_its_entries():
     """Of a vocabulary in two parts, and of scales that each belong to two entries."""
     slices = VocabSlices(vocab=24, width=4, stored_parts=2)
@@ -31,6 +32,7 @@ def test_a_slice_is_read_and_written_at_its_entries():
     np.testing.assert_array_equal(table[:, 2], -np.arange(24.0))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("shape", "axes"), [((32, 64), ("embed", "vocab")), ((64, 32), ("vocab", "embed"))])
 def test_a_large_matrix_is_initialized_in_slices(shape, axes, monkeypatch):
     """And stored as the whole would be. A small one is drawn whole."""

@@ -21,6 +21,7 @@ def stack():
     return {"w": normal(3, 16, 24), "norm": normal(3, 16, seed=1)}
 
 
+@pytest.mark.exhaustive
 def test_every_optimizer_of_a_config_is_a_chain():
     assert set(OPTIMIZERS) == set(OPTIMIZERS)
     for name, entry in OPTIMIZERS.items():

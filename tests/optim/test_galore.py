@@ -29,6 +29,7 @@ def test_the_range_finder_finds_what_singular_vectors_do(decay, scale):
     assert kept > 0.97
 
 
+@pytest.mark.exhaustive
 def test_the_basis_stays_if_the_gradient_stays_in_it():
     g = decaying(64, 96, 0.2)
     first = range_finder(g, jnp.zeros((64, 8)), jax.random.key(0))
@@ -58,6 +59,7 @@ def test_layers_refresh_their_projections_at_different_steps():
     assert all(sum(row) == 1 for row in changed[1:])
 
 
+@pytest.mark.exhaustive
 def test_a_layer_with_a_stable_basis_is_refreshed_less_often():
     """Q-GaLore: intervals double while the gradient's space is the same."""
     params = {"w": normal(64, 96)}

@@ -8,16 +8,16 @@ import pytest
 from jaxmem import optim
 from jaxmem.quant import quantize
 from tests.optim.conftest import normal
-from tests.support.tiers import exhaustive
 
 AXES = {"w": ("layer", "embed", "mlp")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "form", "kernel", "own", "most"),
     [
-        exhaustive("qgalore", "int8", "triton", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.2),
-        exhaustive("galore_adamw8bit", "int4", "none", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.4),
+        ("qgalore", "int8", "triton", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.2),
+        ("galore_adamw8bit", "int4", "none", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.4),
         ("apollo_mini", "int8", "none", {"scale": 4.0}, 0.2),
     ],
 )

@@ -14,6 +14,7 @@ from tests.step.conftest import Trained, config
 MIXED = {"parameters": "bfloat16", "master": "float32"}
 
 
+@pytest.mark.exhaustive
 def test_the_copy_takes_the_steps_that_float32_weights_would_take() -> None:
     draw = np.random.default_rng(0)
     weights = {"w": jnp.asarray(draw.normal(size=(64, 32)), jnp.bfloat16), "b": jnp.zeros(32, jnp.bfloat16)}
@@ -33,6 +34,7 @@ def test_the_copy_takes_the_steps_that_float32_weights_would_take() -> None:
     jax.tree.map(lambda w, m: np.testing.assert_array_equal(w, m.astype(jnp.bfloat16)), weights, plain)
 
 
+@pytest.mark.exhaustive
 def test_small_updates_are_not_lost() -> None:
     """Each is a hundredth of bfloat16's last bit."""
 

@@ -16,7 +16,6 @@ from jaxmem.sharding import path_name
 from jaxmem.step import program
 from tests.optim.conftest import gradients, normal, updates
 from tests.step.conftest import config
-from tests.support.tiers import exhaustive
 
 EIGHT = {"adamw8bit": 2.04, "adamw4bit": 1.07, "lion8bit": 1.02, "momentum8bit": 1.02}
 
@@ -76,6 +75,7 @@ def test_blocks_are_not_divided_where_the_shape_allows(shape, axes, expected):
     assert quantized.blocks(ParameterSpec(shape, jnp.float32, axes, (0, 1)), 256) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_second_moment_is_never_zero():
     """Where the gradient was a millionth of its block's largest, and then is nothing: Adam's update, not 1/epsilon."""
     first = jnp.full((2, 2048), 1e-6).at[:, ::256].set(1.0)
@@ -93,7 +93,8 @@ def test_blocks_that_do_not_divide_work():
     np.testing.assert_allclose(said["w"], np.sign(g["w"]), atol=1e-3)
 
 
-@pytest.mark.parametrize("axes", [("layer", "embed", "mlp"), exhaustive(("vocab", "embed"))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axes", [("layer", "embed", "mlp"), ("vocab", "embed")])
 def test_no_whole_leaf_is_decoded(axes):
     """Compiled for a GPU: beside weights, gradients and state no more than a layer, or a part, in float32."""
     target = parse_target("h100-80gb:1")

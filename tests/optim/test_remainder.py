@@ -34,6 +34,7 @@ def completed(params, state):
     return jax.tree.map(lambda w, lacks: WithRemainder(w, lacks).dequantize(), params, state.master)
 
 
+@pytest.mark.exhaustive
 def test_sixteen_bits_are_the_copy_bit_by_bit():
     params, adamw = weights(), optim.adamw(1e-3, weight_decay=0.1, axes=AXES)
     grads = gradients(params, 20)
@@ -43,6 +44,7 @@ def test_sixteen_bits_are_the_copy_bit_by_bit():
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("bits", "most"), [(16, 3e-5), (8, 2e-4)])
 def test_a_thousand_updates_of_a_millionth_add_up(bits, most):
     """Against float64, from weights of all sizes to 4; rounded to bfloat16 all but the smallest would stand still."""
@@ -53,6 +55,7 @@ def test_a_thousand_updates_of_a_millionth_add_up(bits, most):
     assert np.sqrt(np.mean(np.square(moved + 1e-3))) < most
 
 
+@pytest.mark.exhaustive
 def test_one_layer_at_a_time_is_the_same():
     params = weights()
     (g,) = gradients(params, 1)

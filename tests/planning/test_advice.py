@@ -41,6 +41,7 @@ def kinds(plan: Plan) -> set[str]:
     return {warned.kind for warned in plan.warnings}
 
 
+@pytest.mark.exhaustive
 def test_float32_adapters_and_the_setting_that_halves_them() -> None:
     def warned(parameters: str, total: int) -> list[PlanWarning]:
         cfg = config(adapter={"kind": "qlora"}, precision={"parameters": parameters})
@@ -53,6 +54,7 @@ def test_float32_adapters_and_the_setting_that_halves_them() -> None:
     assert warned("bfloat16", MIB) == warned("float32", 1000 * MIB) == []
 
 
+@pytest.mark.exhaustive
 def test_a_setting_that_makes_a_step_much_longer_and_its_neighbour() -> None:
     def warned(*overrides: str) -> list[PlanWarning]:
         cfg = load_config({"name": "x", "model": {"preset": "llama3.2-1b"}, "train": {"steps": 10}}, overrides)
@@ -201,6 +203,7 @@ def test_a_gathered_weight_that_outlives_its_layer_is_reported(monkeypatch: pyte
     assert "memory.remat=full" in warned.cure
 
 
+@pytest.mark.exhaustive
 def test_replicated_gradients_of_sharded_weights_are_reported() -> None:
     """Those of a step that has them whole, as it should: to a plan of one that splits them it is a fault."""
     plan = plan_here(4, mesh={"fsdp": 4}, zero=1, batch={"global_size": 16, "accumulate": 2})
@@ -233,6 +236,7 @@ def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
 LOGITS = {"model": {**SMALL, "vocab": 4096}, "data": {"sequence_length": 512}}
 
 
+@pytest.mark.exhaustive
 def test_large_logits_and_their_cure() -> None:
     plan = plan_here(1, **LOGITS)
     (warned,) = [one for one in plan.warnings if one.kind == "logits"]
@@ -255,12 +259,14 @@ def test_remedies_are_what_the_config_does_not_have(remat: str) -> None:
     assert advice._remedies(dots, *options[:2]).startswith("memory.remat=full or")
 
 
+@pytest.mark.exhaustive
 def test_a_plan_without_a_fault_warns_of_nothing(cpu_plan: Plan) -> None:
     """On fsdp and tensor, which divides everything; and with attention in blocks."""
     assert cpu_plan.program.model.execution.attention.implementation == "blockwise"
     assert kinds(cpu_plan) == set()
 
 
+@pytest.mark.exhaustive
 def test_attention_that_writes_out_all_scores() -> None:
     reference = plan_here(1, data={"sequence_length": 128}, memory={"attention": "reference"})
     (warned,) = [one for one in reference.warnings if one.kind == "attention scores"]
@@ -341,6 +347,7 @@ def uneven() -> Plan:
     return plan_here(mesh={"fsdp": 2, "tensor": 4}, model={**SMALL, "layers": 1, "vocab": 263})
 
 
+@pytest.mark.exhaustive
 def test_what_tensor_does_not_divide_is_replicated(uneven: Plan) -> None:
     # A device of 2 along fsdp holds half of the float32 weights: two of 32 x 16, and two of 32 x 263.
     heads, vocab = (one for one in warnings_of(uneven) if one.kind == "not sharded")
@@ -353,6 +360,7 @@ def test_what_tensor_does_not_divide_is_replicated(uneven: Plan) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_tensor_across_hosts_costs_seconds(uneven: Plan) -> None:
     def on(target: str) -> list[PlanWarning]:
         return list(advice._tensor_across_hosts(dataclasses.replace(uneven, target=parse_target(target))))

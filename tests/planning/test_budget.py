@@ -32,6 +32,7 @@ def traced(cfg: Config) -> tuple[int, int]:
     return passes.saved, sum(one.times * one.flops for one in passes.matmuls)
 
 
+@pytest.mark.exhaustive
 def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
     cfg = given()
     gpu = GPUS["h100-80gb"]
@@ -111,6 +112,7 @@ def test_on_a_cpu_the_estimate_decides(gib: float, remat: str) -> None:
     assert resolve_remat(chosen, parse_target("cpu:1")) == (chosen, None)
 
 
+@pytest.mark.exhaustive
 def test_the_share_that_xla_does_not_fill_stays_free(monkeypatch) -> None:
     """Above it XLA recomputes by itself and overlaps less communication."""
     limits: list[int] = []
@@ -127,6 +129,7 @@ def _bytes_of(layer: Layer, name: str) -> int:
     return sum(operation.bytes for operation in layer.operations if operation.name == name)
 
 
+@pytest.mark.exhaustive
 def test_what_is_split_counts_for_one_device() -> None:
     whole = given()
     halves = whole.model_copy(update={"mesh": whole.mesh.model_copy(update={"tensor": 2})})

@@ -18,6 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 MAX_SHARE = 0.02
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-vit"])
 def test_few_bytes_of_a_config_are_classified_by_their_shapes(name: str) -> None:
     file = CONFIGS / f"{name}.yaml"

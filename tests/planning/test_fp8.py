@@ -79,7 +79,8 @@ def check_block_scaled(target, built, step):
     return matmuls
 
 
-@pytest.mark.parametrize("scaling", [exhaustive("tensor"), "row", exhaustive("mxfp8")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scaling", ["tensor", "row", "mxfp8"])
 def test_weight_gradients_are_reduce_scattered(scaling):
     precision = {"compute": "fp8", "fp8_scaling": scaling}
     _, step = compiled_for(config(**SECTIONS, precision=precision, mesh={"fsdp": 4}), "b200-180gb:4")
@@ -100,9 +101,10 @@ def test_matmuls_with_block_scales_are_compiled_to_fp8_and_have_the_flops_of_oth
     assert flops == 3 * 2 * width * model["layers"] * 4 * 128  # tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("target", "sections", "missing"),
-    [("h100-80gb", FP8, "runtime_version.*"), exhaustive("b200-180gb", IN_BLOCKS, "dnn_version_info.*")],
+    [("h100-80gb", FP8, "runtime_version.*"), ("b200-180gb", IN_BLOCKS, "dnn_version_info.*")],
 )
 def test_a_matmul_that_is_not_in_fp8_is_named(target, sections, missing, monkeypatch):
     """XLA is not told the version of CUDA or cuDNN, without which it uses no FP8."""

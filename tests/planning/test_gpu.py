@@ -39,6 +39,7 @@ def planned() -> Plan:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_parts_are_the_whole(planned: Plan) -> None:
     parts = dict(planned.bytes_per_device)
     total = parts.pop("total")
@@ -49,6 +50,7 @@ def test_the_parts_are_the_whole(planned: Plan) -> None:
     assert sum(item.size for item in planned.breakdown.buffers if item.part == "parameters") == parts["parameters"]
 
 
+@pytest.mark.exhaustive
 def test_the_peak_is_the_one_that_xla_allocates_for(planned: Plan) -> None:
     """So the lifetimes are XLA's own; what its packing could not use is a part of `other`."""
     temporaries = [item for item in planned.breakdown.buffers if item.kind not in ("argument", "result")]
@@ -58,6 +60,7 @@ def test_the_peak_is_the_one_that_xla_allocates_for(planned: Plan) -> None:
     assert held == pytest.approx(_simulated_peak(planned.compiled_step.assignment), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_attention_is_that_of_cudnn(planned: Plan) -> None:
     """Whose kernel the default of this GPU is, for packed rows too."""
     kernels = {one.proto.custom_call_target for one in planned.compiled_step.module.walk()}
@@ -65,17 +68,20 @@ def test_attention_is_that_of_cudnn(planned: Plan) -> None:
     assert planned.step_as_json()["kernels"]["memory.attention"]["implementation"] == "cudnn"
 
 
+@pytest.mark.exhaustive
 def test_states_are_sharded_over_all_devices(planned: Plan) -> None:
     count = planned.program.model.parameter_count
     assert planned.bytes_per_device["optimizer"] == pytest.approx(8 * count / 8, rel=0.02)
     assert planned.bytes_per_device["parameters"] == pytest.approx(4 * count / 8, rel=0.02)
 
 
+@pytest.mark.exhaustive
 def test_no_stack_of_weights_is_held_twice(planned: Plan) -> None:
     """Also of `down` and `o`, which are gathered along their last dimension: each layer is turned by itself."""
     assert planned.breakdown.of_kind("weights: copies") == 0
 
 
+@pytest.mark.exhaustive
 def test_no_schedule_is_faster_than_the_roofline(planned: Plan) -> None:
     assert planned.estimated_step_seconds is not None
     assert planned.estimated_step_seconds >= planned.timeline.roofline > 0
@@ -83,12 +89,14 @@ def test_no_schedule_is_faster_than_the_roofline(planned: Plan) -> None:
     assert 1.0 < planned.timeline.flops / planned.ideal_flops_per_device < 1.5
 
 
+@pytest.mark.exhaustive
 def test_the_printed_plan_says_how_published_runs_compare(planned: Plan) -> None:
     compared = published_range(planned.target)
     assert compared is not None
     assert f"{compared} than planned" in " ".join(str(planned).split())
 
 
+@pytest.mark.exhaustive
 def test_a_slower_gpu_and_a_slower_network_take_longer(planned: Plan) -> None:
     module, slower = planned.compiled_step.module, parse_target("a100-80gb:8").gpu
     on_one_host, on_two = (timeline(module, slower, 8, per_host) for per_host in (8, 4))
@@ -97,6 +105,7 @@ def test_a_slower_gpu_and_a_slower_network_take_longer(planned: Plan) -> None:
     assert on_one_host.network.seconds < on_two.network.seconds
 
 
+@pytest.mark.exhaustive
 def test_devices_stand_host_by_host(planned: Plan) -> None:
     """So that the mesh's last axes, whose devices talk most, lie within a host."""
     devices = list(planned.program.layout.mesh.devices.flat)

@@ -21,6 +21,7 @@ from jaxmem.planning.timeline import timeline
 NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
+@pytest.mark.exhaustive
 def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
     parts, (_, *peak) = cpu_plan.bytes_per_device, cpu_plan.history["peak"]
     held = dict(zip(BANDS, peak, strict=True))
@@ -35,6 +36,7 @@ def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
     assert sum(held.values()) == parts["total"]
 
 
+@pytest.mark.exhaustive
 def test_columns_cover_the_step(cpu_plan: Plan) -> None:
     found = cpu_plan.history
     begins = [at for at, *_ in found["columns"]]

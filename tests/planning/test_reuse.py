@@ -1,6 +1,7 @@
 """Nothing is held that could be reused: by the live ranges of compiled steps and of inference."""
 
 import jax
+import pytest
 
 from jaxmem.estimate import bytes_on_device
 from jaxmem.planning import Plan
@@ -33,6 +34,7 @@ def inference(layers: int) -> tuple[int, int]:
     return temporaries.size, max(places)
 
 
+@pytest.mark.exhaustive
 def test_inference_holds_two_arrays_and_what_is_added_at_any_depth() -> None:
     """A layer reads one and writes the next one: the third is what its half adds to the residual stream."""
     few, many = inference(2), inference(12)

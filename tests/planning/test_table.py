@@ -13,6 +13,7 @@ def shown(plan: Plan, width: int) -> str:
     return screen.get()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [80, 100])
 def test_it_is_no_wider_than_the_terminal(width: int, cpu_plan: Plan) -> None:
     text = shown(cpu_plan, width)

@@ -179,6 +179,7 @@ def test_the_list_shows_every_target_whole_in_80_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.exhaustive
 def test_a_model_larger_than_this_cpu_is_planned_for_a_target() -> None:
     with pytest.raises(UserError, match=r"llama3-70b needs .* more than this machine .* --target h100-80gb:8"):
         planning.plan("llama3-70b")

@@ -75,6 +75,7 @@ def test_sharding_over_64_takes_a_fiftieth() -> None:
     assert states(on("h100-80gb", cfg)) / states(on("h100-80gb:64", cfg)) > 50
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_takes_so_much_and_no_more() -> None:
     """Weights, their float32 copy and both moments; gradients come and go within the step."""
     plan = plan_here(1, precision=MIXED, data={"sequence_length": 8})
@@ -98,6 +99,7 @@ def four_bits(axes: Any, x: Any) -> Any:
     return jax.eval_shape(partial(quantize, format="nf4", axis=-2, double_quant=True), x)
 
 
+@pytest.mark.exhaustive
 def test_70_billion_weights_in_4_bits_are_evaluated_on_one_gpu() -> None:
     """Compiled: codes, a constant for each 256, and less than one layer's values beside them."""
     precision = {"parameters": "nf4", "block_size": 256}

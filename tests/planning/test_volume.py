@@ -70,7 +70,7 @@ def sent_by(step):
     return timeline(step.module, TARGET.gpu, TARGET.count, TARGET.per_host)
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, "data", "zero-2", "hybrid", "stages"))
+@pytest.mark.parametrize("name", cases(LAYOUTS, "zero-2"))
 def test_communication_equals_the_theory(name):
     built, step = compiled(name)
     traffic = sent_by(step).traffic
@@ -93,6 +93,7 @@ def test_sums_of_gradients_are_reduced_layer_by_layer_in_the_last_backward_pass(
     assert all(one.kernels for one in large)
 
 
+@pytest.mark.exhaustive
 def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
     _, step = compiled("hybrid")
     loops = 0
@@ -157,6 +158,7 @@ def matrices():
     return [leaf for leaf in jax.tree.leaves(compiled("data")[0].spec.state.params["blocks"]) if leaf.ndim == 3]
 
 
+@pytest.mark.exhaustive
 def test_from_zero_2_on_no_device_holds_whole_gradients():
     stacked = {sorted_dims(leaf.shape) for leaf in matrices()}
     assert live_at_most("data", stacked, only_backward=True) > 0
@@ -164,6 +166,7 @@ def test_from_zero_2_on_no_device_holds_whole_gradients():
     assert live_at_most("hybrid", stacked, only_backward=True) == 0
 
 
+@pytest.mark.exhaustive
 def test_stages_keep_each_boundary_once_and_no_slice_of_the_vocabulary():
     built, _ = compiled("stages")
     pipeline, rows, time = built.model.execution.pipeline, 16, 128
@@ -174,6 +177,7 @@ def test_stages_keep_each_boundary_once_and_no_slice_of_the_vocabulary():
     assert live_at_most("stages", beside) == 0
 
 
+@pytest.mark.exhaustive
 def test_zero_3_gathers_one_layer_at_a_time():
     """Its weights and their gradients, in the compute dtype; never all layers of any."""
     assert live_at_most("hybrid", {sorted_dims(leaf.shape) for leaf in matrices()}) == 0

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP = {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}  # codes that end on a byte
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=20)  # each is two programs to compile
 @given(st.sampled_from(BITS), st.integers(0, 40), st.sampled_from([-1, -2, -3]), st.integers(0, 2**32 - 1))
 def test_unpack_inverts_pack_in_the_fewest_bytes(bits, size, axis, seed):
@@ -22,6 +24,7 @@ def test_unpack_inverts_pack_in_the_fewest_bytes(bits, size, axis, seed):
     np.testing.assert_array_equal(jax.jit(unpack, static_argnums=(1, 2, 3))(packed, bits, axis, size), codes)
 
 
+@pytest.mark.exhaustive
 def test_the_first_code_has_the_highest_bits():
     assert pack(jnp.asarray([0xA, 0x3, 0x0, 0xF], jnp.uint8), 4, -1).tolist() == [0xA3, 0x0F]
     assert pack(jnp.asarray([1, 2, 3, 0], jnp.uint8), 2, -1).tolist() == [0b01101100]

@@ -37,6 +37,7 @@ def test_weights_are_stored_in_the_configured_dtype(name):
 # ------------------------------------------------------------------ stochastic rounding
 
 
+@pytest.mark.exhaustive
 def test_stochastic_rounding_returns_a_neighbour_and_is_unbiased():
     x = jnp.asarray([1.001, -3.0007, 1e-20, 65535.0, -0.1], jnp.float32)
     keys = jax.random.split(jax.random.key(0), 20_000)
@@ -59,6 +60,7 @@ def test_stochastic_rounding_supports_bfloat16_only():
         rounded(jnp.ones(3), jnp.float16, jax.random.key(0))
 
 
+@pytest.mark.exhaustive
 def test_draws_do_not_depend_on_the_mesh():
     x, key = jax.random.normal(jax.random.key(2), (16, 8)), jax.random.key(3)
     layout = layout_for(
@@ -83,6 +85,7 @@ def running_sum(x):
     return jax.lax.scan(lambda total, one: (total + one, None), jnp.zeros((), x.dtype), x)[0]
 
 
+@pytest.mark.exhaustive
 def test_a_loss_in_bfloat16_stands_still_where_ours_adds_up():
     """1,000 equal logits: log 1000 is 6.908. One at a time in bfloat16, a sum stops at 256: 5.545."""
     logits = jnp.zeros((1, 1, 1000), jnp.bfloat16)

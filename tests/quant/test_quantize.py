@@ -181,6 +181,7 @@ def test_blocks_along_any_dimension_with_a_shorter_last_block(name, axis, double
     np.testing.assert_allclose(q.dequantize(), jnp.moveaxis(moved, -1, axis), atol=0.05 if double else 0)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=10)  # each is another program to compile
 @given(st.integers(1, 70), st.integers(1, 70))
 def test_a_shorter_last_block_does_not_change_the_others(size, block):

@@ -76,6 +76,7 @@ def run(plan: Plan, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_complete_and_loads_nothing(text: str) -> None:
     page = Page(text)
     assert text.startswith("<!doctype html>")
@@ -87,6 +88,7 @@ def test_the_page_is_complete_and_loads_nothing(text: str) -> None:
     assert any("viewport" in (attributes.get("name") or "") for _, attributes in page.tags)
 
 
+@pytest.mark.exhaustive
 def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
     words = Page(text).words
     total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameter_count
@@ -99,6 +101,7 @@ def wheres(plan: Plan) -> set[str]:
     return {one["where"] for one in plan.history["largest"]}
 
 
+@pytest.mark.exhaustive
 def test_a_run_shows_its_curves(run: Path) -> None:
     assert report_run(run) == run / "report.html"
     page = Page((run / "report.html").read_text())

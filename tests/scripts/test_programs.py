@@ -33,6 +33,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 def test_train_has_the_losses_of_the_command_and_resumes(config: Path, tmp_path: Path) -> None:
     jaxmem.train(config)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -42,6 +43,7 @@ def test_train_has_the_losses_of_the_command_and_resumes(config: Path, tmp_path:
     assert len(train.train(str(config), ["name=script", "train.steps=6"])) == 2, "steps 5 and 6"
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_a_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_model, "EMBED", 16)
     monkeypatch.setattr(own_model, "LAYERS", 2)
@@ -49,6 +51,7 @@ def test_a_model_of_a_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert np.isfinite(own_model.main(overrides))
 
 
+@pytest.mark.exhaustive
 def test_plans_are_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan.main(str(config), ["cpu:8"])
     head, row = capsys.readouterr().out.splitlines()

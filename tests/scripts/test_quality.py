@@ -91,6 +91,7 @@ def test_records_of_another_corpus_are_refused(quality: ModuleType) -> None:
         quality.write_corpus()
 
 
+@pytest.mark.exhaustive
 def test_other_libraries_get_the_rows_of_the_runs(
     quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

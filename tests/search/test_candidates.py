@@ -13,7 +13,6 @@ from jaxmem.errors import UserError
 from jaxmem.planning import Target, parse_target
 from jaxmem.search.candidates import MAX_SIZE, candidates, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed, values
-from tests.support.tiers import exhaustive
 
 from .conftest import config
 
@@ -64,6 +63,7 @@ def test_equivalent_programs_are_one_candidate() -> None:
     assert {one.cfg.zero for one in idle} == {3}
 
 
+@pytest.mark.exhaustive
 def test_offloading_moves_bytes_to_the_host() -> None:
     found = candidates(config(memory={"remat": "full"}), EIGHT, allowed(["offload"]))
     by_offload = {one.cfg.memory.offload: one.estimate for one in found}
@@ -88,7 +88,8 @@ def test_the_given_value_stays_a_choice() -> None:
     assert len(kept) > 1
 
 
-@pytest.mark.parametrize("target", [TWO, exhaustive(FOUR)], ids=["two", "four"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", [TWO, FOUR], ids=["two", "four"])
 def test_every_valid_mesh_is_a_candidate(target: Target) -> None:
     found = {
         tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES)
@@ -112,6 +113,7 @@ def test_an_invalid_config_is_refused_with_the_reason() -> None:
         candidates(config(mesh={"fsdp": 3}), EIGHT, allowed(["remat"]))
 
 
+@pytest.mark.exhaustive
 def test_a_large_space_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_SIZE > 1000
     monkeypatch.setattr("jaxmem.search.candidates.MAX_SIZE", 8)

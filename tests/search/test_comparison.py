@@ -76,6 +76,7 @@ def test_the_command_compares_a_list_of_methods(
         assert [one["name"] for one in json.loads(capsys.readouterr().out)["methods"]] == ["lora", "qlora"]
 
 
+@pytest.mark.exhaustive
 def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
     lines: list[str] = []
     found = compared.__wrapped__(with_memory("h100-80gb:2", limit_between("qlora", "full")), lines.append)
@@ -103,6 +104,7 @@ def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
     assert [one["fits"] for one in told["methods"]] == [one.fits for one in found.results]
 
 
+@pytest.mark.exhaustive
 def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(cfg: Config, target: Target) -> Any:
         if cfg.precision.parameters == "int8" or cfg.memory.remat == "sqrt":
@@ -121,6 +123,7 @@ def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyP
     assert fit.best
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits(width: int) -> None:
     for memory in (1 << 40, limit_between("qlora", "full"), 1000):
@@ -140,6 +143,7 @@ def test_the_table_fits(width: int) -> None:
         compared(with_memory("h100-80gb:2", 1000)).write("nowhere.yaml")
 
 
+@pytest.mark.exhaustive
 def test_recompute_is_tried_before_offloading() -> None:
     """The copies of an offloading config take longer than estimated, which only compiling it shows."""
     wide = with_memory("h100-80gb:2", 1 << 40)
@@ -203,6 +207,7 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(nearest.nearest_fitting(planned(cfg, 1000), nearest.Limit())) == []
 
 
+@pytest.mark.exhaustive
 def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowCompilers(FakeCompilers):
         def __init__(self, target: Target, _: float | None) -> None:
@@ -227,6 +232,7 @@ def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.Monk
     assert pools[0].killed.is_set()
 
 
+@pytest.mark.exhaustive
 def test_a_suggested_command_replaces_what_the_user_gave() -> None:
     near = nearest.Nearest(["memory.remat=full", "mesh.fsdp=4"], None, [], 1, None)
     command = near.command(["jaxmem", "plan", "a.yaml", "memory.remat=none", "zero=1", "mesh.fsdp=2"], None)
@@ -240,6 +246,7 @@ def test_a_suggested_command_replaces_what_the_user_gave() -> None:
     assert result.plan_command(full).count("memory.remat=") == 1
 
 
+@pytest.mark.exhaustive
 def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ending(nearest.Limit):
         """Over after ten estimates."""
@@ -259,6 +266,7 @@ def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 10 <= len(estimates) < 20
 
 
+@pytest.mark.exhaustive
 def test_fit_names_a_slow_setting_that_it_does_not_change() -> None:
     """The norm of all gradients needs a second backward pass with updates during the first."""
     raw = {"name": "x", "model": {"preset": "llama3.2-1b"}, "batch": {"global_size": 1}, "train": {"steps": 10}}

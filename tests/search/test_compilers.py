@@ -89,6 +89,7 @@ def test_a_command_end_to_end(
         assert compilers.compiled == 0
 
 
+@pytest.mark.exhaustive
 def test_a_compile_failure_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's loop, in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another test's initialiser may be the same program

@@ -57,6 +57,7 @@ def test_the_true_best_is_found(found: tuple[Fit, FakeCompilers]) -> None:
         assert all(facts.total > 0.97 * one.total for facts in faster)
 
 
+@pytest.mark.exhaustive
 def test_few_are_compiled_and_the_whole_front_is(found: tuple[Fit, FakeCompilers]) -> None:
     fit, told = found
     assert len(fit.trials.all) > 100
@@ -65,6 +66,7 @@ def test_few_are_compiled_and_the_whole_front_is(found: tuple[Fit, FakeCompilers
     assert [one.total for one in fit.front] == sorted((one.total for one in fit.front), reverse=True)
 
 
+@pytest.mark.exhaustive
 def test_json(found: tuple[Fit, FakeCompilers]) -> None:
     result = json.loads(json.dumps(found[0].as_json()))
     assert {"considered", "compiled", "candidates", "best", "seconds"} <= set(result)
@@ -78,6 +80,7 @@ def test_json(found: tuple[Fit, FakeCompilers]) -> None:
     assert result["best"]["why"] == "fastest that fits"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [40, 120])
 def test_the_table_fits(found: tuple[Fit, FakeCompilers], width: int) -> None:
     console = Console(width=width, file=io.StringIO())

@@ -9,15 +9,15 @@ from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning.estimated import estimated
 from jaxmem.search.largest import UNITS, search_largest
-from tests.support.tiers import exhaustive
 
 from .conftest import FakeCompilers, config, with_memory
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("key", "value", "factor"),
     [
-        exhaustive("model.layers", 7, 1.6),
+        ("model.layers", 7, 1.6),
         ("data.sequence_length", 384, 0.7),
         ("batch.global_size", 40, 1),
     ],
@@ -42,6 +42,7 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, f
     assert f"{key}={value}" in found.table()
 
 
+@pytest.mark.exhaustive
 def test_the_curve_of_batch_sizes() -> None:
     cfg = config(memory={"remat": "full"})
     with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
@@ -72,6 +73,7 @@ def test_what_may_change_makes_room() -> None:
     assert found.best.candidate.cfg.model.layers == layers[1]  # type: ignore[union-attr]
 
 
+@pytest.mark.exhaustive
 def test_memory_of_other_phases_limits_the_largest_value() -> None:
     target = with_memory("h100-80gb:8", 1 << 40)
 

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
@@ -13,6 +14,7 @@ from scripts.course.checkpointing import backward
 from tests.stack.test_recompute_plan import Affine, layer
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
     layers = 5
     graphdef, state = nnx.split(stacked(Affine, layers, nnx.Rngs(0)))
@@ -37,6 +39,7 @@ def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
         jax.tree.map(lambda mine, theirs: np.testing.assert_array_equal(mine[0], theirs), apart[1][0], expected[1][0])
 
 
+@pytest.mark.exhaustive
 def test_boundaries_leave_the_device_and_are_back_in_time():
     """Compiled for a GPU: all but the one in use and the next are in host memory, and travel while layers compute."""
     shape = {"embed": 512, "mlp": 2048, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 512}

@@ -47,6 +47,7 @@ def test_the_table_is_what_networks_say(family):
     assert said - {"product", "gathered_weight"} == set(FAMILIES[family].activations)
 
 
+@pytest.mark.exhaustive
 def test_what_is_named_is_kept_and_nothing_else():
     cfg = config(model={"preset": "tiny", "layers": 3, "mlp": 96})
     sizes = {}

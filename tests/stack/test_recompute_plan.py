@@ -83,6 +83,7 @@ def test_gradients_are_bitwise_those_of_keeping_all():
         jax.tree.map(np.testing.assert_array_equal, gradients(*given, remat), expected)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_quantized_weights_are_those_of_a_plain_scan():
     """A stored weight has several arrays, and one gradient."""
     weights = quantize(jax.random.normal(jax.random.key(0), (5, 4, 4)), "int8", 2, -2)
@@ -103,6 +104,7 @@ def test_gradients_of_quantized_weights_are_those_of_a_plain_scan():
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *gradients)
 
 
+@pytest.mark.exhaustive
 def test_memory_and_arithmetic_of_a_decoder_compiled_for_a_gpu():
     """Boundaries as the formulas count them, and one layer."""
     shape = {"embed": 256, "mlp": 512, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}

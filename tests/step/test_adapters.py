@@ -110,6 +110,7 @@ def test_the_planner_counts_no_gradient_of_what_stays():
     assert not own & every
 
 
+@pytest.mark.exhaustive
 def test_dora_begins_with_the_lengths_that_the_base_has():
     first = program(adapted("dora"), jax.devices()[:1]).initialise().params["blocks"]["mlp"]["up"]
     weight = np.float64(first["weight"])

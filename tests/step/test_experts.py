@@ -38,7 +38,8 @@ def alone():
     return Trained(mixture(), updates=2)
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, "expert x fsdp x tensor"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_one_device(name, alone):
     mesh, zero, memory = LAYOUTS[name]
     cfg = mixture(mesh=mesh, zero=zero, memory=memory)
@@ -146,7 +147,8 @@ def test_the_update_of_an_expert_depends_on_its_gradient_alone(name):
     assert not np.array_equal(first[1, 2], second[1, 2])
 
 
-@pytest.mark.parametrize("name", cases(["muon", "adafactor", "adam_mini"], "muon"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adam_mini"])
 def test_optimizers_treat_each_expert_as_a_matrix(name):
     """As a stack of layers with the same matrices."""
     scale, g = getattr(optim, f"scale_by_{name}"), jax.random.normal(jax.random.key(0), (2, 3, 64, 48))

@@ -14,7 +14,6 @@ from jaxmem.step import execution, program
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
 from tests.step.conftest import SMALL, Trained, config
-from tests.support.tiers import exhaustive
 
 QWEN = {"attention_bias": True, "experts": {"count": 4, "top_k": 2, "shared": 32, "renormalize": False}}
 EXPERTS = {"preset": "tiny", **SMALL, "vocab": 264, **QWEN}
@@ -33,6 +32,7 @@ def selected(cfg):
     return {name: x.scaling for name, x in modules.items() if isinstance(x, Linear) and x.scaling is not None}
 
 
+@pytest.mark.exhaustive
 def test_the_layers_of_blocks_are_selected():
     names = [f"attention.{name}" for name in "qkvo"]
     names += [f"mlp.{part}{name}" for part in ("", "shared.") for name in MATRICES]
@@ -40,6 +40,7 @@ def test_the_layers_of_blocks_are_selected():
     assert selected(cfg) == {f"blocks.{name}": "row" for name in names}
 
 
+@pytest.mark.exhaustive
 def test_patterns_select_layers():
     cfg = config(precision=fp8(fp8_layers=["blocks.mlp.*", "head"]))
     assert selected(cfg).keys() == {*(f"blocks.mlp.{name}" for name in MATRICES), "head"}
@@ -80,20 +81,26 @@ def exact(**sections):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plain():
+def computed_in_float32():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execution, "compute_dtype", lambda *_: np.dtype(np.float32))
-        yield Trained(exact(), updates=2)
+        yield
 
 
+@pytest.fixture(scope="module")
+def plain():
+    return Trained(exact(), updates=2)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
         (4, {"mesh": {"fsdp": 4}}),
-        exhaustive(4, {"mesh": {"tensor": 2, "context": 2}, "precision": fp8("row")}),
-        exhaustive(4, {"mesh": {"replica": 2, "fsdp": 2}, "zero": 1, "batch": TWO}),
-        exhaustive(4, {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "batch": TWO}),
-        exhaustive(1, {"memory": {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}}),
+        (4, {"mesh": {"tensor": 2, "context": 2}, "precision": fp8("row")}),
+        (4, {"mesh": {"replica": 2, "fsdp": 2}, "zero": 1, "batch": TWO}),
+        (4, {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "batch": TWO}),
+        (1, {"memory": {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}}),
     ],
 )
 def test_updates_are_those_of_one_device(devices, sections, plain):
@@ -109,16 +116,15 @@ def plain_in_blocks():
     return Trained(exact(**MXFP8), updates=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
         (8, {"mesh": {"fsdp": 2, "tensor": 2, "context": 2}}),
-        exhaustive(4, {"mesh": {"replica": 2, "fsdp": 2}, "zero": 1, "batch": TWO}),
-        exhaustive(4, {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "batch": TWO}),
-        exhaustive(2, {"mesh": {"stage": 2}, "batch": TWO, "memory": {"remat": "dots", "update": "during"}}),
-        exhaustive(
-            4, {"memory": {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}, "mesh": {"fsdp": 2, "tensor": 2}}
-        ),
+        (4, {"mesh": {"replica": 2, "fsdp": 2}, "zero": 1, "batch": TWO}),
+        (4, {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "batch": TWO}),
+        (2, {"mesh": {"stage": 2}, "batch": TWO, "memory": {"remat": "dots", "update": "during"}}),
+        (4, {"memory": {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}, "mesh": {"fsdp": 2, "tensor": 2}}),
     ],
 )
 def test_updates_with_block_scales_are_those_of_one_device(devices, sections, plain_in_blocks):
@@ -127,14 +133,15 @@ def test_updates_with_block_scales_are_those_of_one_device(devices, sections, pl
     run.agrees_with(plain_in_blocks, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sections",
     [
         {"adapter": {"kind": "qlora"}},
-        exhaustive({"model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}}),
-        exhaustive({"model": EXPERTS, "adapter": {"kind": "qlora"}}),
-        exhaustive({**MXFP8, "model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}}),
-        exhaustive({**MXFP8, "adapter": {"kind": "qlora"}, "mesh": {"replica": 4}, "zero": 1, "batch": TWO}),
+        {"model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}},
+        {"model": EXPERTS, "adapter": {"kind": "qlora"}},
+        {**MXFP8, "model": EXPERTS, "mesh": {"expert": 2, "tensor": 2}},
+        {**MXFP8, "adapter": {"kind": "qlora"}, "mesh": {"replica": 4}, "zero": 1, "batch": TWO},
     ],
 )
 def test_losses_are_close_to_those_without_fp8(sections):
@@ -177,6 +184,7 @@ def test_gradients_that_are_rounded_elsewhere_are_as_close_to_those_without_fp8(
     assert np.linalg.norm(rounded_elsewhere) == pytest.approx(np.linalg.norm(one_device), rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_gathered_as_they_are_rounded():
     """Both passes gather the seven matrices of a layer in 8 bits, with one scale; with a scale per row, as they are."""
 

@@ -11,7 +11,6 @@ from jaxmem.errors import UserError
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.step import host_placement, program
 from tests.step.conftest import SMALL, Trained, config
-from tests.support.tiers import cases
 
 # The output projection and attention learn, the embedding and the MLPs stay.
 SOME = {
@@ -26,7 +25,8 @@ def usual():
     return Trained(config(**SOME), devices=4, updates=2)
 
 
-@pytest.mark.parametrize("update", cases(["after", "during"], "during"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("update", ["after", "during"])
 def test_the_training_is_the_same(usual, update, tmp_path):
     """In slices of tables, and a layer ahead."""
     memory = {"offload": AWAY, "update": update, "remat": "full", "loss_chunk": 64}

@@ -42,6 +42,7 @@ def test_every_format_that_is_no_magnitude_may_hold_weights():
     assert set(named) == {"float32", "bfloat16", *(name for name in FORMATS if not name.startswith("udynamic"))}
 
 
+@pytest.mark.exhaustive
 def test_matrices_are_quantized_along_their_inputs_and_vectors_are_not(alone):
     for path, w in jax.tree_util.tree_leaves_with_path(alone.state.params, is_leaf=is_quantized):
         name = jax.tree_util.keystr(path)
@@ -50,6 +51,7 @@ def test_matrices_are_quantized_along_their_inputs_and_vectors_are_not(alone):
             assert w.axis == (-1 if "embedding" in name else -2), name
 
 
+@pytest.mark.exhaustive
 def test_every_weight_learns(alone):
     """Embedding and head included, with one layer's learning rate and the gradients of the values."""
     for (path, before), after in zip(
@@ -59,6 +61,7 @@ def test_every_weight_learns(alone):
     assert alone.metrics[-1]["loss"] < alone.metrics[0]["loss"] - 1
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_is_that_of_the_values(alone):
     cfg, batch = alone.built.cfg, batch_for(alone.built, 0)
     one = {name: jnp.asarray(x[0]) for name, x in batch.items()}
@@ -99,6 +102,7 @@ def test_a_mesh_trains_quantized_weights_as_one_device():
     assert far.mean() < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_moves_to_another_mesh(alone, tmp_path):
     other = program(config(**INT8, mesh={"fsdp": 2, "tensor": 2}), jax.devices()[:4])
     with Checkpoints(tmp_path) as checkpoints:
@@ -115,6 +119,7 @@ def test_what_is_evaluated_is_what_is_trained(alone):
     assert float(sums["loss"] / sums["count"]) == pytest.approx(alone.metrics[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sections", [{}, {"mesh": {"fsdp": 4, "tensor": 2}}])
 def test_their_bytes_are_known_beforehand(sections):
     built = program(config(**INT8, **sections), jax.devices()[: 8 if sections else 1])
@@ -150,6 +155,7 @@ def test_a_hundred_small_updates_add_up(form):
     assert (np.asarray(still.codes) != np.asarray(begun.codes)).mean() < 0.01
 
 
+@pytest.mark.exhaustive
 def test_a_layer_alone_changes_as_among_all(monkeypatch):
     monkeypatch.setattr(in_place, "PART_SIZE", 256)  # in two parts each
     params, axes = stack()

@@ -14,7 +14,6 @@ from jaxmem.kernels.fused_attention.support import Request
 from jaxmem.step.kernel_choice import check as kernel_check
 from jaxmem.step.kernel_choice.check import checked_kernels, failure
 from tests.kernels.test_cudnn import emulated
-from tests.support.tiers import exhaustive
 
 OPTIMIZER = {"optimizer": {"name": "adamw8bit"}, "train": {"steps": 1}}
 CALL = Request("bfloat16", 4096, 4096, 32, 16, has_segments=True, max_segments=32)
@@ -25,6 +24,7 @@ def own_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_a_right_kernel_passes_once(monkeypatch):
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)
     assert failure("memory.attention", "cudnn", CALL) is None
@@ -32,6 +32,7 @@ def test_a_right_kernel_passes_once(monkeypatch):
     assert failure("memory.attention", "cudnn", CALL) is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("output", "name"), [(0, "output"), (1, "dk")])
 def test_a_wrong_kernel_is_found(output, name, monkeypatch):
     def wrong(target, call, arrays):
@@ -45,15 +46,12 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
         assert (failure("memory.attention", "cudnn", CALL) or "").startswith(f"its {name} differs from plain JAX's by")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("setting", "kind", "module", "function", "output"),
     [
-        exhaustive(
-            "memory.experts", "dense bfloat16", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"
-        ),
-        exhaustive(
-            "memory.experts", "mxfp4 float32", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"
-        ),
+        ("memory.experts", "dense bfloat16", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"),
+        ("memory.experts", "mxfp4 float32", grouped_matmul.__name__ + ".triton", "_of_inputs", "gradient of tokens"),
         ("optimizer.kernel", "adamw8bit", quantized_update.__name__ + ".triton", "adam8", "update"),
         ("optimizer.kernel", "int8 weights", quantized_update.__name__ + ".triton", "int8_add", "codes"),
     ],
@@ -75,6 +73,7 @@ def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, functi
     assert (failure(setting, "triton", kind + " ") or "").startswith(f"its {output} differs from plain JAX's by")
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_that_raises_has_failed(monkeypatch):
     def broken(*_):
         raise RuntimeError("no engine\nand a page of reasons")

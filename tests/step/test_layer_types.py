@@ -5,7 +5,6 @@ import math
 import pytest
 
 from tests.step.conftest import SMALL, Trained, config
-from tests.support.tiers import cases
 
 MODEL = {
     "preset": "gemma3-1b",
@@ -37,7 +36,8 @@ def alone():
     return Trained(config(model=MODEL, **LEARNING), updates=2)
 
 
-@pytest.mark.parametrize("way", cases(WAYS, "schedule"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train_equals_one_device(way, alone):
     mesh, memory = WAYS[way]
     begin = None if "stage" in mesh else alone  # stages have identity layers

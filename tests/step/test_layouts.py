@@ -18,7 +18,7 @@ from jaxmem.sharding.leaves import StateArray, axes_of_state
 from jaxmem.sharding.table import assign_mesh_axes
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
-from tests.support.tiers import cases, exhaustive
+from tests.support.tiers import cases
 
 # Every two axes together in some row, and every ZeRO stage.
 LAYOUTS = {
@@ -108,7 +108,7 @@ def alone():
     return Trained(dropping(), updates=2)
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, "replica x fsdp x tensor", "replica x context x tensor"))
+@pytest.mark.parametrize("name", cases(LAYOUTS, "replica x fsdp x tensor"))
 def test_every_layout_trains_as_one_device_in_the_bytes_of_its_table(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
@@ -134,6 +134,7 @@ def test_every_layout_trains_as_one_device_in_the_bytes_of_its_table(name, alone
     assert zero in (1, 2) or not stacks & gathered  # all layers of a weight are sent where they are new, or never
 
 
+@pytest.mark.exhaustive
 def test_state_is_created_sharded():
     mesh, zero = LAYOUTS["replica x fsdp x tensor"]
     built = program(config(mesh=mesh, zero=zero), jax.devices())
@@ -141,9 +142,10 @@ def test_state_is_created_sharded():
         assert born.sharding.is_equivalent_to(promised.sharding, born.ndim)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("tied", "mesh"),
-    [exhaustive(False, {"fsdp": 2, "tensor": 2}), (True, {"tensor": 8})],
+    [(False, {"fsdp": 2, "tensor": 2}), (True, {"tensor": 8})],
     ids=["separate", "tied"],
 )
 def test_a_vocabulary_that_does_not_divide_is_padded(tied, mesh):
@@ -154,6 +156,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded(tied, mesh):
     Trained(cfg, devices_of(mesh), updates=2, begin=one).agrees_with(one)
 
 
+@pytest.mark.exhaustive
 def test_no_device_holds_all_logits_and_no_table_is_gathered():
     cfg = config(mesh={"fsdp": 2, "tensor": 4}, model={"preset": "tiny", **SMALL, "vocab": 1024})
     built = program(cfg, jax.devices())

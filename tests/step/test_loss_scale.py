@@ -33,6 +33,7 @@ def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves():
     assert (float(fixed.scale), int(fixed.skipped)) == (1024.0, 1)
 
 
+@pytest.mark.exhaustive
 def test_float16_with_a_scale_learns_what_float32_learns():
     wide = Trained(config(), updates=2)
     half = Trained(config(precision={**HALF, "loss_scale": 256.0}, mesh={"fsdp": 4}), devices=4, updates=2)
@@ -53,6 +54,7 @@ def test_quantized_weights_computed_in_float16_learn_what_they_learn_in_float32(
         assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_a_dynamic_scale_finds_what_float16_can_hold():
     found = Trained(config(precision=HALF), updates=6).metrics
     assert not np.isfinite(found[0]["gradient_norm"])  # a norm of 12 times 2^15 is too much
@@ -71,6 +73,7 @@ def test_an_update_that_overflows_changes_nothing_but_the_scale():
     assert int(after.step) == 1
 
 
+@pytest.mark.exhaustive
 def test_small_updates_of_bfloat16_weights_are_lost_but_for_stochastic_rounding():
     weights, updates = {"w": jnp.ones((8, 64, 64), jnp.bfloat16)}, {"w": jnp.full((8, 64, 64), -1e-4)}
     axes = {"w": ("layer", "embed", "mlp")}

@@ -41,7 +41,8 @@ def split(family, alone):
     return Trained(pictures(family, mesh=EVERYWHERE, zero=1 if family == "mlp" else 3), 8, updates=2, begin=alone)
 
 
-@pytest.mark.parametrize("family", cases(RUNS, "convnet"), indirect=True)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", RUNS, indirect=True)
 def test_every_family_trains_as_one_device(alone, split):
     zero = split.built.cfg.zero
     split.agrees_with(alone)
@@ -61,7 +62,8 @@ def inner(params):
     return [x for path, x in paths(params) if "blocks" in str(path) and str(path[-1]) == "['weight']"]
 
 
-@pytest.mark.parametrize("family", cases(RUNS, "convnet"), indirect=True)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", RUNS, indirect=True)
 def test_every_weight_learns(family, alone):
     for path, before in jax.tree_util.tree_leaves_with_path(alone.first):
         after = alone.params
@@ -70,7 +72,8 @@ def test_every_weight_learns(family, alone):
         assert not np.array_equal(before, after), path
 
 
-@pytest.mark.parametrize("family", cases(["vit", "convnet"], "convnet"), indirect=True)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["vit", "convnet"], indirect=True)
 def test_gathered_weights_are_not_the_whole_model(split):
     """Weights are gathered a layer at a time, activations over time and batches never: more layers do not make the
     largest gather larger."""

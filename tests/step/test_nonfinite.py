@@ -62,6 +62,7 @@ class Said:
         return None
 
 
+@pytest.mark.exhaustive
 def test_an_update_that_is_no_number_is_left_out_and_counted():
     trained = Trained(config(train={"steps": 10, "on_nan": "skip", "max_skipped": 1}), updates=1)
     poisoned = jax.tree.map(lambda x: x, trained.state)

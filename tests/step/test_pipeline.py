@@ -17,7 +17,6 @@ from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.generation import generate
 from tests.support.stages import arranged
-from tests.support.tiers import cases
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
 
@@ -66,7 +65,8 @@ def trained(name):
     return Trained(RUNS[name], devices_of(RUNS[name]), updates=2)
 
 
-@pytest.mark.parametrize("name", cases(RUNS, "layers filled up", "circular x fsdp x tensor"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RUNS)
 def test_pipeline_stages_train_as_one_device(name, alone):
     on_stages = trained(name)
     for mine, theirs in zip(on_stages.metrics, alone.metrics, strict=True):
@@ -187,6 +187,7 @@ def test_the_same_stages_on_other_devices():
 # ------------------------------------------------------------------ the compiled step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["layers filled up", "circular x fsdp x tensor"])
 def test_the_loop_runs_the_schedule(name):
     run = trained(name)
@@ -195,6 +196,7 @@ def test_the_loop_runs_the_schedule(name):
     assert loops.count(run.built.model.execution.pipeline.timetable.ticks) == 1
 
 
+@pytest.mark.exhaustive
 def test_stages_send_activations_to_their_neighbours_and_no_weights():
     text = trained("layers filled up").compiled.as_text()
     messages = re.findall(r"collective-permute(?:-start)?\(.*source_target_pairs=\{(.*?)\}\}", text)

@@ -7,7 +7,6 @@ from jaxmem.errors import UserError
 from jaxmem.sharding import Axis, layout_for
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
-from tests.support.tiers import cases
 
 FIRST = ["tensor", "fsdp", "context"]
 TABLES = {
@@ -34,7 +33,8 @@ def small(**sections):
     return config(**{"model": model, "batch": {"global_size": 8, "accumulate": 2}, **sections})
 
 
-@pytest.mark.parametrize("name", cases(TABLES, "kinds"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TABLES)
 def test_every_table_of_rules_trains_as_one_device(name, alone):
     rules, mesh, *more = TABLES[name]
     Trained(small(rules=rules, mesh=mesh, **dict(*more)), 8, updates=2, begin=alone).agrees_with(alone)

@@ -7,7 +7,6 @@ from jaxmem.errors import UserError
 from jaxmem.estimate.passes import passes_of
 from tests.planning.conftest import config as planned
 from tests.step.conftest import SMALL, Trained, config
-from tests.support.tiers import exhaustive
 
 EXPERTS = {"preset": "tiny", **SMALL, "vocab": 264, "experts": {"count": 4, "top_k": 2}}
 TWO = {"global_size": 8, "accumulate": 2}
@@ -25,16 +24,17 @@ def alone():
     return two_updates({})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "memory",
     [
         {"remat": "dots"},
         {"remat": "full", "update": "during"},
-        exhaustive({"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2}),
-        exhaustive({"remat": {"save": ["mlp_hidden", "attention_q"]}}),
-        exhaustive({"remat": "dots", "head_groups": 2}),
-        exhaustive({"remat": "full", "offload": "activations"}),
-        exhaustive({"remat": "dots", "offload": "activations", "update": "during"}),
+        {"remat": "sqrt", "mlp_chunk": 6, "head_groups": 2},
+        {"remat": {"save": ["mlp_hidden", "attention_q"]}},
+        {"remat": "dots", "head_groups": 2},
+        {"remat": "full", "offload": "activations"},
+        {"remat": "dots", "offload": "activations", "update": "during"},
     ],
 )
 def test_losses_are_exact_and_gradients_close(memory, alone):

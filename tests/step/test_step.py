@@ -26,6 +26,7 @@ def plain():
     return Trained(config(), updates=2)
 
 
+@pytest.mark.exhaustive
 def test_the_seed_matters(plain):
     other = program(config(seed=1), jax.devices()[:1]).initialise()
     assert not np.array_equal(plain.first["embedding"]["weight"], other.params["embedding"]["weight"])
@@ -91,6 +92,7 @@ def test_the_update_is_adamw_on_clipped_mean_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), trained.params, params)
 
 
+@pytest.mark.exhaustive
 def test_every_weight_learns():
     model = {"preset": "tiny", **SMALL, "vocab": 264, "attention_bias": True, "output_bias": True, "qk_norm": True}
     trained = Trained(config(model=model), updates=2)
@@ -104,6 +106,7 @@ def test_kernels_called_on_each_device_learn_the_same(plain):
     Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=1, begin=plain).agrees_with(plain)
 
 
+@pytest.mark.exhaustive
 def test_parameters_may_be_stored_in_bfloat16():
     trained = Trained(config(precision={"parameters": "bfloat16"}))
     assert {leaf.dtype for leaf in jax.tree.leaves(trained.params)} == {jnp.dtype(jnp.bfloat16)}

@@ -30,6 +30,7 @@ def test_only_what_is_chosen_moves(alone):
     assert alone.built.model.trainable_count < held <= 2 * alone.built.model.trainable_count + 8
 
 
+@pytest.mark.exhaustive
 def test_frozen_quantized_weights_do_not_change():
     """Frozen weights in codes are neither decoded nor encoded again."""
     cfg = config(
@@ -44,6 +45,7 @@ def test_frozen_quantized_weights_do_not_change():
         assert all(jax.tree.leaves(same)) != (path[-1] == "scale"), path
 
 
+@pytest.mark.exhaustive
 def test_the_compiled_step_has_no_gradient_of_what_is_frozen(alone):
     every = program(config(batch={"global_size": 8, "accumulate": 2}), jax.devices()[:1])
     full, less = (built.lower_step().compile() for built in (every, alone.built))
@@ -82,6 +84,7 @@ def test_some_layers_learn_on_any_mesh():
     Trained(split, devices=4, updates=2, begin=alone).agrees_with(alone)
 
 
+@pytest.mark.exhaustive
 def test_the_backward_pass_stops_where_nothing_learns():
     """Of six layers the last one, in compiled bytes: no state, no gradient and no boundary of the others."""
     wide = {"vocab": 264, "embed": 64, "mlp": 256, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 6}

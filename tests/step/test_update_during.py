@@ -185,6 +185,7 @@ def test_several_stacks_with_dropout():
     agree(cfg, (1, during(cfg, "full")))
 
 
+@pytest.mark.exhaustive
 def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
     """Compiled bytes, for a GPU: of twelve layers not four gradients are there at once, beside all else, of four
     micro-batches too. The gradient of one table would be more."""

@@ -14,7 +14,6 @@ from jaxmem.optim.transformation import chain
 from jaxmem.sharding.weights import Storage, store
 from jaxmem.step.update_in_parts import VocabUpdate
 from tests.optim.conftest import normal, same
-from tests.support.tiers import exhaustive
 
 AXES = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}
 EPSILON = {"epsilon": 1e-3}
@@ -32,15 +31,16 @@ def built(name, own, precision):
     return optimizer_for, params, optimizer_for(AXES).init(params)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "own", "precision", "in_slices"),
     [
-        exhaustive("adamw", EPSILON, {"parameters": "bfloat16", "rounding": "stochastic"}, True),
+        ("adamw", EPSILON, {"parameters": "bfloat16", "rounding": "stochastic"}, True),
         ("adafactor", {}, {}, True),
-        exhaustive("adam_mini", EPSILON, {}, True),
-        exhaustive("adamw8bit", EPSILON, {"parameters": "bfloat16", "master": "remainder8"}, True),
-        exhaustive("apollo", {**EPSILON, "project_embeddings": True}, {}, True),
-        exhaustive("apollo_mini", {**EPSILON, "project_embeddings": True}, {"parameters": "int8"}, True),
+        ("adam_mini", EPSILON, {}, True),
+        ("adamw8bit", EPSILON, {"parameters": "bfloat16", "master": "remainder8"}, True),
+        ("apollo", {**EPSILON, "project_embeddings": True}, {}, True),
+        ("apollo_mini", {**EPSILON, "project_embeddings": True}, {"parameters": "int8"}, True),
         ("galore_adamw", {**EPSILON, "project_embeddings": True}, {}, False),  # needs the gradient whole, and gets it
     ],
 )

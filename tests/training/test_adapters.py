@@ -67,6 +67,7 @@ def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):
             again()
 
 
+@pytest.mark.exhaustive
 def test_new_adapters_beside_nf4_of_the_weights_of_a_directory(tmp_path, compare):
     place = tmp_path / "given"
     compare.write_directory("llama3", place, vocab_size=257)

@@ -9,7 +9,6 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.training.run import run
-from tests.support.tiers import exhaustive
 
 VIT = {"family": "vit", "patch": 4, "layers": 1, "embed": 64, "mlp": 128, "heads": 4}
 CONVNET = {"family": "convnet", "stages": [16, 32], "blocks": 1}
@@ -39,15 +38,14 @@ def learn(tmp_path):
     return train
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "steps", "learning_rate", "accuracy"),
     [
-        exhaustive(VIT, 200, 1e-2, 0.96),  # 0.973 to 0.987
-        exhaustive(CONVNET, 100, 5e-3, 0.97),  # 0.984 to 0.992
+        (VIT, 200, 1e-2, 0.96),  # 0.973 to 0.987
+        (CONVNET, 100, 5e-3, 0.97),  # 0.984 to 0.992
         (MLP, 200, 5e-3, 0.97),  # 0.989 to 0.997
-        exhaustive(
-            MLP | {"inputs": "one_hot"}, 150, 2e-3, 0.92
-        ),  # 0.925 to 0.954: 17 values a pixel that know no order
+        (MLP | {"inputs": "one_hot"}, 150, 2e-3, 0.92),  # 0.925 to 0.954: 17 values a pixel that know no order
     ],
     ids=["vit", "convnet", "mlp", "mlp-one-hot"],
 )

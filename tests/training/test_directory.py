@@ -39,6 +39,7 @@ def test_a_second_run_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_releases_the_lock(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-uc", HOLD, tmp_path],

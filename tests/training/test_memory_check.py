@@ -45,10 +45,12 @@ def cramped(plan: Plan, share: float) -> Plan:
     return dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=limit))
 
 
+@pytest.mark.exhaustive
 def test_what_fits_is_left_alone(plan: Plan) -> None:
     check_fits(plan)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_does_not_fit_prints_its_plan_and_names_the_search(
     plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:

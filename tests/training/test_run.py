@@ -70,6 +70,7 @@ def leaves(state):
 # ------------------------------------------------------------------ what a run leaves
 
 
+@pytest.mark.exhaustive
 def test_a_run_leaves_what_it_promises(config, capsys):
     cfg = config(train={"evaluate_every": 6, "evaluate_batches": 2})
     result = run(cfg)
@@ -190,6 +191,7 @@ def test_an_interrupted_run_resumes_bitwise(config, monkeypatch):
     assert metrics(resumed.directory) == metrics(whole.directory)
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd):
     at_batch(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = run(config(train={"steps": 100_000}, checkpoint={"every": None}))
@@ -213,6 +215,7 @@ def test_other_meshes_resume_to_rounding(config):
         assert one == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_changes_that_would_void_the_checkpoint_are_refused(config):
     directory = run(config(train={"steps": 2})).directory
     before = sorted(directory.rglob("*"))
@@ -225,6 +228,7 @@ def test_changes_that_would_void_the_checkpoint_are_refused(config):
     assert run(config(train={"steps": 3}, optimizer={"learning_rate": 1e-4}, memory={"remat": "full"})).step == 3
 
 
+@pytest.mark.exhaustive
 def test_other_data_is_refused(config, text, tmp_path):
     run(config(train={"steps": 1}))
     changed = tmp_path / "changed"
@@ -273,6 +277,7 @@ def test_never_resuming_puts_the_old_run_aside(config):
 # ------------------------------------------------------------------ what goes wrong
 
 
+@pytest.mark.exhaustive
 def test_a_non_finite_loss_stops_the_run(config):
     with pytest.raises(UserError, match=r"at step \d+, gradient norm nan; first non-finite: .* layer 1; lower"):
         run(config(optimizer={"learning_rate": 1e30, "clip": None}))
@@ -320,6 +325,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(config
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_state_that_its_update_has_made_infinite_is_not_saved(config):
     """The loss and the gradients of the step are finite; the next loss would not be."""
     optimizer = {"name": "lion", "learning_rate": 3e38, "weight_decay": 100.0}

@@ -89,6 +89,7 @@ class Renamed(Transformer):
         return x
 
 
+@pytest.mark.exhaustive
 def test_a_list_may_have_any_name(tmp_path):
     renamed = {**LM, "model": Renamed, "layers": "decoder.layers"}
     raw = settings(tmp_path, mesh={}, memory={"remat": "full", "update": "during"})
@@ -141,6 +142,7 @@ def merged(params, path):
     return w + scale * (lora["a"][layer] @ lora["b"][layer]).reshape(w.shape)
 
 
+@pytest.mark.exhaustive
 def test_blocks_with_statistics(tmp_path):
     parts = {"model": Statistics, "loss": loss, "data": DATA, "optimizer": optax.sgd(0.1)}
     as_list = jaxmem.train(settings(tmp_path / "list"), **parts).state.params["blocks"]

@@ -35,6 +35,7 @@ class Classifier(nnx.Module):
 PARTS = {"model": Classifier, "loss": loss, "data": DATA}
 
 
+@pytest.mark.exhaustive
 def test_sharding_changes_no_loss(tmp_path):
     def model(rngs):
         network = Classifier(rngs)
@@ -95,6 +96,7 @@ def test_resumes_at_the_next_batch_on_another_mesh(tmp_path):
     assert resumed.metrics["loss"] == pytest.approx(constant.metrics["loss"], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_evaluates_batches_that_training_did_not_see(tmp_path, capsys):
     raw = settings(tmp_path, train={"steps": 2, "evaluate_every": 2})
     run = jaxmem.train(raw, **PARTS, held_out=DATA[:2])
@@ -111,6 +113,7 @@ def test_own_batches_for_the_loss_of_a_config(tmp_path):
     assert found.metrics["count"] == 8 * 31  # the last token of a row has no target
 
 
+@pytest.mark.exhaustive
 def test_an_optax_optimizer_and_other_kinds_of_models(tmp_path):
     class Dense(linen.Module):
         @linen.compact
@@ -142,6 +145,7 @@ def test_plans_and_searches_for_gpus(tmp_path):
     assert found.best is not None
 
 
+@pytest.mark.exhaustive
 def test_patterns_name_the_axes_of_weights(tmp_path):
     plan = jaxmem.plan(settings(tmp_path), **PARTS, axes={"layers.0.kernel": (None, "embed")})
     kernel = plan.program.spec.state.params["layers"]["0"]["kernel"]
@@ -246,12 +250,14 @@ def test_refuses(tmp_path, changes, parts, named):
     assert not (tmp_path / "own" / "checkpoints").exists()
 
 
+@pytest.mark.exhaustive
 def test_refuses_a_batch_of_another_shape(tmp_path):
     data = [DATA[0], {name: x[:8] for name, x in DATA[1].items()}]
     with pytest.raises(UserError, match=r"batch 2: .*\[8, 4, 4, 1\].*\[16, 4, 4, 1\]"):
         jaxmem.train(settings(tmp_path), **PARTS | {"data": data})
 
 
+@pytest.mark.exhaustive
 def test_data_that_ends_early_ends_the_run(tmp_path, capsys):
     run = jaxmem.train(settings(tmp_path), **PARTS | {"data": iter(DATA[:2])})
     assert run.step == 2

@@ -36,6 +36,7 @@ def test_a_claim_runs_in_a_process_of_its_own(name: str) -> None:
     assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["seconds"])
 
 
+@pytest.mark.exhaustive
 def test_what_goes_wrong_in_a_step_is_a_line() -> None:
     overrides = [*overrides_of(STEPS["float32"], tiny=True), "zero=9"]
     (row,) = first_gpu.step_rows("wrong", {}, overrides, 1, tiny=True)(60.0)

@@ -50,6 +50,7 @@ def wrong(q, k, v, options, extras):
     return out + jnp.ones((), q.dtype), lse
 
 
+@pytest.mark.exhaustive
 def test_every_contestant_has_rows(monkeypatch):
     @attending
     def never(*_):
@@ -75,6 +76,7 @@ def test_every_contestant_has_rows(monkeypatch):
     assert {found["this device", of]["unit"] for of in ("matmul", "copy")} == {"TFLOP/s", "GB/s"}
 
 
+@pytest.mark.exhaustive
 def test_names_choose_contestants_and_their_passes(monkeypatch):
     monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
@@ -89,6 +91,7 @@ def test_names_choose_contestants_and_their_passes(monkeypatch):
         next(bench([], only=["mosaik"]))
 
 
+@pytest.mark.exhaustive
 def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
     """Out of memory beside the others, where there was enough for it alone."""
     monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
@@ -113,6 +116,7 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
     assert set(found["reference", "backward"]["ratios"]) == {"this device"}
 
 
+@pytest.mark.exhaustive
 def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     rows = list(bench(["long"], check=True, only=["triton forward"]))[1:]
@@ -120,6 +124,7 @@ def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
     assert all("the triton implementation requires jax-triton; run pip install" in row["why_not"] for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_scores_that_are_too_many_are_not_held():
     shape, run = operations.ATTENTION_SHAPES["mistral-7b"], operations._run_attention
     with pytest.raises(ValueError, match=r"jax.nn xla stores all scores several times, 32 GiB each"):
@@ -226,6 +231,7 @@ def test_a_wrong_state_is_noticed(monkeypatch, change):
     assert "Infinity" not in json.dumps(rows, allow_nan=False)
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_gradient_is_noticed(monkeypatch):
     @attending
     def doubled(*given):
@@ -247,6 +253,7 @@ def test_an_unknown_shape_names_the_nearest():
         next(bench(["lomg"]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", ["adam8_update", "int8_add"])
 def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     """All passes against float64, on one shape; of the reference alone, which is quick to compile."""

@@ -73,6 +73,7 @@ def test_ranges_are_those_of_programs_that_xla_compiled() -> None:
     assert published.ranges(rows, results) == {"one host": {"least": 1.28, "most": 1.28, "runs": 1}}
 
 
+@pytest.mark.exhaustive
 def test_the_page_its_figure_and_the_ranges_are_written(tmp_path: Path, monkeypatch) -> None:
     page, ranges = tmp_path / "page.md", tmp_path / "ranges.yaml"
     page.write_text(f"before\n{published.BEGIN}\nold\n{published.END}\nafter\n")

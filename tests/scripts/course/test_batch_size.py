@@ -23,6 +23,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
+@pytest.mark.exhaustive
 def test_one_more_sequence_than_the_most_does_not_fit(
     compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +44,7 @@ def test_one_more_sequence_than_the_most_does_not_fit(
     assert STOPS["batch_size"].note.format(**found.facts)
 
 
+@pytest.mark.exhaustive
 def test_nothing_fits_below_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size, "_usable", lambda _: GIB)
     assert batch_size.largest_batch(parse_target("rtx3080-10gb"), ()) == 0

@@ -11,6 +11,7 @@ def test_processor_time_is_labeled_as_such() -> None:
     assert 0 <= common.seconds(lambda x: x, 1, times=1) < 0.1
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(UserError, match=r"a run of the course failed: .*model\.family"):
         common.train_all({"one": {"model": {"family": "unheard of"}, "train": {"steps": 1}}})

@@ -8,6 +8,7 @@ import pytest
 from scripts.course.float16 import SCALE, Case, gradient_sizes, train
 
 
+@pytest.mark.exhaustive
 def test_nearly_all_gradients_are_below_the_smallest_float16_unless_scaled() -> None:
     sizes = gradient_sizes()
     assert np.mean(sizes.astype(np.float16) == 0) > 0.9

@@ -5,6 +5,7 @@ import pytest
 from scripts.course.fp8 import INT8, arrays, error_beside, errors, measure
 
 
+@pytest.mark.exhaustive
 def test_an_outlier_costs_its_neighbours():
     for name, factor, limits in (
         (INT8, 100.0, (0.3, 1.0)),
@@ -15,12 +16,14 @@ def test_an_outlier_costs_its_neighbours():
         assert limits[0] < error_beside(factor, name) < limits[1]
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_rounded_to_fewer_bits_than_results():
     row = errors(*arrays(), "tensor")
     assert row["gradient of x"] == pytest.approx(row["gradient of w"], rel=0.1)
     assert row["gradient of x"] > 1.4 * row["result"] > 10 * errors(*arrays(), None)["result"]
 
 
+@pytest.mark.exhaustive
 def test_more_gradients_are_zero_in_the_narrower_format():
     facts = measure().facts
     assert facts["below"] > 2 * facts["wide"]

@@ -32,6 +32,7 @@ def test_every_run_is_a_config(tmp_path) -> None:
         for_devices(load_config(parallel.BASE, overrides), parallel.GPUS)
 
 
+@pytest.mark.exhaustive
 def test_a_subset_is_trained_at_every_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "SUBSET_STEPS", 1)
     monkeypatch.setattr(adapters, "WIDTH", 8)

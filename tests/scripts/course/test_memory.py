@@ -27,6 +27,7 @@ def test_rows_compose_in_order_and_every_config_is_possible() -> None:
         assert re.fullmatch(r"[\d+/ ()]+", row.formula)
 
 
+@pytest.mark.exhaustive
 def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and the optimizer's state are arguments of the step; its gradients are not."""
 

@@ -27,6 +27,7 @@ def by_arithmetic(_: str, base: Any, rows: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_quantized_frozen_weights_take_less_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "plans", by_arithmetic)
     found = measure(

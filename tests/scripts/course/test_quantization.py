@@ -9,6 +9,7 @@ from scripts.course import STOPS, quantization
 from scripts.course.quantization import BITS, SCHEMES, measure
 
 
+@pytest.mark.exhaustive
 def test_bytes_and_errors_of_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained() -> Any:
         """As if a bit less lost a hundredth of what is right."""

@@ -84,6 +84,7 @@ def test_hidden_and_empty_columns_are_left_out() -> None:
     assert (table.headings, table.cells) == (["name", "size, GiB"], [["a", "1.500"], ["b", ""]])
 
 
+@pytest.mark.exhaustive
 def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
     rows = [{"what": "1", "twice": "[x]", "size": 1.0}, {"what": "2", "twice": "[x]", "size": 2.0}]
     line = LinePlot("curve", "steps", "loss", {"long": [(x, 1.0) for x in range(30)], "point": [(1.0, 2.0)]}, "y")
