@@ -198,21 +198,22 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
 
 
 def _busiest(spans: Iterable[tuple[Span, Buffer]]) -> int:
-    """The moment with the most bytes in use; aliased places count once."""
+    """The moment with the most bytes in use."""
+    moment, _ = max(bytes_in_use(spans), key=lambda change: change[1], default=(0, 0))
+    return moment
+
+
+def bytes_in_use(spans: Iterable[tuple[Span, Buffer]]) -> Iterator[tuple[int, int]]:
+    """(moment, bytes in use from this moment on), for each moment at which they change; aliased places count once."""
     events: dict[int, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
     for (first, last), buffer in spans:
         events[first].append((1, (buffer.offset, buffer.size)))
         events[last + 1].append((-1, (buffer.offset, buffer.size)))
     users: Counter[tuple[int, int]] = Counter()
     used = 0
-    most = -1
-    busiest = 0
-    for time in sorted(events):
-        for change, place in events[time]:
+    for moment in sorted(events):
+        for change, place in events[moment]:
             before = users[place] > 0
             users[place] += change
             used += ((users[place] > 0) - before) * place[1]
-        if used > most:
-            most = used
-            busiest = time
-    return busiest
+        yield moment, used

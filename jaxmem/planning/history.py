@@ -5,11 +5,12 @@ are in memory during the entire step, a temporary from where it is computed to i
 at the peak count as `other` during the entire step, so the peak equals the total of the plan exactly.
 """
 
+import functools
+import itertools
 import math
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxmem.estimate.parts import SAVED
 from jaxmem.kernels.scopes import category_of
@@ -24,7 +25,7 @@ from jaxmem.planning.breakdown import (
     maker_rank,
     pass_of,
 )
-from jaxmem.planning.buffers import Buffer, Span, snapshot
+from jaxmem.planning.buffers import Buffer, Span, bytes_in_use, snapshot
 from jaxmem.planning.hlo import Computation, Frame, Instruction
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
@@ -65,15 +66,13 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     for buffer in breakdown.permanent():
         permanent[band(buffer)] += buffer.size
     spans = [[(breakdown.lifetimes.of(b), b) for b in place.buffers if b.size] for place, _ in breakdown.peaks]
-    edges_of_spans = {edge for lives in spans for (first, last), _ in lives for edge in (first, last + 1)}
-    changes = sorted(edge for edge in {0} | edges_of_spans if edge < len(edges) - 1)
-    in_use = [_in_use(lives, changes) for lives in spans]
     bands: dict[tuple[int, ...], str] = {}
 
+    @functools.cache
     def bytes_at(moment: int) -> Counter[str]:
         bytes_of = Counter(permanent)
-        for (allocation, _), lives in zip(breakdown.peaks, in_use, strict=True):
-            for region in snapshot(allocation, lives[moment], moment).regions:
+        for (allocation, _), lives in zip(breakdown.peaks, spans, strict=True):
+            for region in snapshot(allocation, lives, moment).regions:
                 key = tuple(map(id, region.buffers))
                 if key not in bands:
                     bands[key] = band(breakdown.classify(region))
@@ -83,25 +82,29 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     peak = max(breakdown.peaks, key=lambda item: item[0].size, default=None)
     peak_time = peak[1].time if peak else 0
     permanent["other"] += total - bytes_at(peak_time).total()  # gaps between buffers
-    steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
+    bytes_at.cache_clear()
+    moments = _busiest_moments(_bytes_in_use(spans), edges)
     return {
         "seconds": timed.seconds if target.gpu else None,
         "passes": _passes([_pass(item) for item in breakdown.lifetimes.schedule], edges),
         "bands": list(BANDS),
-        "columns": _columns((edges[begin], edges[end], bytes_at(begin)) for begin, end in steps),
+        "columns": _columns([bytes_at(moment) for moment in moments]),
         "peak": _row((edges[peak_time] + edges[peak_time + 1]) / 2, bytes_at(peak_time)),
         "largest": [_described(item, breakdown) for item in breakdown.buffers[:LARGEST]],
         "largest_made": [_described(item, breakdown) for item in breakdown.buffers if item.region][:LARGEST],
     }
 
 
-def _in_use(spans: Sequence[tuple[Span, Buffer]], moments: Sequence[int]) -> dict[int, list[tuple[Span, Buffer]]]:
-    """The buffers in use at each of the moments, which are sorted."""
-    in_use: dict[int, list[tuple[Span, Buffer]]] = {moment: [] for moment in moments}
-    for (first, last), buffer in spans:
-        for moment in moments[bisect_left(moments, first) : bisect_right(moments, last)]:
-            in_use[moment].append(((first, last), buffer))
-    return in_use
+def _bytes_in_use(spans: Iterable[Sequence[tuple[Span, Buffer]]]) -> list[tuple[int, int]]:
+    """(moment, bytes in use from this moment on), for each moment at which the bytes of any allocation change. The
+    first moment is 0."""
+    changes = Counter({0: 0})
+    for lives in spans:
+        before = 0
+        for moment, used in bytes_in_use(lives):
+            changes[moment] += used - before
+            before = used
+    return list(zip(sorted(changes), itertools.accumulate(changes[moment] for moment in sorted(changes)), strict=True))
 
 
 def band(buffer: NamedBuffer) -> str:
@@ -144,16 +147,24 @@ def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> lis
     return [edge / now for edge in edges] if now else [n / len(order) for n in range(len(order) + 1)]
 
 
-def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[list[float]]:
-    """The `columns` of equal width, from steps (begin, end, bytes of each band); equal neighbours are merged."""
-    most: list[Counter[str]] = [Counter() for _ in range(COLUMNS)]
-    for begin, end, bands in steps:
-        first = min(int(begin * COLUMNS), COLUMNS - 1)
-        last = min(max(first, math.ceil(end * COLUMNS) - 1), COLUMNS - 1)
+def _busiest_moments(used: Sequence[tuple[int, int]], edges: Sequence[float]) -> list[int]:
+    """For each column, the moment with the most bytes in use."""
+    most = [(-1, 0)] * COLUMNS  # (bytes, moment)
+    ends = [*(moment for moment, _ in used[1:]), len(edges) - 1]
+    for (moment, size), end in zip(used, ends, strict=True):
+        if moment >= end:
+            continue
+        first = min(int(edges[moment] * COLUMNS), COLUMNS - 1)
+        last = min(max(first, math.ceil(edges[end] * COLUMNS) - 1), COLUMNS - 1)
         for n in range(first, last + 1):
-            if bands.total() > most[n].total():
-                most[n] = bands
-    return [_row(n / COLUMNS, bands) for n, bands in enumerate(most) if n == 0 or bands != most[n - 1]]
+            if size > most[n][0]:
+                most[n] = (size, moment)
+    return [moment for _, moment in most]
+
+
+def _columns(columns: Sequence[Counter[str]]) -> list[list[float]]:
+    """The bytes of the bands in columns of equal width; equal neighbours are merged."""
+    return [_row(n / COLUMNS, bands) for n, bands in enumerate(columns) if n == 0 or bands != columns[n - 1]]
 
 
 def _pass(instruction: Instruction) -> str | None:
