@@ -181,9 +181,14 @@ def map_dot(
     *in_specs, out_spec = (PartitionSpec(*(axes or None for axes in of_dims)) for of_dims in (*over, (summed, *kept)))
     partial_sums = map_devices(lambda a, b: dot(a, b)[None], tuple(in_specs), out_spec)
 
-    def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        y = partial_sums(a, b)
+    def total(y: jax.Array) -> jax.Array:
         return jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
+
+    def total_on_cpu(y: jax.Array) -> jax.Array:  # as in `all_reduce`
+        return total(y.astype(jnp.float32)).astype(y.dtype)
+
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(partial_sums(a, b), cpu=total_on_cpu, default=total)
 
     return run
 

@@ -4,12 +4,15 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxmem.errors import UserError
-from jaxmem.models.linear import Linear
+from jaxmem.models.linear import Linear, matmul
+from jaxmem.sharding import map_devices
 from jaxmem.step import execution, program
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
@@ -73,6 +76,23 @@ def test_older_gpus_are_refused():
     assert ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 100)).graphdef
     with pytest.raises(UserError, match=r"10.0, not 9.0; use precision.fp8_scaling=tensor or row"):
         ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 90)).graphdef  # noqa: B018
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scaling", ["row", "mxfp8"])
+def test_partial_sums_of_devices_inside_of_a_pipeline_stage(scaling):
+    """In bfloat16, whose sums XLA's compiler for CPUs does not support there."""
+    layout = program(config(mesh={"stage": 2, "tensor": 2}, batch=TWO), jax.devices()[:4]).layout
+    shapes = (2, 16, 64), (64, 32)
+    x, w = (jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes)
+
+    def of_stage(x, w):
+        with layout.inside_shard_map(("stage",)):
+            return matmul(x, w, scaling, None, ("mlp", "embed"))
+
+    with layout:
+        y = jax.jit(map_devices(of_stage, (PartitionSpec(),) * 2, PartitionSpec(), over=("stage",)))(x, w)
+    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (y, matmul(x, w, scaling))), rtol=0.02, atol=0.1)
 
 
 def exact(**sections):
