@@ -71,7 +71,9 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     size_of = DeviceBytes(cfg)
     dtype = compute_dtype(cfg.precision, platform)
     width = dtype.itemsize
-    sizes = DecoderSizes(cfg, cfg.model, dtype) if isinstance(cfg.model, Decoder) else None
+    sizes = None
+    if isinstance(cfg.model, Decoder):
+        sizes = DecoderSizes(cfg, cfg.model, dtype, _fetched_experts(cfg.memory, state, size_of))
     parts, offloaded = _state_bytes(cfg.memory, state, size_of)
     all_state = sum(parts.values()) + sum(offloaded.values())
     kinds = _activations(cfg, _bytes_of_micro_batch(cfg, passes.saved), state, size_of, sizes)
@@ -112,14 +114,12 @@ def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tu
 def _activations(
     cfg: Config, saved: int, state: StateLeaves, size_of: DeviceBytes, sizes: "DecoderSizes | None"
 ) -> dict[str, int]:
-    """Bytes of activations and of copied weights at the peak, by kind. Weights of a layer that are fetched from host
-    memory count only once, in `DecoderSizes.layer`. `saved`: bytes of the saved activations."""
+    """Bytes of activations and of copied weights at the peak, by kind. `DecoderSizes.layer` has the weights that are
+    fetched from host memory. `saved`: bytes of the saved activations."""
     kinds = {SAVED: saved} | (sizes.at_peak(saved) if sizes else {})
     if not _offloads(cfg.memory, "weights"):
         # XLA slices the experts of a layer from the stack, since loops and kernels read them.
-        stored = (*state.parts["parameters"], *state.parts["quantization"])
-        experts = [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes]
-        kinds["weights: gathered or cast"] = _one_layer(size_of, "weights", experts)
+        kinds["weights: gathered or cast"] = _experts_of_layer(state, size_of)
     if cfg.memory.update == "during":
         # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
         transposed = filter(size_of.is_transposed, state.parts["parameters"])
@@ -143,6 +143,17 @@ def _update_after(size_of: DeviceBytes, state: StateLeaves, micro_batches: int, 
     outside = size_of("weights", (leaf for leaf in state.trainable if not leaf.is_stacked), stored_width)
     updates = shards + outside if stored > shards else 0
     return max(gradients, updates - activations)
+
+
+def _experts_of_layer(state: StateLeaves, size_of: DeviceBytes) -> int:
+    """Bytes of the frozen experts of one layer, with their scales."""
+    stored = (*state.parts["parameters"], *state.parts["quantization"])
+    return _one_layer(size_of, "weights", [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes])
+
+
+def _fetched_experts(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> int:
+    """The same, if they are in host memory; otherwise 0."""
+    return _experts_of_layer(state, size_of) if _offloads(memory, "weights") else 0
 
 
 def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], width: int = 0) -> int:
@@ -203,6 +214,7 @@ class DecoderSizes:
     cfg: Config
     model: Decoder
     dtype: np.dtype  # the compute dtype
+    fetched_experts: int = 0  # bytes of the experts of a layer that are fetched from host memory
 
     @property
     def width(self) -> int:
@@ -355,7 +367,8 @@ class DecoderSizes:
     @property
     def layer(self) -> float:
         """The backward pass of one layer: arrays that exist throughout it, and the larger of the additional arrays of
-        the MLP and of attention."""
+        the MLP and of attention. While a layer computes, the experts of the next one are fetched from host memory
+        (`sharding.host`); the memory of its own experts is free once the backward pass of the MLP is complete."""
         model = self.model
         shards = self.share.shards("heads")
         attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -363,8 +376,8 @@ class DecoderSizes:
         largest_matrix = model.embed * max(model.heads * model.head_dim / shards, self.units) * self.width
         wide = FLOAT32 / self.width
         throughout = weights + (largest_matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
-        throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
-        mlp = 4 * self.hidden + self.chunked
+        throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys + self.fetched_experts
+        mlp = 4 * self.hidden + self.chunked + self.fetched_experts
         return throughout + max(mlp, self.context_attention, self.cudnn_workspace)
 
     @property

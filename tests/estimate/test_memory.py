@@ -25,6 +25,13 @@ WIDE = {
     "head_dim": 64,
 }
 
+ADAPTED_EXPERTS = {
+    "model": {**WIDE, "layers": 4, "mlp": 768, "experts": {"count": 64, "top_k": 4}},
+    "batch": {"global_size": 1},
+    "memory": {"remat": "full", "offload": "frozen"},
+    "precision": {"parameters": "bfloat16", "rounding": "stochastic"},
+}
+
 
 def on_gpus(count: int, **sections: object) -> Program:
     target = parse_target(f"h100-80gb:{count}")
@@ -111,6 +118,9 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 4},
             },
         ),
+        # Experts in host memory: those of a layer and of the next one are on the device.
+        exhaustive(1, {**ADAPTED_EXPERTS, "adapter": {"kind": "lora", "targets": ["blocks.attention.*"]}}),
+        exhaustive(1, {**ADAPTED_EXPERTS, "adapter": {"kind": "lora", "targets": ["blocks.*"], "rank": 4}}),
     ],
 )
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
