@@ -98,9 +98,6 @@ class Experts(Section):
     count: Count = setting(..., "number of experts per layer")
     top_k: Count = setting(..., "number of experts per token")
     renormalize: bool = setting(True, "divide the weights of the chosen experts by their sum")
-    capacity_factor: Positive | None = setting(
-        None, "an expert drops tokens above this multiple of the mean number of tokens; null: none"
-    )
     balance_loss: NotNegative = setting(0.0, "weight of the load-balance loss; 0.001 to 0.02 in published models")
     z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer of the router")
     shared: Count | None = setting(None, "hidden width of a shared expert, which computes every token; null: none")

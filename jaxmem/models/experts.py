@@ -1,12 +1,12 @@
 """Mixtures of experts: a router sends each token to the MLPs of `top_k` of `count` experts (Shazeer et al.,
 arXiv:1701.06538), so a token uses top_k / count of the parameters.
 
-The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped
-unless `capacity_factor` is set. Two losses can be added: the load-balance loss of each layer (Fedus et al.,
-arXiv:2101.03961), count times the sum over experts of (choices per token) x (mean probability), which is top_k if both
-are uniform; and the z-loss (Zoph et al., arXiv:2202.08906), the square of the log of the softmax normalizer. Their
-means are over the tokens of documents, without padding. A shared expert (Dai et al., arXiv:2401.06066) is an MLP that
-computes every token; as in Qwen2-MoE, a sigmoid weights its result.
+The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped.
+Two losses can be added: the load-balance loss of each layer (Fedus et al., arXiv:2101.03961), count times the sum over
+experts of (choices per token) x (mean probability), which is top_k if both are uniform; and the z-loss (Zoph et al.,
+arXiv:2202.08906), the square of the log of the softmax normalizer. Their means are over the tokens of documents,
+without padding. A shared expert (Dai et al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a
+sigmoid weights its result.
 
 `mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts.
 """

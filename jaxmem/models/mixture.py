@@ -81,9 +81,7 @@ class Mixture:
         top_k = self.cfg.top_k
         if self.experts > 1:
             choices = choices - jax.lax.axis_index("expert").astype(choices.dtype) * count
-        factor = self.cfg.capacity_factor
-        capacity = None if factor is None else math.ceil(factor * choices.size / self.cfg.count)
-        groups = sort_rows(choices.reshape(-1, top_k), count, capacity)
+        groups = sort_rows(choices.reshape(-1, top_k), count)
         rows = x.reshape(-1, x.shape[-1])
         inputs = trainable, frozen, rows, shares.reshape(-1)[groups.order], groups
         if self.implementation == "blockwise":

@@ -35,22 +35,13 @@ class Groups(NamedTuple):
     order: Int[Array, " sorted"]  # the order of the choices [rows x choices] that sorts them
 
 
-def sort_rows(groups: Int[Array, "rows choices"], count: int, capacity: int | None = None) -> Groups:
+def sort_rows(groups: Int[Array, "rows choices"], count: int) -> Groups:
     """The rows of each of `count` groups, of which each row belongs to several (`choices`). Indices outside of the
-    range belong to no group, and rows beyond the first `capacity` of a group do not belong to it."""
+    range belong to no group."""
     flat = groups.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-
-    def edges(ascending: jax.Array) -> jax.Array:
-        return jnp.searchsorted(ascending, jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
-
-    first_places = edges(flat[order])
-    if capacity is not None:
-        place = jnp.arange(flat.size, dtype=jnp.int32) - first_places[flat[order]]
-        flat = flat.at[order].set(jnp.where(place < capacity, flat[order], count))
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        first_places = edges(flat[order])
+    first_places = jnp.searchsorted(flat[order], jnp.arange(count + 1, dtype=flat.dtype)).astype(jnp.int32)
     return Groups(order // groups.shape[-1], first_places[:-1], first_places[1:], order)
 
 

@@ -182,10 +182,3 @@ def test_the_fused_matmul_equals_float64(case):
     for found, wanted in pairs if form else [*pairs, (grads[1], of_w)]:
         assert np.abs(np.asarray(found, np.float64) - wanted).max() < tolerance * np.abs(wanted).max()
     assert not np.asarray(sorted_y[real.sum() :], np.float32).any()
-
-
-def test_rows_beyond_the_capacity_belong_to_no_group():
-    groups = sort_rows(jnp.asarray([[0], [1], [0], [0], [1]]), 2, capacity=2)
-    assert groups.starts.tolist() == [0, 2]
-    assert groups.stops.tolist() == [2, 4]
-    assert groups.rows.tolist() == [0, 2, 1, 4, 3]

@@ -265,7 +265,6 @@ model.rope.scaling=llama3 {LONGER} model.rope.low_frequency=2 model.rope.high_fr
 model.rope.scaling=yarn {LONGER} model.rope.truncate=false model.rope.beta_fast=16 model.rope.beta_slow=2
 model.rope.scaling=longrope {LONGER} {SHORT_FACTORS} {LONG_FACTORS}
 model.rope.attention_factor=1.2 model.rope.scaling=yarn {LONGER}
-model.experts.capacity_factor=1.5 {EXPERTS}
 model.experts.balance_loss=0.1 {EXPERTS}
 model.experts.z_loss=0.1 {EXPERTS}
 memory.experts=blockwise {EXPERTS}
@@ -537,7 +536,8 @@ def outcome(row: Row) -> Outcome:
         return Outcome(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     if any("loss_scale=dynamic" in text for text in given):  # the scale of a micro-batch decides which updates overflow
         mine, plain = mine[:1], plain[:1]
-    if any("optimizer.name=apollo" in text for text in given):  # it scales a gradient by its norm: noise if that is 0
+    # APOLLO scales a gradient by its norm, which is noise if that is 0; FP8 rounds what other layouts round otherwise.
+    if any("optimizer.name=apollo" in text or "precision.compute=fp8" in text for text in given):
         mine, plain = mine[:2], plain[:2]
     off = max(abs(a / b - 1) for a, b in zip(mine, plain, strict=True))
     first = abs(mine[0] / plain[0] - 1)
