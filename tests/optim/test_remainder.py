@@ -105,6 +105,7 @@ def test_weights_and_quantized_adamw_states_take_four_or_five_bytes(name, most):
     assert sum(x.nbytes for x in jax.tree.leaves((params, state))) < most * sum(x.size for x in jax.tree.leaves(params))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
 def test_vocabulary_matrices_in_parts_are_updated_as_a_whole(monkeypatch, mesh):
     """Bit by bit, on every mesh; also weights that are rounded stochastically."""

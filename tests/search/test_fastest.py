@@ -114,6 +114,7 @@ def test_where_nothing_fits_the_smallest_is_named() -> None:
         fit.write("nowhere.yaml")
 
 
+@pytest.mark.exhaustive
 def test_memory_budget_limits_the_search() -> None:
     target = with_memory("h100-80gb:4", 1 << 40)
     gib = typical() / 2**30

@@ -112,6 +112,7 @@ def test_a_checkpoint_moves_to_another_mesh(alone, tmp_path):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
+@pytest.mark.exhaustive
 def test_what_is_evaluated_is_what_is_trained(alone):
     batch = alone.built.place(batch_for(alone.built, 0))
     params = jax.device_put(alone.begun.params, jax.tree.map(lambda x: x.sharding, alone.built.spec.state.params))

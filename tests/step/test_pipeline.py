@@ -209,6 +209,7 @@ def test_stages_send_activations_to_their_neighbours_and_no_weights():
             assert tuple(sorted(dims[-2:])) not in weights
 
 
+@pytest.mark.exhaustive
 def test_stages_compute_embedding_and_loss_together():
     """They store parts of both matrices, and sum activations and statistics of the logits, no weights or gradients of
     weights."""

@@ -65,6 +65,7 @@ def budget_of(refused: pytest.ExceptionInfo[OutOfMemoryError]) -> float:
     return float(found[1]) * GIB
 
 
+@pytest.mark.exhaustive
 def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned and available memory, and a search within as much as was available."""
     total = plan.peak
