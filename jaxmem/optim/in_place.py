@@ -230,7 +230,9 @@ def _starts(grid: Grid, x: jax.Array, i: jax.Array) -> list[jax.Array]:
 def _devices(axes: Axes) -> list[int]:
     """The number of devices over which each dimension is sharded in the update."""
     layout = current()
-    return [1] if layout is None else [layout.size(over) for over in layout.mesh_axes_each("optimizer", axes)]
+    if layout is None:
+        return [1] * len(axes)
+    return [layout.size(over) for over in layout.mesh_axes_each("optimizer", axes)]
 
 
 def _parts(size: int, units: int, devices: int, row_shards: int) -> int:
