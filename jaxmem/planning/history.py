@@ -5,7 +5,6 @@ are in memory during the entire step, a temporary from where it is computed to i
 at the peak count as `other` during the entire step, so the peak equals the total of the plan exactly.
 """
 
-import functools
 import itertools
 import math
 import re
@@ -68,7 +67,6 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     spans = [[(breakdown.lifetimes.of(b), b) for b in place.buffers if b.size] for place, _ in breakdown.peaks]
     bands: dict[tuple[int, ...], str] = {}
 
-    @functools.cache
     def bytes_at(moment: int) -> Counter[str]:
         bytes_of = Counter(permanent)
         for (allocation, _), lives in zip(breakdown.peaks, spans, strict=True):
@@ -82,13 +80,13 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     peak = max(breakdown.peaks, key=lambda item: item[0].size, default=None)
     peak_time = peak[1].time if peak else 0
     permanent["other"] += total - bytes_at(peak_time).total()  # gaps between buffers
-    bytes_at.cache_clear()
     moments = _busiest_moments(_bytes_in_use(spans), edges)
+    bytes_of_moment = {moment: bytes_at(moment) for moment in set(moments)}
     return {
         "seconds": timed.seconds if target.gpu else None,
         "passes": _passes([_pass(item) for item in breakdown.lifetimes.schedule], edges),
         "bands": list(BANDS),
-        "columns": _columns([bytes_at(moment) for moment in moments]),
+        "columns": _columns([bytes_of_moment[moment] for moment in moments]),
         "peak": _row((edges[peak_time] + edges[peak_time + 1]) / 2, bytes_at(peak_time)),
         "largest": [_described(item, breakdown) for item in breakdown.buffers[:LARGEST]],
         "largest_made": [_described(item, breakdown) for item in breakdown.buffers if item.region][:LARGEST],
@@ -104,7 +102,9 @@ def _bytes_in_use(spans: Iterable[Sequence[tuple[Span, Buffer]]]) -> list[tuple[
         for moment, used in bytes_in_use(lives):
             changes[moment] += used - before
             before = used
-    return list(zip(sorted(changes), itertools.accumulate(changes[moment] for moment in sorted(changes)), strict=True))
+    moments = sorted(changes)
+    used_from = itertools.accumulate(changes[moment] for moment in moments)
+    return list(zip(moments, used_from, strict=True))
 
 
 def band(buffer: NamedBuffer) -> str:
