@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import partial_eval
 
 from .choice import capability
 
@@ -114,6 +115,8 @@ def _on_each_platform(
 def _triton_call() -> Any:
     """jax-triton's call, with a check of the shared memory at compile time instead of at the launch."""
     library: Any = importlib.import_module("jax_triton.triton_lib")
+    # jax-triton 0.4.1 removes dead code by a rule that jax 0.12 calls with one more argument. jax's own rule is right.
+    partial_eval.dce_rules.pop(library.triton_kernel_call_p, None)
     compiled = library.compile_ttir_inplace
 
     def check_shared_memory(module: Any, backend: Any, options: Any, target: Any, *later_arguments: Any) -> Any:

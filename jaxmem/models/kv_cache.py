@@ -93,7 +93,7 @@ def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage
 
 
 def grow(cache: KVCache, length: int) -> Tree:
-    """The cache with capacity for `more` tokens. Both caches exist during the copy."""
+    """The cache with capacity for `length` more tokens. Both caches exist during the copy."""
     return jax.tree.map(lambda x: jnp.pad(x, [(0, length if d == 2 else 0) for d in range(x.ndim)]), cache)
 
 

@@ -125,7 +125,8 @@ def target_config(gpu: Gpu, usable: int) -> str:
     """The GPU's description for XLA's compiler: a text protobuf, `stream_executor.GpuTargetConfigProto`.
 
     XLA recomputes by itself if a program needs more than 80 % of `device_memory_size`. The size is set to `usable` /
-    0.8, so that XLA recomputes at the real limit.
+    0.8, so that XLA recomputes at the real limit. jax 0.10 reads the version of cuDNN from `dnn_version_info`, later
+    versions from `dnn_version`.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
     shared_core, shared_block, threads, lanes, like = _CORES[gpu.compute_capability]
@@ -150,10 +151,11 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {accelerated} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+  dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "NVIDIA {gpu.kind} like {like}"
 """
 

@@ -104,7 +104,7 @@ def test_matmuls_with_block_scales_are_compiled_to_fp8_and_have_the_flops_of_oth
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("target", "sections", "missing"),
-    [("h100-80gb", FP8, "runtime_version.*"), ("b200-180gb", IN_BLOCKS, "dnn_version_info.*")],
+    [("h100-80gb", FP8, "runtime_version.*"), ("b200-180gb", IN_BLOCKS, "dnn_version.*")],
 )
 def test_a_matmul_that_is_not_in_fp8_is_named(target, sections, missing, monkeypatch):
     """XLA is not told the version of CUDA or cuDNN, without which it uses no FP8."""

@@ -11,7 +11,7 @@ import pytest
 from jaxmem.cli import main
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.planning import parse_target
+from jaxmem.planning import parse_target, plan
 from jaxmem.planning.targets import local_target
 from jaxmem.search import compilers as compilers_module
 from jaxmem.search import worker
@@ -128,3 +128,12 @@ def test_a_pool_whose_processes_were_ended_starts_no_others() -> None:
         with pytest.raises(RefusedError, match="has ended"):
             compilers.step(config())
         assert compilers._started == []
+
+
+def test_evaluation_with_frozen_weights_in_host_memory_counts_as_in_a_plan() -> None:
+    target = "h100-80gb"
+    sections = {"adapter": {"kind": "lora"}, "memory": {"offload": ["frozen"]}, "train": {"steps": 2, "evaluate_every": 1}}
+    data = {"source": "jsonl", "path": "texts.jsonl", "sequence_length": 64, "held_out": 0.1}
+    cfg = for_devices(config(**sections, data=data), 1)
+    sizes = worker.other_phases(cfg, parse_target(target), None)
+    assert sizes["evaluate"] == plan(cfg, target=target).phases["evaluate"]
