@@ -20,7 +20,7 @@ from jaxmem.estimate.chunks import head_groups, loss_chunk, mlp_chunk
 from jaxmem.estimate.parts import SAVED
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
-from jaxmem.estimate.state import STATE, DeviceBytes, StateLeaf, StateLeaves, state_of
+from jaxmem.estimate.state import ROLE_OF_PART, DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
@@ -103,7 +103,7 @@ def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tu
     """Bytes of the state: on the device, by part; in host memory, by role."""
     on_device: dict[str, int] = {}
     on_host: dict[Role, int] = {"weights": 0, "optimizer": 0}
-    for part, role in STATE.items():
+    for part, role in ROLE_OF_PART.items():
         leaves = state.parts[part]
         away = size_of(role, (leaf for leaf in leaves if leaf.can_offload)) if _offloads(memory, role) else 0
         on_device[part] = size_of(role, leaves) - away

@@ -159,15 +159,15 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     through the output matrix to the loss. It is differentiated with respect to the trainable weights and, for the loss,
     to the features."""
     built = on_one_device(shape)
-    terms = built.objective
+    objective = built.objective
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
     def features(params: Tree, batch: Any) -> Any:
-        return terms.features(built.model.network(params), batch, None)
+        return objective.features(built.model.network(params), batch, None)
 
     def loss(params: Tree, batch: Any, features: Any) -> jax.Array:
-        return trained_sum(terms.sums(built.model.network(params), features, batch))
+        return trained_sum(objective.sums(built.model.network(params), features, batch))
 
     run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 

@@ -18,7 +18,7 @@ from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree
 
 # The parts of the state, and the sharding role of each.
-STATE: Mapping[str, Role] = {
+ROLE_OF_PART: Mapping[str, Role] = {
     "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
 }  # fmt: skip
 # Reasons to communicate a weight or its gradient, in this order: the weight is stored sharded, so it is gathered (zero
@@ -64,7 +64,7 @@ def _state(shape: Config) -> StateLeaves:
     built = on_one_device(shape)
     model = built.model
     spec = built.spec
-    parts: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(STATE, ())
+    parts: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(ROLE_OF_PART, ())
     frozen = offloaded_weights(model.axes, model.select(model.axes), spec.param_axes)
     for where, named, arrays, offloadable in (
         ("params", spec.param_axes, spec.state.params, frozen),

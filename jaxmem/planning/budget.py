@@ -24,7 +24,7 @@ from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.parts import SAVED
 from jaxmem.estimate.passes import passes_in_memory, passes_of
-from jaxmem.estimate.state import STATE
+from jaxmem.estimate.state import ROLE_OF_PART
 from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.compile import compiled_size
 from jaxmem.planning.targets import Target, target_devices, usable_memory
@@ -91,7 +91,7 @@ def resolve_remat(
     full = estimate(resolved.replace(memory={"remat": "full"}), platform)
     other_bytes = full.total - full.kinds[SAVED]
     if compiles and not target.is_cpu:
-        state = sum(full.parts[part] for part in STATE)
+        state = sum(full.parts[part] for part in ROLE_OF_PART)
         most = state + round(FILLED_SHARE * (limit - state))
         chosen = largest_that_fits(ladder, most, needed, other_bytes, MIN_GAIN * layers)
         why = f"auto: the fastest that fits {format_bytes(limit)}"
@@ -111,7 +111,7 @@ def check_size(cfg: Config, target: Target) -> None:
     if cfg.memory.remat == "auto":
         cfg = cfg.replace(memory={"remat": "none"})  # no policy changes the state
     parts = estimate(for_devices(cfg, target.count), target.platform).parts
-    size = sum(parts[part] for part in STATE)
+    size = sum(parts[part] for part in ROLE_OF_PART)
     if size > target.memory:
         raise UserError(
             f"{cfg.name} needs {format_bytes(size)} per device for weights and optimizer state, more than this machine"

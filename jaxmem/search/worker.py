@@ -141,7 +141,8 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> Json
         write_answer(key, answer)
         sizes[phase] = answer["total"]
     if "evaluate" in sizes:
-        sizes["evaluate"] += bytes_on_device(built.spec.state.opt_state) - bytes_on_device(built.spec.host_state.opt_state)
+        spec = built.spec
+        sizes["evaluate"] += bytes_on_device(spec.state.opt_state) - bytes_on_device(spec.host_state.opt_state)
     return sizes
 
 

@@ -25,7 +25,7 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack import ForwardPass, forward
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
+from jaxmem.step.objective import Batch, Objective, Sums, objective_of, trained_sum
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 
@@ -173,7 +173,7 @@ def forward_by_parts(
     model = spec.model
     trainable = model.select(params)
     network = partial(model.network, params)
-    parts = parts_of(objective(spec.cfg), network(), params, batch, keys)
+    parts = parts_of(objective_of(spec.cfg), network(), params, batch, keys)
     stacks = [part.path for part in parts if isinstance(part, Layers)]
     proxies = differentiable(_without(trainable, stacks), spec.gradient_dtype)
     outside = Outside(model, params, _without(params, stacks), proxies)
@@ -235,12 +235,12 @@ def run_forward(
 
 
 def parts_of(
-    terms: Objective, network: Any, params: Params, batch: Batch, keys: jax.Array | None, *, matrices: bool = True
+    objective: Objective, network: Any, params: Params, batch: Batch, keys: jax.Array | None, *, matrices: bool = True
 ) -> Sequence[NetworkPart]:
     """The parts of a network and of its loss.
 
     Args:
-        terms: the objective.
+        objective: the loss, whose operations are the last parts.
         network: the network.
         params: its weights.
         batch: arrays [rows, ...].
@@ -248,11 +248,11 @@ def parts_of(
         matrices: whether operations with an embedding or output matrix of a network that cannot name its parts are
             parts.
     """
-    if (parts := terms.named_parts(network, batch, keys)) is not None:
+    if (parts := objective.named_parts(network, batch, keys)) is not None:
         return parts
     from jaxmem.step.intercepted_parts import intercepted_parts
 
-    return intercepted_parts(terms, network, params, batch, keys, matrices=matrices)
+    return intercepted_parts(objective, network, params, batch, keys, matrices=matrices)
 
 
 def _subtree(tree: Tree, path: Path) -> Tree:

@@ -36,7 +36,7 @@ from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import GROUPS, Axes, Layout, Role, constrain, current, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
-from jaxmem.step.objective import STATE, Batch, Sums
+from jaxmem.step.objective import FORWARD_STATE, Batch, Sums
 from jaxmem.typing import AxesTree, Tree
 
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
@@ -73,13 +73,13 @@ def accumulate(
     def add(carry: Tree, micro_batch: tuple[Batch, jax.Array]) -> tuple[Tree, None]:
         total, all_sums, state = carry
         batch, keys = micro_batch
-        batch = {**batch, STATE: state} if state else batch
+        batch = {**batch, FORWARD_STATE: state} if state else batch
         proxies = jax.tree.map(jnp.zeros_like, total)
         if local is None:
             total, sums = jax.grad(added, has_aux=True)(proxies, params, total, batch, keys)
         else:
             total, sums = local.add(added, proxies, params, total, batch, keys)
-        state = sums.pop(STATE, None)
+        state = sums.pop(FORWARD_STATE, None)
         return (total, jax.tree.map(lambda t, x: t + x.astype(t.dtype), all_sums, sums), state), None
 
     looped = (batch, keys) if local is None else jax.tree.map(lambda x: x[:-1], (batch, keys))
@@ -90,12 +90,12 @@ def accumulate(
         {
             name: jnp.zeros(x.shape, jnp.float32)
             for name, x in jax.eval_shape(loss, params, *last)[1].items()
-            if name != STATE
+            if name != FORWARD_STATE
         },
     )
     grads, sums, state = jax.lax.scan(add, (*zeros, state or None), looped)[0]
     if local is None:
-        return grads, sums | ({STATE: state} if state else {})
+        return grads, sums | ({FORWARD_STATE: state} if state else {})
     grads, sums_of_last = local.add_last(loss, params, grads, *last)
     return grads, jax.tree.map(jnp.add, sums, sums_of_last)
 

@@ -23,11 +23,11 @@ Cut: TypeAlias = StackCall | VocabOp
 
 
 def intercepted_parts(
-    terms: Objective, network: Any, params: Params, batch: Batch, keys: jax.Array | None, *, matrices: bool = True
+    objective: Objective, network: Any, params: Params, batch: Batch, keys: jax.Array | None, *, matrices: bool = True
 ) -> list[NetworkPart]:
     """The parts of `network`, which has the weights `params`, and of the loss; the last one returns the sums.
     `matrices`: whether operations with an embedding or output matrix are parts."""
-    run = _Interception(terms, batch, keys, matrices)
+    run = _Interception(objective, batch, keys, matrices)
     cuts = run.cuts(network)
     parts: list[NetworkPart] = []
     for number, cut in enumerate(cuts):
@@ -42,8 +42,8 @@ def intercepted_parts(
 
 
 class _Interception:
-    def __init__(self, terms: Objective, batch: Batch, keys: jax.Array | None, matrices: bool) -> None:
-        self._terms = terms
+    def __init__(self, objective: Objective, batch: Batch, keys: jax.Array | None, matrices: bool) -> None:
+        self._objective = objective
         self._batch = batch
         self._keys = keys
         self._matrices = matrices
@@ -96,7 +96,7 @@ class _Interception:
             return known[number] if number < len(known) else None
 
         with intercept_with(handle):
-            sums = self._terms(network, self._batch, self._keys)
+            sums = self._objective(network, self._batch, self._keys)
         return cuts, sums
 
 

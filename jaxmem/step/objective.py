@@ -23,7 +23,7 @@ from jaxmem.models.network import STATISTICS, Flow, MatrixPart, Network, Network
 from jaxmem.models.vocab_slices import VocabOpResult
 
 Batch = dict[str, jax.Array]
-STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
+FORWARD_STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
 _NAMES = {"correct": "accuracy"}  # names of means that differ from the names of sums
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs; STATISTICS of routers
 
@@ -56,7 +56,7 @@ class Objective:
         return [*self.network_parts(network, batch, keys), *self.loss_parts(network, batch)]
 
 
-def objective(complete: config.Config) -> Objective:
+def objective_of(complete: config.Config) -> Objective:
     """The objective of a config."""
     cfg = complete.objective
     memory = complete.memory

@@ -31,7 +31,7 @@ from jaxmem.stack.reverse import differentiable_weights
 from jaxmem.step.by_parts import parts_of
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Objective, Sums, objective, trained_sum
+from jaxmem.step.objective import Batch, Objective, Sums, objective_of, trained_sum
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 
@@ -98,7 +98,7 @@ def pipeline_gradients(
     layout = current()
     assert model.execution.pipeline is not None
     local = () if layout is None else layout.local_gradient_axes
-    result = execute(spec, model.execution.pipeline.timetable, objective(spec.cfg), params, (batch, keys), scale)
+    result = execute(spec, model.execution.pipeline.timetable, objective_of(spec.cfg), params, (batch, keys), scale)
     axes = model.select(model.axes)
     dtype = model.execution.dtype
     stack = stacks_of(model)[-1]
@@ -112,17 +112,17 @@ def pipeline_gradients(
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), result.sums
 
 
-def pipeline_sums(spec: StateSpec, terms: Objective, params: Params, batch: Batch) -> Sums:
+def pipeline_sums(spec: StateSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
     """The sums of the objective over all micro-batches, [micro-batches, rows, ...]."""
     p = spec.model.execution.pipeline
     assert p is not None
-    return execute(spec, evaluation(p.stages, p.micro_batches, p.rounds), terms, params, (batch, None)).sums
+    return execute(spec, evaluation(p.stages, p.micro_batches, p.rounds), objective, params, (batch, None)).sums
 
 
 def execute(
     spec: StateSpec,
     table: Timetable,
-    terms: Objective,
+    objective: Objective,
     params: Params,
     batch: tuple[Batch, jax.Array | None],  # (batch, keys of its rows)
     scale: jax.Array | float = 1.0,  # the factor of the loss
@@ -133,7 +133,7 @@ def execute(
     Args:
         spec: the specification of the step.
         table: the schedule.
-        terms: the objective.
+        objective: the loss of a micro-batch.
         params: all weights.
         batch: arrays [micro-batches, rows, ...], and the random key of each row or None.
         scale: the factor of the loss.
@@ -179,7 +179,7 @@ def execute(
             """The network, and its parts before the last stack, this stack, and the parts after it."""
             weights = {**with_gradients(outside, proxies), name: layers}
             network = model.network(weights)
-            parts = parts_of(terms, network, weights, *micro, matrices=False)
+            parts = parts_of(objective, network, weights, *micro, matrices=False)
             last = max(number for number, part in enumerate(parts) if isinstance(part, Layers))
             stack = parts[last]
             assert isinstance(stack, Layers)

@@ -27,7 +27,7 @@ from jaxmem.sharding import Layout, is_axes, layout_for
 from jaxmem.step import batches, host_placement
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Objective, Sums, likelihoods, objective
+from jaxmem.step.objective import Batch, Objective, Sums, likelihoods, objective_of
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.step import Metrics, make_step
 from jaxmem.typing import Tree
@@ -106,7 +106,7 @@ class Program:
 
     @cached_property
     def objective(self) -> Objective:
-        return objective(self.cfg)
+        return objective_of(self.cfg)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics): the training step, which donates its state."""
@@ -139,7 +139,7 @@ class Program:
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the objective, without label smoothing and z-loss."""
-        plain = objective(self.cfg.replace(objective={"label_smoothing": 0.0, "z_loss": 0.0}))
+        plain = objective_of(self.cfg.replace(objective={"label_smoothing": 0.0, "z_loss": 0.0}))
 
         def evaluate(params: Params, batch: Batch) -> Sums:
             params = self.spec.to_memory(params)

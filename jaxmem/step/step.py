@@ -4,6 +4,19 @@ With P parameters in float32 and Adam, an update needs 4 P bytes of weights, 8 P
 divided by the number of devices over which it is sharded. A scan over micro-batches accumulates gradients in one
 buffer, so activations exist for one micro-batch at a time, for any batch size. Pipeline stages process all
 micro-batches in one pass.
+
+In order:
+
+1. `_gradients` differentiates the objective with respect to proxies of the trainable weights: arrays of the gradient's
+   dtype in place of weights that may be quantized or sharded (`sharding.weights`). The network reads its weights, and
+   gathers or dequantizes them, where it uses them. One micro-batch: `gradients.differentiate`; several:
+   `gradients.accumulate`; pipeline stages: `pipeline.pipeline_gradients`.
+2. `nonfinite.squared_norms` has a norm for each layer: the gradient's norm, and the first gradient that is not finite.
+3. `_update` applies the optimizer: clipping, the rule, weight decay and learning rate. `optim.apply_updates` adds the
+   result to the weights, and `gather_in_place` gathers them if each device updates only its shard (zero 1 and 2).
+4. `_metrics`.
+
+`memory.update: during` has 1 to 3 in one backward pass: `_update_during`.
 """
 
 from collections.abc import Callable
@@ -22,7 +35,7 @@ from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.stack import applies_stacks_once
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, differentiate
-from jaxmem.step.objective import STATE, Batch, Sums, means, objective, trained_sum
+from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of, trained_sum
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
 
@@ -43,7 +56,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
             params, opt_state, sums, squares = _update_during(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
-        after = sums.pop(STATE, None)
+        after = sums.pop(FORWARD_STATE, None)
         selection = spec.model.selection
         squares = nonfinite.squared_norms(grads, selection.select(spec.model.axes), selection.partial_stacks)
         metrics = _metrics(spec, state, sums, squares)
@@ -86,7 +99,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
     cfg = spec.cfg
     model = spec.model
-    terms = objective(cfg)
+    objective = objective_of(cfg)
     partial_stacks = model.selection.partial_stacks
     axes = model.select(model.axes)
     scale = jnp.float32(1)
@@ -95,11 +108,11 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
     def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
-        before = model.with_forward_state(state.params, batch.get(STATE))
+        before = model.with_forward_state(state.params, batch.get(FORWARD_STATE))
         network = model.network(with_gradients(before, proxies, partial_stacks))
-        sums = terms(network, {name: x for name, x in batch.items() if name != STATE}, keys)
+        sums = objective(network, {name: x for name, x in batch.items() if name != FORWARD_STATE}, keys)
         if model.forward_state:
-            sums = sums | {STATE: network.state}
+            sums = sums | {FORWARD_STATE: network.state}
         return trained_sum(sums) * scale, sums
 
     def loss_of_hooked(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:

@@ -18,7 +18,7 @@ from jaxmem.sharding import is_axes
 from jaxmem.sharding.host import fill
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
-from jaxmem.step.objective import Batch, Sums, objective
+from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_in_parts import LayerUpdate, Updated, add_squares, update_singly
@@ -44,7 +44,7 @@ def update_in_stages(
 
     def run(visit: StageVisit) -> tuple[Visited, Tree, Sums]:
         """Returns the results of the visit, the mean gradients outside of the stages' layers, and the sums."""
-        result = execute(spec, pipeline.timetable, objective(spec.cfg), params, (batch, keys), visit=visit)
+        result = execute(spec, pipeline.timetable, objective_of(spec.cfg), params, (batch, keys), visit=visit)
         assert result.visited is not None
         grads = constrain_tree(result.outside, outside_axes, "gradients")
         return result.visited, _mean(grads, result.sums["count"]), result.sums

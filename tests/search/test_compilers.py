@@ -132,8 +132,9 @@ def test_a_pool_whose_processes_were_ended_starts_no_others() -> None:
 
 def test_evaluation_with_frozen_weights_in_host_memory_counts_as_in_a_plan() -> None:
     target = "h100-80gb"
-    sections = {"adapter": {"kind": "lora"}, "memory": {"offload": ["frozen"]}, "train": {"steps": 2, "evaluate_every": 1}}
+    sections = {"adapter": {"kind": "lora"}, "memory": {"offload": ["frozen"]}}
+    train = {"steps": 2, "evaluate_every": 1}
     data = {"source": "jsonl", "path": "texts.jsonl", "sequence_length": 64, "held_out": 0.1}
-    cfg = for_devices(config(**sections, data=data), 1)
+    cfg = for_devices(config(**sections, data=data, train=train), 1)
     sizes = worker.other_phases(cfg, parse_target(target), None)
     assert sizes["evaluate"] == plan(cfg, target=target).phases["evaluate"]

@@ -10,7 +10,7 @@ from jaxmem.config.networks import FAMILIES
 from jaxmem.models import Execution
 from jaxmem.stack import StackOptions
 from jaxmem.step import program
-from jaxmem.step.objective import objective
+from jaxmem.step.objective import objective_of
 from tests.step.conftest import config
 
 PICTURES = {"data": {"source": "digits"}, "objective": "classify"}
@@ -21,7 +21,7 @@ def loss_of(cfg, remat):
     built = program(cfg, jax.devices()[:1])
     network = nnx.eval_shape(lambda: models.build(cfg.model, nnx.Rngs(0), Execution(stack=StackOptions(remat))))
     graphdef, state = nnx.split(network)
-    whole = objective(cfg)
+    whole = objective_of(cfg)
     batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in built.spec.batch.items()}
     loss = lambda weights, batch: whole(nnx.merge(graphdef, weights), batch, None)["loss"]  # noqa: E731
     return loss, (nnx.to_pure_dict(state), batch)

@@ -18,7 +18,7 @@ from jaxmem.optim import in_place
 from jaxmem.quant import FORMATS, QTensor, quantize
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
-from jaxmem.step.objective import objective
+from jaxmem.step.objective import objective_of
 from tests.step.conftest import Trained, batch_for, config
 
 INT8 = {"precision": {"parameters": "int8"}, "optimizer": {"learning_rate": 1e-2, "epsilon": 1e-3}}
@@ -67,7 +67,7 @@ def test_a_gradient_is_that_of_the_values(alone):
     one = {name: jnp.asarray(x[0]) for name, x in batch.items()}
 
     def mean(params):
-        sums = objective(cfg)(nnx.merge(alone.built.model.graphdef, params), one, None)
+        sums = objective_of(cfg)(nnx.merge(alone.built.model.graphdef, params), one, None)
         return sums["loss"] / sums["count"]
 
     loss, grads = jax.jit(jax.value_and_grad(mean))(values(alone.begun.params))

@@ -15,7 +15,7 @@ from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.reference import file_for, read
 from jaxmem.step import program
-from jaxmem.step.objective import objective
+from jaxmem.step.objective import objective_of
 from jaxmem.training.run import run
 
 MODEL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 2, "kv_heads": 1, "head_dim": 8}
@@ -72,7 +72,7 @@ def test_the_loss_is_the_formula(config, chunk):
     batch["mask"][5] = 0  # a pair that lacks an answer
     params = jax.tree.map(lambda x: 3 * x, built.initialise().params)
     network = nnx.merge(built.model.graphdef, params)
-    found = jax.jit(lambda batch: (objective(cfg)(network, batch, None), network(
+    found = jax.jit(lambda batch: (objective_of(cfg)(network, batch, None), network(
         batch["inputs"], batch["positions"], batch["segment_ids"])))(jax.tree.map(jnp.asarray, batch))  # fmt: skip
     expected = float64(np.asarray(found[1]), batch, 0.5, 0.1)
     assert float(found[0]["count"]) == 2
