@@ -255,7 +255,7 @@ class SlicedLoss:
             real = entries >= 0
             higher = jnp.maximum(highest, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
             exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
-            picked = jnp.where(entries == labels[..., None, None], logits, 0.0)
+            picked = jnp.where(real & (entries == labels[..., None, None]), logits, 0.0)
             return (
                 higher,
                 total * jnp.exp(highest - higher) + jnp.sum(exponentials, axis=-1),

@@ -32,20 +32,17 @@ def gradient_names(
     leaves = jax.tree_util.tree_leaves_with_path(sizes)
     lengths = {path: leaf.shape[0] for path, leaf in leaves if leaf.ndim}
     names = []
-    count = count_layers(map(path_name, lengths))
-    for path, _, position in _backward_order(axes, lengths, partial):
-        layer = position
-        if position is not None and order is not None and is_last_stack(path_name(path), count):
-            layer = order[position]
-        name, stack = split_stack(path_name(path))
-        layer = layer if layer is None else _number(stack, layer)
+    for path, _, layer in _backward_order(axes, lengths, order, partial):
+        name = split_stack(path_name(path))[0]
         names.append(name if layer is None else f"{name} of layer {layer}")
     return names
 
 
-def squared_norms(grads: Tree, axes: AxesTree, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
+def squared_norms(
+    grads: Tree, axes: AxesTree, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
+) -> jax.Array:
     """`sums_of_squares` in the order of `gradient_names`."""
-    return in_backward_order(sums_of_squares(grads, axes), axes, partial)
+    return in_backward_order(sums_of_squares(grads, axes), axes, order, partial)
 
 
 def sums_of_squares(grads: Tree, axes: AxesTree) -> Tree:
@@ -57,13 +54,15 @@ def sums_of_squares(grads: Tree, axes: AxesTree) -> Tree:
     return jax.tree.map(sum_of_squares, axes, grads, is_leaf=is_axes)
 
 
-def in_backward_order(sums: Tree, axes: AxesTree, partial: PartialStacks = NO_PARTIAL_STACKS) -> jax.Array:
+def in_backward_order(
+    sums: Tree, axes: AxesTree, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
+) -> jax.Array:
     """The sums of squares, one per layer for stacks, in the order of `gradient_names`."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(sums))
     sizes = {path: x.size for path, x in by_path.items()}
     starts = dict(zip(by_path, np.cumsum([0, *sizes.values()]), strict=False))
-    order = [starts[path] + index for path, index, _ in _backward_order(axes, sizes, partial)]
-    return jnp.concatenate([x.reshape(-1) for x in by_path.values()])[np.asarray(order)]
+    positions = [starts[path] + index for path, index, _ in _backward_order(axes, sizes, order, partial)]
+    return jnp.concatenate([x.reshape(-1) for x in by_path.values()])[np.asarray(positions)]
 
 
 def first(squares: jax.Array) -> jax.Array:
@@ -73,12 +72,13 @@ def first(squares: jax.Array) -> jax.Array:
 
 
 def _backward_order(
-    axes: AxesTree, lengths: dict[KeyPath, int], partial: PartialStacks
+    axes: AxesTree, lengths: dict[KeyPath, int], order: list[int] | None, partial: PartialStacks
 ) -> list[tuple[KeyPath, int, int | None]]:
     """(path, index among the gradients of this weight, layer or None) in the order in which the backward pass computes
     the gradients."""
     entries: list[tuple[tuple[int, ...], KeyPath, int, int | None]] = []
     stacks: dict[KeyPath, int] = {}
+    count = count_layers(map(path_name, lengths))
     for number, (path, names) in enumerate(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)):
         if names[:1] != ("layer",):
             entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
@@ -86,12 +86,11 @@ def _backward_order(
         # Lists of a script's model may have other names; those within one module count as one stack.
         depth = next((n for n, step in enumerate(path) if step.key.startswith("blocks")), 1)
         stack = stacks.setdefault(path[:depth], len(stacks))
-        layers_of_stack = split_stack(path_name(path))[1]
-        layers = partial.get(path, range(lengths[path]))
-        entries += [
-            ((1, -stack, -_number(layers_of_stack, layer), number), path, index, layer)
-            for index, layer in enumerate(layers)
-        ]
+        name = path_name(path)
+        order_of_stack = order if is_last_stack(name, count) else None
+        for index, position in enumerate(partial.get(path, range(lengths[path]))):
+            layer = _number(split_stack(name)[1], position if order_of_stack is None else order_of_stack[position])
+            entries.append(((1, -stack, -layer, number), path, index, layer))
     return [entry for _, *entry in sorted(entries, key=lambda entry_with_order: entry_with_order[0])]  # type: ignore[misc]
 
 

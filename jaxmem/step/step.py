@@ -24,6 +24,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem import optim
 from jaxmem.errors import UserError
@@ -57,8 +58,9 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
         after = sums.pop(FORWARD_STATE, None)
-        selection = spec.model.selection
-        squares = nonfinite.squared_norms(grads, selection.select(spec.model.axes), selection.partial_stacks)
+        model = spec.model
+        partial_stacks = model.selection.partial_stacks
+        squares = nonfinite.squared_norms(grads, model.select(model.axes), model.execution.layer_order, partial_stacks)
         metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
         can_skip = state.loss_scale is not None or cfg.train.on_nan == "skip"
@@ -182,7 +184,7 @@ def _update(
 
 
 def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
-    rate = {} if spec.cfg.user.optimizer else {"learning_rate": spec.learning_rate(state.step)}
+    rate = {} if spec.cfg.user.optimizer else {"learning_rate": spec.learning_rate(_schedule_step(state))}
     return (
         means(sums)
         | rate
@@ -192,3 +194,13 @@ def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array)
             "gradient_norm": jnp.sqrt(jnp.sum(squares)),
         }
     )
+
+
+def _schedule_step(state: TrainState) -> jax.Array:
+    """The number of earlier updates by which the optimizer computes its learning rate: without skipped ones."""
+
+    def is_schedule(node: Tree) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_schedule)
+    return next((node.count for node in nodes if is_schedule(node)), state.step)

@@ -277,7 +277,7 @@ def update_singly(
             new, state = _layer_by_layer(group, gradient, state, weight, write, norm)
         elif "vocab" in names:
             slice_of = partial(_slice_of, g, names.index("vocab"))
-            new, state, _ = VocabUpdate(group, weight, state).update(slice_of, write, norm)
+            new, state, _ = VocabUpdate(group, weight, state, g.dtype).update(slice_of, write, norm)
         else:
             new, state = group.update(gradient, state, weight, write, norm=norm)
         new_params.append(new)

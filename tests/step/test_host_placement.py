@@ -42,6 +42,18 @@ def test_the_training_is_the_same(usual, update, tmp_path):
         assert_kept(away, tmp_path)
 
 
+@pytest.mark.exhaustive
+def test_gradients_of_bfloat16_matrices_stay_in_float32():
+    sections = {
+        "precision": {"parameters": "bfloat16", "gradients": "float32", "compute": "float32", "master": "float32"},
+        "optimizer": {"clip": None},
+    }
+    usual = Trained(config(**sections), updates=1)
+    away = Trained(config(**sections, memory={"offload": "optimizer"}), updates=1, begin=usual)
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9)  # noqa: E731
+    jax.tree.map(same, away.state.opt_state, usual.state.opt_state)
+
+
 def assert_kept(trained, directory):
     """In a checkpoint, where it was, bit by bit."""
     with Checkpoints(directory, every=1, keep=1, keep_best=False) as checkpoints:

@@ -1,5 +1,7 @@
 """A gradient that is no number: who was first, and an update that is left out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,13 @@ def test_the_first_in_the_backward_pass_is_named(bad, name):
     assert (nonfinite.gradient_names(AXES, grads)[place] if place >= 0 else None) == name
 
 
+def test_the_last_layer_is_named_if_stages_store_layers_in_another_order():
+    order = [0, 2, 1]
+    grads = gradients(("a", 0), ("a", 2), ("b", 0))  # layers 0 and 1
+    place = int(nonfinite.first(nonfinite.squared_norms(grads, AXES, order)))
+    assert nonfinite.gradient_names(AXES, grads, order)[place] == "blocks.a of layer 1"
+
+
 def test_the_length_is_that_of_all():
     assert float(jnp.sum(nonfinite.squared_norms(gradients(), AXES))) == 12 + 6 + 4 + 4
 
@@ -64,7 +73,9 @@ class Said:
 
 @pytest.mark.exhaustive
 def test_an_update_that_is_no_number_is_left_out_and_counted():
-    trained = Trained(config(train={"steps": 10, "on_nan": "skip", "max_skipped": 1}), updates=1)
+    optimizer = {"schedule": "linear", "warmup": 5, "learning_rate": 1e-3}
+    trained = Trained(config(train={"steps": 10, "on_nan": "skip", "max_skipped": 1}, optimizer=optimizer), updates=1)
+    rates = [trained.metrics[0]["learning_rate"]]
     poisoned = jax.tree.map(lambda x: x, trained.state)
     up = poisoned.params["blocks"]["mlp"]["up"]
     up["weight"] = up["weight"].at[1, 0].set(jnp.nan)
@@ -77,6 +88,10 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     )  # the loss itself is none
     jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (before.params, before.opt_state))
     assert int(after.step) == 2
+    rates.append(float(metrics["learning_rate"]))
+    sound = dataclasses.replace(after, params=trained.params)
+    _, later = trained.compiled(sound, trained.built.place(batch_for(trained.built)))
+    assert float(later["learning_rate"]) == rates[1] > rates[0]  # the schedule waits for a skipped update
 
     progress = Said()
     telemetry = Telemetry(trained.built.cfg.train, trained.built.spec.gradient_names, progress, None)
