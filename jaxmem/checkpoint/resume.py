@@ -32,6 +32,7 @@ CHANGEABLE_KEYS = (
     "adapter.base_run",  # source of the initial weights, which are in the checkpoint
     "model.dropout",
     "data.reference_logprobs",  # a path; the file has its own fingerprint
+    "data.tokenizer",  # a path; its content is part of the fingerprint of the data
     "data.chat_template",  # part of the fingerprint of the data
     "data.path",  # files may move: the fingerprint of the data shows whether they are the same
     "data.mixture.*.path",
@@ -70,7 +71,8 @@ def refuse_changes(
     """Refuses to resume with another config or other data. `fingerprints`: of the data then and now."""
     differences = changed(old, new)
     if fingerprints and fingerprints[0] != fingerprints[1] and not differences:
-        differences = [f"the data files have changed (fingerprint was {fingerprints[0]}, is {fingerprints[1]})"]
+        before, now = fingerprints
+        differences = [f"the data files or the tokenizer have changed (fingerprint was {before}, is {now})"]
     if differences:
         raise UserError(
             f"cannot resume from {directory}: {', '.join(differences)}; undo the change, start a new run with name=...,"

@@ -29,6 +29,7 @@ def check_data(cfg: Config) -> Iterator[str]:
     data = cfg.data
     model = cfg.model
     if cfg.user.data is not None:
+        yield from _batches(cfg)
         return
     sources = {f"data.mixture[{i}]": source for i, source in enumerate(data.mixture)} or {"data": data}
     kinds = {source.source for source in sources.values()}
@@ -55,6 +56,15 @@ def check_data(cfg: Config) -> Iterator[str]:
             yield f"{given} does not match data.source=digits; use model.image_size=8 and model.channels=1"
     elif isinstance(model, Decoder):
         yield from _text(data, model, kinds)
+
+
+def _batches(cfg: Config) -> Iterator[str]:
+    """Errors in the settings of a run with the argument `data`."""
+    if cfg.data.epochs is not None:
+        yield f"data.epochs={cfg.data.epochs} has no effect with the argument data; use train.steps"
+    held_out = cfg.user.held_out
+    if cfg.train.evaluate_every and held_out is not None and not held_out.repeats:
+        yield "held_out must be an iterable that can be read again, such as a list"
 
 
 def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:

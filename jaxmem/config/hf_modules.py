@@ -124,14 +124,27 @@ class HfModule(NamedTuple):
 def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
     """The names of the modules of a family in layers with or without experts, with {} for the layer and, in modules of
     experts, for the expert."""
-    if model.experts is None or not has_experts:
-        modules = MODULES if model.norms == "pre" else WITH_POST_NORMS
-        return modules if model.latent is None else modules | LATENT
-    if model.attention_sinks:
-        return GPT_OSS
-    if model.latent is not None:
-        return EXPERTS | LATENT
-    return EXPERTS if model.qk_norm or model.experts.shared is not None else MIXTRAL
+    return names_with(
+        experts=has_experts and model.experts is not None,
+        shared=model.experts is not None and model.experts.shared is not None,
+        sinks=model.attention_sinks,
+        latent=model.latent is not None,
+        qk_norm=bool(model.qk_norm),
+        post_norms=model.norms != "pre",
+    )
+
+
+def names_with(
+    *, experts: bool, shared: bool, sinks: bool, latent: bool, qk_norm: bool, post_norms: bool
+) -> dict[str, str]:
+    """The names of the modules of layers that have these parts, which identify the family."""
+    if sinks:
+        names = GPT_OSS
+    elif experts:
+        names = EXPERTS if qk_norm or shared or latent else MIXTRAL
+    else:
+        names = WITH_POST_NORMS if post_norms else MODULES
+    return names | LATENT if latent else names
 
 
 def modules_of(model: Decoder) -> list[HfModule]:

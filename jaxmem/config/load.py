@@ -96,6 +96,9 @@ def load_config(source: str | os.PathLike[str] | JsonView, overrides: Iterable[s
 def read_config(source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = ()) -> JsonDict:
     """The settings of a file or dict with `key=value` overrides, unchecked."""
     raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
+    overrides = [*overrides]
+    if any(_names_another_model(raw, override) for override in overrides):
+        _remove_model(raw)
     for override in overrides:
         _override(raw, override)
     return raw
@@ -204,6 +207,24 @@ def _override(raw: JsonDict, text: str) -> None:
         here[part] = inner
         here = inner
     here[last] = _parse(value, text.strip(), is_file=False)
+
+
+def _names_another_model(raw: JsonDict, override: str) -> bool:
+    """Whether an override sets another preset or directory than that of a saved config, which has all fields."""
+    model = raw.get("model")
+    key, _, value = override.partition("=")
+    section, _, field = key.strip().partition(".")
+    if section != "model" or field not in ("preset", "hf") or not isinstance(model, dict):
+        return False
+    return set(Decoder.model_fields) <= set(model) and _parse(value, override) not in (None, model[field])
+
+
+def _remove_model(raw: JsonDict) -> None:
+    """Removes the model of a saved config, and its tokenizer if it was the one of the model's directory."""
+    directory = raw.pop("model")["hf"]
+    data = raw.get("data")
+    if directory is not None and isinstance(data, dict) and data.get("tokenizer") == directory:
+        del data["tokenizer"]
 
 
 def _expand(raw: JsonDict) -> None:

@@ -166,9 +166,11 @@ def _with_sections(raw: JsonDict, parts: Parts) -> JsonDict:
         raw["model"] = {"family": "own"}
     if parts.get("loss") is not None or parts.get("loss_with_keys") is not None:
         raw["objective"] = {"name": "own"}
-    if parts.get("optimizer") is not None:
-        given = raw.get("optimizer") or {}
-        wrong = [key for key in given if key not in ("trainable", "kernel")] if isinstance(given, dict) else []
+    given = raw.get("optimizer") or {}
+    if parts.get("optimizer") is not None and isinstance(given, dict):  # pydantic reports another type
+        # A complete config has all keys, so those with their defaults are accepted.
+        accepted = Optimizer().model_dump(mode="json") | {key: given.get(key) for key in ("trainable", "kernel")}
+        wrong = [key for key, value in given.items() if value not in (None, accepted.get(key))]
         if wrong:
             raise UserError(f"optimizer.{wrong[0]} has no effect with the argument optimizer; remove one of them")
         raw["optimizer"] = {**given, "clip": None}

@@ -97,9 +97,11 @@ class Preferences(ChatRecords):
         self._last: tuple[int, Sequence[Document]] | None = None
 
     def documents(self, index: int) -> Sequence[Document]:
-        if self._last is None or self._last[0] != index:  # the other row of the pair needs the same record
-            self._last = index, super().documents(index)
-        return self._last[1]
+        last = self._last  # read once: another loader may replace it meanwhile
+        if last is None or last[0] != index:  # the other row of the pair needs the same record
+            last = index, super().documents(index)
+            self._last = last
+        return last[1]
 
     def parse(self, record: JsonDict) -> Sequence[Document]:
         return parse_pair(record, self.tokenizer, self._encoder)

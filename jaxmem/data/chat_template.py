@@ -25,7 +25,7 @@ from jaxmem.typing import JsonDict, JsonView
 Message = Mapping[str, Any]  # "role", "content", and further keys that a template reads: "tool_calls", ...
 MAX_SECONDS = 5  # limit of processor time per conversation; a usual template needs a thousandth
 MAX_MEMORY = 1 << 30  # limit of memory in bytes; a usual template needs a thousandth
-FILE = "chat_template.jinja"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 
@@ -128,7 +128,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
         settings = {key: value for path in present for key, value in read_json(path).items()}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
     tokens = {key: text for key, text in texts.items() if key.endswith("_token") and text and isinstance(text, str)}
-    path = Path(file).expanduser() if file is not None else place / FILE if place is not None else None
+    path = Path(file).expanduser() if file is not None else place / CHAT_TEMPLATE if place is not None else None
     if path is not None and (file is not None or path.is_file()):
         return ChatTemplate(_read(path), str(file or path), tokens)
     source = settings.get("chat_template")
@@ -138,7 +138,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
         )
     if not isinstance(source, str):
         where = (
-            f"{place} has no {FILE} and no chat_template in tokenizer_config.json"
+            f"{place} has no {CHAT_TEMPLATE} and no chat_template in tokenizer_config.json"
             if place
             else "data.tokenizer=bytes has none"
         )

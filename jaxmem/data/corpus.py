@@ -3,7 +3,8 @@
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,15 +61,24 @@ class Corpus:
     def documents(self, source: int, record: Any) -> Sequence[Document]:
         return self.sources[source].documents(record)
 
+    @contextmanager
+    def without_counting(self) -> Iterator[None]:
+        """A context after which the counts of the sources are what they were before."""
+        before = [replace(source.counts) for source in self.sources]
+        try:
+            yield
+        finally:
+            for source, counts in zip(self.sources, before, strict=True):
+                vars(source.counts).update(vars(counts))  # in place: opened files of a stream share the object
+
     def check(self) -> float:
         """Reads the first records of each source, since most errors in a file are in all of its records. Returns the
         mean number of tokens of a document."""
         lengths = []
-        for source in self.sources if self._cfg.reads_text else ():
-            counts = replace(source.counts)
-            for record in source.head(CHECKED_RECORDS):
-                lengths += [len(document.tokens) for document in source.documents(record)]
-            source.counts = counts
+        with self.without_counting():
+            for source in self.sources if self._cfg.reads_text else ():
+                for record in source.head(CHECKED_RECORDS):
+                    lengths += [len(document.tokens) for document in source.documents(record)]
         return float(np.mean(lengths or [0]))
 
     def reference(self, record: int) -> np.ndarray:
@@ -176,11 +186,14 @@ def source_files(source: Source) -> list[Path]:
 
 
 def source_of(path: str) -> str:
-    """The `data.source` of files: by the suffix of the first file and, for JSONL, by the keys of its first line."""
-    file = find_files(path, "text")[0]
-    named = [name for name, kind in SOURCES.items() if file.suffix.lower() in kind.suffixes]
-    if "jsonl" not in named:
-        return named[0] if named else "text"
+    """The `data.source` of files: by the first suffix that a source has and, for JSONL, by the keys of the first line
+    of that file."""
+    by_suffix = {suffix: name for name, kind in reversed(SOURCES.items()) for suffix in kind.suffixes}
+    file = next((file for file in find_files(path, "text") if file.suffix.lower() in by_suffix), None)
+    if file is None:
+        return "text"
+    if by_suffix[file.suffix.lower()] != "jsonl":
+        return by_suffix[file.suffix.lower()]
     keys = next(read_objects(file, "JSON object"))[1].keys()
     if {"chosen", "rejected"} & keys:
         return "preference"

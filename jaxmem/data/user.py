@@ -87,14 +87,17 @@ class UserLoader(AbstractContextManager["UserLoader"]):
     def state(self) -> State:
         """The position after the last batch that was returned."""
         get = getattr(self._iterator, "get_state", None)
-        return {"own": self._count, "iterator": get() if get else None}
+        place = get() if get else None
+        return {"own": self._count, "iterator": {"bytes": place.hex()} if isinstance(place, bytes) else place}
 
     def restore(self, state: State) -> None:
         self.rewind()
         places = state["iterators"]
         place = places[jax.process_index()] if len(places) == jax.process_count() else None
         if place is not None and hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(place)
+            iterator: Any = self._iterator
+            is_bytes = isinstance(iterator.get_state(), bytes)
+            iterator.set_state(bytes.fromhex(place["bytes"]) if is_bytes else place)
             self._count = state["own"]
             return
         for _ in islice(self, state["own"]):
@@ -118,14 +121,16 @@ def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     inputs = batch.get("inputs")
     if inputs is None or inputs.ndim != 3:
         return batch
-    mask = np.ones(inputs.shape, np.float32)
+    segments = batch.get("segment_ids", np.ones(inputs.shape, np.int32))
+    mask = segments > 0  # 0: padding
     if "targets" not in batch:
-        mask[..., -1] = 0
+        mask[..., :-1] &= segments[..., :-1] == segments[..., 1:]
+        mask[..., -1] = False
     defaults = {
         "targets": np.concatenate([inputs[..., 1:], inputs[..., -1:]], axis=-1),
         "positions": np.broadcast_to(np.arange(inputs.shape[-1], dtype=np.int32), inputs.shape),
-        "segment_ids": np.ones(inputs.shape, np.int32),
-        "mask": mask,
+        "segment_ids": segments,
+        "mask": mask.astype(np.float32),
     }
     return {**defaults, **batch}
 

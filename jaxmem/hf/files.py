@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import local_directory
+from jaxmem.data.chat_template import CHAT_TEMPLATE
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
 
-CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,6 +21,11 @@ TOKENIZER = (
     "merges.txt",
 )
 SETTINGS = ("config.json", "generation_config.json")
+
+
+def is_same_path(first: str | Path, second: str | Path) -> bool:
+    """Whether two settings name the same path."""
+    return Path(first).expanduser() == Path(second).expanduser()
 
 
 def copy_metadata(source: str | Path, target: Path) -> None:
@@ -45,7 +51,7 @@ def copy_tokenizer(name: str, target: Path) -> None:
             text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
             (target / file).write_text(text, encoding="utf-8")
         return
-    source = Path(name).expanduser()
+    source = Path(local_directory(name, "data.tokenizer")).expanduser()
     if source.is_file():
         shutil.copyfile(source, target / "tokenizer.json")  # named by the user: any link is followed
         source = source.parent

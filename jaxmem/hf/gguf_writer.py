@@ -7,7 +7,6 @@ biases are float32. The file is written tensor by tensor, with one in host memor
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.gguf import PERMUTED
 from jaxmem.hf.writer import model_tensors
+from jaxmem.machine.files import atomic_file
 from jaxmem.models import Decoder as Network
 from jaxmem.models.rope import frequencies
 from jaxmem.typing import JsonDict
@@ -94,15 +94,12 @@ def save_gguf(
         **_template(tokenizer_for(tokenizer), chat_template),
     }
     tensors = list(_tensors(model, kind, indices))
-    unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _write(unfinished, _architecture(cfg), settings, tensors)
-        unfinished.rename(file)
+        with atomic_file(file) as unfinished:
+            _write(unfinished, _architecture(cfg), settings, tensors)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _architecture(cfg: Decoder) -> str:
@@ -291,5 +288,3 @@ def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[
             writer.write_tensor_data(quantize(tensor.values(), kind))
     finally:
         writer.close()
-    with file.open("rb") as written:
-        os.fsync(written.fileno())

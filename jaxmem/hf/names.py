@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
-from jaxmem.config.hf_modules import EXPERTS, GPT_OSS, LATENT, MIXTRAL, MODULES, WITH_POST_NORMS
+from jaxmem.config.hf_modules import names_with
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.config.networks import Decoder
 from jaxmem.typing import Tree
@@ -84,13 +84,14 @@ def module_names(params: Tree) -> dict[str, str]:
     has_shared = any("shared" in blocks["mlp"] for blocks in stacks.values())
     by_path: dict[str, str] = {}
     for stack, blocks in stacks.items():
-        if "sinks" in blocks["attention"]:
-            names = GPT_OSS
-        elif "router" in blocks["mlp"]:
-            names = EXPERTS if "q_norm" in blocks["attention"] or has_shared else MIXTRAL
-        else:
-            names = WITH_POST_NORMS if "mlp_post_norm" in blocks else MODULES
-        names = names | LATENT if "kv_b" in blocks["attention"] else names
+        names = names_with(
+            experts="router" in blocks["mlp"],
+            shared=has_shared,
+            sinks="sinks" in blocks["attention"],
+            latent="kv_b" in blocks["attention"],
+            qk_norm="q_norm" in blocks["attention"],
+            post_norms="mlp_post_norm" in blocks,
+        )
         absent = () if "shared" in blocks["mlp"] else ("shared", "shared_gate")
         for path, name in names.items():
             if not path.startswith("blocks.mlp.") or path.split(".")[2] not in absent:

@@ -158,11 +158,11 @@ def saved_names(program: Program) -> set[str]:
         in_file = set(map(base_tensor_name, Tensors(directory, ADAPTER).entries))
     saved = set()
     for weight in decoder_weights(base_of(model.shapes), model.execution.layer_indices):
-        names = [tensor.name for tensor in weight.tensors]
-        saved |= in_file.intersection(names)
+        saved |= in_file.intersection(tensor.name for tensor in weight.tensors)
         path = tuple(jax.tree_util.DictKey(name) for name in weight.path)
         if path in model.selection.layers:
-            saved |= {names[layer] for layer in model.selection.layers[path] or range(len(names))}
+            layers = model.selection.layers[path]
+            saved |= {tensor.name for tensor in weight.tensors if layers is None or tensor.position[0] in layers}
     return saved
 
 

@@ -21,7 +21,7 @@ from jaxmem.adapters import Lora, base_of, merged_weight, weights_to_merge
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
-from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, storage_dtype
+from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, is_same_path, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
@@ -54,7 +54,7 @@ def save(
         model: The network with its weights.
         directory: It must not exist, or be empty.
         base: The directory of the model, whose settings, tokenizer and dtype are kept.
-        tokenizer: The value of `data.tokenizer`, used if there is no base.
+        tokenizer: The value of `data.tokenizer`; by default the tokenizer of the base.
         chat_template: The value of `data.chat_template`.
         dtype: float32, float16 or bfloat16; by default the dtype of the base, or of the weights.
         length: The longest sequence of the training.
@@ -73,16 +73,20 @@ def save(
     settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
     settings |= {"quantization_config": quantization} if keeps_mxfp4 else {}
     with atomic_directory(directory) as place:
-        if base:
+        if base and (not tokenizer or is_same_path(tokenizer, base)):
             copy_metadata(base, place)
-        else:  # without these ids, transformers would use the defaults of the family's class
+        else:
+            # Without these ids, transformers would use the defaults of the family's class. The generation settings of
+            # the base have ids of its tokenizer, so they are not copied.
             settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        if tokenizer and not base:
-            from jaxmem.data.tokenizer import tokenizer_for
+            if tokenizer:
+                from jaxmem.data.tokenizer import tokenizer_for
 
-            copy_tokenizer(tokenizer, place)
-            known = tokenizer_for(tokenizer)
-            settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
+                copy_tokenizer(tokenizer, place)
+                known = tokenizer_for(tokenizer)
+                ends = [known.end, *sorted(known.ends - {known.end})]
+                settings |= {"bos_token_id": known.begin[0] if known.begin else None}
+                settings |= {"eos_token_id": ends if len(ends) > 1 else known.end}
         if chat_template:
             copy_chat_template(chat_template, place)
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")

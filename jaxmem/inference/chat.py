@@ -62,8 +62,9 @@ class TextGenerator:
         return self._continue_all([self._rendered(messages) for messages in conversations], batch)
 
     def _continue_all(self, texts: Sequence[np.ndarray], batch: int) -> Iterator[str]:
-        for start in range(0, len(texts), batch):
-            generated = list(self._generate(texts[start : start + batch], self._tokens, self._tokenizer.ends))
+        for number, start in enumerate(range(0, len(texts), batch)):
+            prompts = texts[start : start + batch]
+            generated = list(self._generate(prompts, self._tokens, self._tokenizer.ends, batch=number))
             for ids in np.stack(generated).T:
                 yield "".join(self._decode(int(i) for i in ids if i != ENDED))
 

@@ -18,7 +18,7 @@ from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
 from jaxmem.inference.load import is_run, model_config, open_model, open_run
-from jaxmem.inference.reference import Reference, file_for, read
+from jaxmem.inference.reference import Reference, reference_of
 from jaxmem.step import Program
 from jaxmem.step.objective import Sums, means
 from jaxmem.typing import Tree
@@ -83,5 +83,5 @@ def evaluate(
     program, params = open_model(run, [*settings, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":
-            evaluator.set_reference(read(file_for(program.cfg.data)))
+            evaluator.set_reference(reference_of(program.cfg))
         return evaluator(params)

@@ -50,13 +50,12 @@ def export_model(
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
     if Path(target).suffix == ".gguf":
-        tokenizer = str(base_files) if base_files.is_dir() else cfg.data.tokenizer
         length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
         length = length or cfg.data.sequence_length
         hf.save_gguf(
             model,
             target,
-            tokenizer=tokenizer,
+            tokenizer=cfg.data.tokenizer,
             kind=dtype or "float16",
             length=length,
             indices=indices,

@@ -12,7 +12,7 @@ With `longrope`, a text that becomes longer than the original length is read aga
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +72,12 @@ class DecodingState:
     tokens: np.ndarray  # [rows, length]
     cache: KVCache | None = None
     is_long: np.ndarray | None = None  # whether the cache was computed with the long factors of longrope
+    batch: int = 0  # the number of the batch among those of a call, which are sampled independently
 
     @classmethod
-    def of_rows(cls, first: Sequence[int]) -> Self:
+    def of_rows(cls, first: Sequence[int], batch: int = 0) -> Self:
         """Of texts of which no token is read yet."""
-        return cls(np.array(first, np.int32), np.zeros((len(first), 0), np.int32))
+        return cls(np.array(first, np.int32), np.zeros((len(first), 0), np.int32), batch=batch)
 
     @property
     def length(self) -> int:
@@ -101,8 +102,11 @@ class Generator:
             np.zeros(0, np.int32) if prompt is None else prompt.vocab + np.arange(prompt.length, dtype=np.int32)
         )
 
-    def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
-        """Yields the next token of all texts, [rows], up to `count` times; ENDED for a text after a token of `ends`."""
+    def __call__(
+        self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = (), *, batch: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Yields the next token of all texts, [rows], up to `count` times; ENDED for a text after a token of `ends`.
+        Equal prompts have other random numbers in each row and in each `batch`."""
         if not all(map(len, prompts)):
             raise UserError("the prompt is empty; it must have at least one token")
         width = max(len(prompt) for prompt in prompts) + len(self.prompt_tokens)
@@ -110,7 +114,7 @@ class Generator:
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, start, prompt in zip(tokens, first, prompts, strict=True):
             row[start:] = [*self.prompt_tokens, *prompt]
-        return self.extend(DecodingState.of_rows(first), tokens, count, ends)
+        return self.extend(DecodingState.of_rows(first, batch), tokens, count, ends)
 
     def extend(
         self, state: DecodingState, tokens: np.ndarray, count: int, ends: Collection[int] = ()
@@ -119,14 +123,13 @@ class Generator:
         if count < 1:
             raise UserError(f"tokens={count} must be at least 1")
         ended = np.zeros(len(tokens), bool)
-        with self._program.layout.for_generation(len(tokens)):
-            token = self._read(state, tokens, count)
-            for generated in range(1, count + 1):
-                yield np.where(ended, ENDED, token)
-                ended |= np.isin(token, list(ends))
-                if ended.all() or generated == count:
-                    return
-                token = self._read(state, token[:, None])
+        token = self._read(state, tokens, count)
+        for generated in range(1, count + 1):
+            yield np.where(ended, ENDED, token)
+            ended |= np.isin(token, list(ends))
+            if ended.all() or generated == count:
+                return
+            token = self._read(state, token[:, None])
 
     def _read(self, state: DecodingState, tokens: np.ndarray, count: int = 0) -> np.ndarray:
         """Reads tokens [rows, length] in chunks, and samples the next token of each text. The cache gets room for
@@ -144,10 +147,12 @@ class Generator:
         padding = (
             0 if last_chunk.shape[1] == 1 else min(length_for(last_chunk.shape[1]), self._chunk) - last_chunk.shape[1]
         )
-        self._make_room(state, state.length + tokens.shape[1] + max(count, padding))
-        for chunk in chunks:
-            self._step(state, chunk, self._chunk, lengths)
-        return np.asarray(self._step(state, np.pad(last_chunk, ((0, 0), (0, padding))), last_chunk.shape[1], lengths))
+        with self._program.layout.for_generation(len(tokens)):  # not around a yield: other generators may run there
+            self._make_room(state, state.length + tokens.shape[1] + max(count, padding))
+            for chunk in chunks:
+                self._step(state, chunk, self._chunk, lengths)
+            padded = np.pad(last_chunk, ((0, 0), (0, padding)))
+            return np.asarray(self._step(state, padded, last_chunk.shape[1], lengths))
 
     def _is_long(self, lengths: np.ndarray) -> np.ndarray:
         """Whether texts of these lengths have the long factors of each longrope: [rows, ropes]."""
@@ -166,19 +171,20 @@ class Generator:
     def _step(self, state: DecodingState, tokens: np.ndarray, count: int, lengths: np.ndarray) -> jax.Array:
         """Reads the first `count` of these tokens, and samples the next token of each text. `lengths`: the number of
         tokens of each text."""
-        places = [jnp.asarray(x, jnp.int32) for x in (state.length, state.first, count - 1, lengths)]
-        token, state.cache = self._compiled_step(self._params, jnp.asarray(tokens), state.cache, *places)
+        numbers = [jnp.asarray(x, jnp.int32) for x in (state.length, state.first, count - 1, lengths, state.batch)]
+        token, state.cache = self._compiled_step(self._params, jnp.asarray(tokens), state.cache, *numbers)
         state.tokens = np.concatenate([state.tokens, tokens[:, :count]], axis=1)
         return token
 
     @cached_property
     def _compiled_step(self) -> Tree:
-        def step(
-            params: Tree, tokens: jax.Array, cache: KVCache, length: Any, first: Any, last: Any, lengths: Any
-        ) -> tuple[jax.Array, KVCache]:
+        def step(params: Tree, tokens: jax.Array, cache: KVCache, *numbers: jax.Array) -> tuple[jax.Array, KVCache]:
+            length, first, last, lengths, batch = numbers
             network = nnx.merge(self._program.model.graphdef, params)
             logits, cache = network.extend(tokens, cache, length, first, last, lengths)
             key = jax.random.fold_in(jax.random.key(self._sampling.seed), length + last)
+            # The first batch has the same key as a text that is generated alone.
+            key = jnp.where(batch > 0, jax.random.fold_in(key, batch), key)
             return self._sampling.sample(logits, key), cache
 
         return jax.jit(step, donate_argnums=2)

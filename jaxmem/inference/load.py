@@ -18,7 +18,7 @@ from jaxmem import adapters, hf
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
+from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline, load_config
 from jaxmem.config.hub import local_directory
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
@@ -26,6 +26,7 @@ from jaxmem.config.user import UserObjects
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
+from jaxmem.hf.files import is_same_path
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized, store
@@ -55,8 +56,9 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
     if is_run(directory):
         cfg = load_config(directory / "config.yaml", overrides)
         hf_files = directory / HF_FOLDER
-        if (hf_files / "tokenizer.json").is_file() and cfg.data.tokenizer != "bytes":
-            cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"tokenizer": str(hf_files)})})
+        hf_model = getattr(cfg.model, "hf", None)
+        if hf_model and is_same_path(cfg.data.tokenizer, hf_model) and (hf_files / "tokenizer.json").is_file():
+            cfg = cfg.replace(data={"tokenizer": str(hf_files)})
         return cfg
     if (directory / "config.json").is_file():
         return load_config(_hf_config(directory), overrides)
@@ -102,7 +104,8 @@ def _program(cfg: Config) -> Program:
     mesh = cfg.mesh
     sizes = [getattr(mesh, axis) for axis in MESH_AXES]
     if -1 not in sizes and math.prod(sizes) != len(devices):
-        cfg = cfg.model_copy(update={"mesh": Mesh()})
+        # Pipeline stages and updates within a schedule need several devices.
+        cfg = cfg.replace(mesh=Mesh(), pipeline=Pipeline(), memory={"update": "after"})
         devices = devices[:1]
     return program(cfg, devices)
 

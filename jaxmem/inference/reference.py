@@ -13,10 +13,12 @@ import jax
 import numpy as np
 
 from jaxmem.checkpoint.record import checksum
-from jaxmem.config import Data
+from jaxmem.config import Config, Data
 from jaxmem.data import Corpus, Loader
+from jaxmem.data.corpus import fingerprint as corpus_fingerprint
 from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError
+from jaxmem.machine.files import atomic_file
 from jaxmem.step import Program
 from jaxmem.typing import Tree
 
@@ -44,7 +46,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
     """
     cfg = program.cfg
     file = file_for(cfg.data)
-    data = f"{identity} {cfg.data.sequence_length} {cfg.data.on_overlong} {cfg.data.on_invalid}"
+    data = _identity(cfg.data, identity)
     if any_process(file.is_file()):
         stored = read(file)
         expected = weights or fingerprint(params)
@@ -65,6 +67,23 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
         _write(file, computed)
     gather(None)  # waits until all processes can read the file
     return computed
+
+
+def reference_of(cfg: Config) -> Reference:
+    """The log-probabilities that a run computed, to evaluate it on the same data."""
+    file = file_for(cfg.data)
+    stored = read(file) if file.is_file() else None
+    if stored is None or stored.data != _identity(cfg.data, corpus_fingerprint(cfg)):
+        problem = "is missing" if stored is None else "was computed with other data"
+        raise UserError(
+            f"data.path={cfg.data.path}: {file} {problem}; evaluate a DPO run on the data that it was trained on, with"
+            " the same settings"
+        )
+    return stored
+
+
+def _identity(data: Data, fingerprint: str) -> str:
+    return f"{fingerprint} {data.sequence_length} {data.on_overlong} {data.on_invalid}"
 
 
 def file_for(data: Data) -> Path:
@@ -101,7 +120,10 @@ def _compute(program: Program, corpus: Corpus, params: Tree) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
     results = []
-    with Loader(program.cfg, "all", program.rows, corpus=corpus, agree=any_process) as loader:
+    with (
+        corpus.without_counting(),
+        Loader(program.cfg, "all", program.rows, corpus=corpus, agree=any_process) as loader,
+    ):
         for batch in loader:
             rows = serialized(program.compiled_likelihoods(params, program.place(batch)))
             results.append(np.asarray(rows).ravel())
@@ -110,14 +132,10 @@ def _compute(program: Program, corpus: Corpus, params: Tree) -> np.ndarray:
 
 
 def _write(file: Path, reference: Reference) -> None:
-    unfinished = file.with_name(f".{file.name}.unfinished")
     try:
-        with unfinished.open("wb") as opened:
+        with atomic_file(file) as unfinished, unfinished.open("wb") as opened:
             np.savez(opened, values=reference.values, data=reference.data, weights=reference.weights)
-        unfinished.replace(file)
     except OSError as error:
         raise UserError(
             f"{file}: cannot be written: {error.strerror}; set data.reference_logprobs to another file"
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)

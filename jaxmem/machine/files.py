@@ -39,17 +39,26 @@ def read_file(file: Path, limit: int) -> bytes:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file so that it has its old or its new content at any moment. A link is replaced, not followed."""
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Writes a file so that it has its old or its new content at any moment."""
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary file next to `path`. It replaces `path` at the end, or is removed after an error. A link is replaced,
+    not followed."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    unfinished = Path(name)
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123, a descriptor is not a path
-            file.write(text)
-            file.flush()
-            os.fchmod(descriptor, 0o666 & ~umask())  # mkstemp gives permissions only to the owner
-            os.fsync(descriptor)
-        Path(partial).replace(path)
+        yield unfinished
+        with unfinished.open("rb") as opened:
+            os.fsync(opened.fileno())
+        unfinished.chmod(0o666 & ~umask())  # mkstemp gives permissions only to the owner
+        unfinished.replace(path)
     finally:
-        Path(partial).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from jaxmem.checkpoint.paths import move_aside
 from jaxmem.config import Decoder, save_config
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.errors import UserError
-from jaxmem.machine.files import write_file
+from jaxmem.machine.files import atomic_directory, write_file
 
 if TYPE_CHECKING:
     from jaxmem.planning import Plan
@@ -117,16 +118,20 @@ def run_directory(
         raise
 
 
-def write_description(plan: Plan, directory: Path) -> None:
+def write_description(plan: Plan, directory: Path, *, is_new: bool) -> None:
     """Writes the config, the plan, and the settings and tokenizer of `model.hf`, so that the run can be used without
-    that directory."""
+    that directory. `is_new`: the run starts at step 0, so files of an earlier attempt are replaced."""
     from jaxmem.inference.load import HF_FOLDER
 
     cfg = plan.program.cfg
     save_config(cfg, directory / "config.yaml")
     write_file(directory / "plan.json", json.dumps(plan.as_json(), indent=2) + "\n")
     write_file(directory / "memory.json", json.dumps(plan.history) + "\n")
-    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / HF_FOLDER).exists():
+    hf_files = directory / HF_FOLDER
+    if is_new:
+        shutil.rmtree(hf_files, ignore_errors=True)
+    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not hf_files.exists():
         from jaxmem import hf
 
-        hf.copy_metadata(cfg.model.hf, directory / HF_FOLDER)
+        with atomic_directory(hf_files) as place:
+            hf.copy_metadata(cfg.model.hf, place)

@@ -151,7 +151,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
         sources |= _add_reference(built, loader, state, fingerprint, position.get("reference"))
         if jax.process_index() == 0:  # all checks have passed
-            write_description(plan, directory)
+            write_description(plan, directory, is_new=step == 0)
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))

@@ -36,7 +36,6 @@ BINDING = {
     "objective__name": "classify",
     "model__stages": [8, 16],
     "model__blocks": 3,
-    "data__tokenizer": "t.json",
     "data__sequence_length": 8,
     "data__shuffle": False,
     "data__held_out": 0.1,
@@ -52,6 +51,7 @@ HARMLESS = {
     "objective__label_smoothing": 0.1,
     "model__dropout": 0.1,
     "data__mixture__0__path": "moved/a",
+    "data__tokenizer": "moved/t.json",
     "data__epochs": 3,
     "batch__accumulate": 2,
     "mesh__fsdp": 4,
@@ -112,5 +112,5 @@ def test_refusal_says_what_to_do() -> None:
     text = str(caught.value)
     assert text.startswith("cannot resume from runs/x: seed was 0, is 3, batch.global_size was 8, is 32; ")
     assert "checkpoint.resume=never" in text
-    with pytest.raises(UserError, match="the data files have changed"):
+    with pytest.raises(UserError, match="the data files or the tokenizer have changed"):
         refuse_changes(OLD, config(), "runs/x", ("a", "b"))

@@ -1,5 +1,6 @@
 """A file, its overrides and its short forms become one config; what cannot be read is refused in one line."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.config import Convnet, Decoder, load_config, save_config
+from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
 
 TINY = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
@@ -245,3 +247,28 @@ def test_importing_sections_loads_nothing_that_reads_or_checks_them():
         "recompute",
         "sections",
     }
+
+
+def test_another_preset_replaces_the_model_of_a_saved_config(file, tmp_path):
+    """A saved config has all fields, and those of the other preset would have no effect."""
+    save_config(load_config(file), tmp_path / "saved.yaml")
+    for source in (tmp_path / "saved.yaml", load_config(file).model_dump(mode="json")):
+        assert load_config(source, ["train.steps=5"]).model.layers == 2
+        assert load_config(source, ["model.preset=tiny"]).model.layers == 2  # the same preset
+        cfg = load_config(source, ["model.preset=llama3-8b", "model.vocab=512"])
+        assert cfg.model == load_config({**TINY, "model": {"preset": "llama3-8b", "vocab": 512}}).model
+    assert load_config(file, ["model.preset=llama3-8b"]).model.layers == 2  # set by the file, for any preset
+
+
+def test_another_directory_replaces_the_model_and_its_tokenizer(tmp_path):
+    for name, layers in (("a", 2), ("b", 3)):
+        shape = {"vocab": 512, "layers": layers, "embed": 64, "mlp": 128, "heads": 4, "kv_heads": 2, "head_dim": 16}
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "config.json", json.dumps(config_json(Decoder.model_validate(shape))))
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    for tokenizer, expected in ((first, second), ("bytes", "bytes")):
+        raw = {"name": "x", "model": {"hf": first}, "data": {"tokenizer": tokenizer}, "train": {"steps": 10}}
+        save_config(load_config(raw), tmp_path / "saved.yaml")
+        cfg = load_config(tmp_path / "saved.yaml", [f"model.hf={second}"])
+        assert (cfg.model.hf, cfg.model.layers, cfg.data.tokenizer) == (second, 3, expected)
+        assert load_config(tmp_path / "saved.yaml", ["model.hf=null"]).model.layers == 2

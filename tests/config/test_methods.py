@@ -8,7 +8,7 @@ import yaml
 
 from jaxmem.config import load_config, save_config, save_settings
 from jaxmem.config.hugging_face import config_json
-from jaxmem.config.methods import METHODS, is_model, run_config
+from jaxmem.config.methods import METHODS, config_with, is_model, run_config
 from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError
 
@@ -101,3 +101,25 @@ def test_a_preset_is_found_by_its_spelling_on_the_hub() -> None:
 def test_a_known_model_without_support_is_called_not_supported(name: str) -> None:
     with pytest.raises(UserError, match=rf"^{name}: the architecture of qwen3-vl is not supported.*qwen3-8b$"):
         run_config(name)
+
+
+def test_an_optimizer_of_a_script_refuses_only_settings_that_differ(tmp_path: Path) -> None:
+    """A loaded config has all keys of the section."""
+    raw = {"name": "x", "model": {"preset": "tiny"}, "optimizer": {"trainable": ["head.*"]}, "train": {"steps": 3}}
+    save_config(load_config(raw), tmp_path / "saved.yaml")
+    for source in (raw, load_config(raw), tmp_path / "saved.yaml"):
+        cfg = config_with(source, optimizer=object())
+        assert (cfg.optimizer.trainable, cfg.optimizer.clip) == (("head.*",), None)
+        assert config_with(cfg, optimizer=object()).optimizer == cfg.optimizer
+    with pytest.raises(UserError, match=r"optimizer\.weight_decay has no effect with the argument optimizer"):
+        config_with(load_config(raw, ["optimizer.weight_decay=0.2"]), optimizer=object())
+
+
+def test_settings_that_batches_of_a_script_cannot_follow_are_refused() -> None:
+    raw = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 3, "evaluate_every": 2}}
+    batches = [{"inputs": [[1, 2]]}]
+    assert config_with(raw, data=batches, held_out=batches).user.held_out is not None
+    with pytest.raises(UserError, match=r"^held_out must be an iterable that can be read again, such as a list$"):
+        config_with(raw, data=batches, held_out=iter(batches))
+    with pytest.raises(UserError, match=r"data\.epochs=1 has no effect with the argument data; use train.steps"):
+        config_with({**raw, "data": {"epochs": 1}}, data=batches, held_out=batches)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.data import jsonl
+from jaxmem.data.corpus import source_of
 from jaxmem.data.files import find_files
 from jaxmem.data.jsonl import JsonRecords, JsonTexts
 from jaxmem.data.records import InvalidRecordError
@@ -134,3 +135,14 @@ def test_large_files_stream_in_constant_memory(tmp_path: Path) -> None:
     assert whole > 3000
     assert read > 14_000_000
     assert growth < 12_000_000
+
+
+def test_the_source_of_a_directory_is_that_of_its_data_and_not_of_a_readme(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("Data.")
+    assert source_of(str(tmp_path)) == "text"
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}')
+    assert source_of(str(tmp_path)) == "jsonl"
+    (tmp_path / "data.jsonl").write_text('{"messages": []}')
+    assert source_of(str(tmp_path)) == "chat"
+    (tmp_path / "columns.parquet").touch()
+    assert source_of(str(tmp_path)) == "parquet"  # the first in the order of names

@@ -166,3 +166,14 @@ def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:
         line = data_line(cfg.data, cfg.batch.global_size, cfg.steps, loader.corpus, loader.corpus.check())
     assert line is not None
     assert f"{FILES} files" in line
+
+
+def test_the_summary_counts_the_first_file(config: Make, shards: Path) -> None:
+    """The records that `check` reads are counted only when they are read again."""
+    (shards / "0.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"other": 1}\n' * 20)
+    with data.Loader(config(path=str(shards / "0.jsonl"), streaming=True, on_invalid="skip", shuffle=False)) as loader:
+        loader.corpus.check()
+        assert loader.corpus.summary() == []
+        list(islice(loader, 2))
+        [line] = loader.corpus.summary()
+        assert "invalid ones skipped" in line

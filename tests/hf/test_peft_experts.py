@@ -56,6 +56,16 @@ def logits_of(built, params):
     )
 
 
+def test_trained_experts_of_some_layers_are_saved_with_an_adapter():
+    """A layer has a tensor for each expert."""
+    raw = {"name": "x", "model": {**SMALL, **MODELS["mixtral"], "layers": 4}, "train": {"steps": 1}}
+    trainable = "optimizer.trainable=['blocks[-1:].mlp.gate.weight', 'blocks[1:2].attention.q.weight']"
+    overrides = ["adapter.kind=lora", "adapter.targets=[blocks.attention.k]", trainable]
+    experts = {f"model.layers.3.block_sparse_moe.experts.{n}.w1.weight" for n in range(3)}
+    built = program(load_config(raw, overrides), jax.devices()[:1])
+    assert hf.saved_names(built) == {*experts, "model.layers.1.self_attn.q_proj.weight"}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("base", "shared"), [("mixtral", True), ("qwen3_moe, first dense", False)], indirect=["base"])
 def test_adapters_of_experts_are_read_back(base, shared, tmp_path):

@@ -185,6 +185,13 @@ def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
     assert len(set(alone)) > 1
 
 
+def test_equal_prompts_in_several_batches_have_different_continuations(model: Path) -> None:
+    generator = TextGenerator(model, Sampling(temperature=3.0), tokens=4)
+    texts = list(generator.complete_all(["one"] * 4, batch=2))
+    assert texts[:2] != texts[2:]
+    assert list(generator.complete_all(["one"] * 4, batch=2)) == texts
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["adapter", "merge"])
 def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import Conversation, DecodingState, Generator
+from jaxmem.inference.generate import Conversation, DecodingState, Generator, Sampling
+from jaxmem.sharding.layout import current
 from jaxmem.step import program
 from tests.support.generation import generate
 
@@ -185,3 +186,21 @@ def test_of_a_conversation_only_what_is_new_is_read(alone, monkeypatch):
 def test_mistakes_are_named(alone, prompt, count, temperature, message):
     with pytest.raises(UserError, match=message):
         list(generate(*alone, prompt, count, temperature=temperature))
+
+
+def test_batches_are_sampled_independently(alone):
+    generator = Generator(*alone, Sampling(temperature=2.0, seed=1))
+    prompts = [PROMPT, PROMPT]
+    first, second = (np.stack(list(generator(prompts, 6, batch=batch))) for batch in (0, 1))
+    np.testing.assert_array_equal(first, np.stack(list(generator(prompts, 6))))
+    assert (first != second).any(axis=0).all()
+
+
+def test_two_generators_can_take_turns(alone):
+    expected = list(generate(*alone, PROMPT, 4))
+    streams = [generate(*alone, PROMPT, 4) for _ in range(2)]
+    first = next(streams[0])
+    assert next(streams[1]) == first
+    streams[0].close()
+    assert current() is None
+    assert [first, *streams[1]] == expected

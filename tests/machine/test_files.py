@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.machine.files import read_file, write_file
+from jaxmem.machine.files import atomic_file, read_file, write_file
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -47,3 +47,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space"):
         write_file(tmp_path / "x", "new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_two_writers_of_a_file_do_not_share_a_temporary_file(tmp_path: Path) -> None:
+    with atomic_file(tmp_path / "x") as first:
+        first.write_text("first")
+        with atomic_file(tmp_path / "x") as second:
+            second.write_text("second")
+        assert (tmp_path / "x").read_text() == "second"
+    assert (tmp_path / "x").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -486,7 +486,7 @@ def trained(given: list[str]) -> list[float]:
 def _losses(cfg: Config, devices: Sequence[Any]) -> list[float]:
     # What a run says of its memory takes up to a quarter of the time of a row.
     only_folder = mock.patch(
-        "jaxmem.training.run.write_description", lambda _, folder: folder.mkdir(parents=True, exist_ok=True)
+        "jaxmem.training.run.write_description", lambda _, folder, **_more: folder.mkdir(parents=True, exist_ok=True)
     )
     with contextlib.redirect_stdout(io.StringIO()), only_folder:
         result = run(cfg, devices)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,7 +15,7 @@ from etils import epath
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.training.directory import run_directory, run_lock
+from jaxmem.training.directory import run_directory, run_lock, write_description
 from jaxmem.training.run import run
 
 HOLD = """
@@ -111,3 +112,25 @@ def test_a_directory_that_cannot_be_created_is_named(tmp_path):
         run_directory(tmp_path / "x", epath.Path("/proc/x"), resume=cfg.checkpoint.resume),
     ):
         pass
+
+
+def test_a_run_that_starts_again_has_the_files_of_its_new_base(tmp_path, compare):
+    """An earlier attempt of the same name may have had another base; a resumed run keeps its files."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def describe(base, *, is_new):
+        model = {"preset": "tiny"} if base is None else {"hf": str(tmp_path / base)}
+        cfg = load_config({"name": "x", "model": model, "train": {"steps": 1}})
+        plan = SimpleNamespace(program=SimpleNamespace(cfg=cfg), as_json=dict, history=[])
+        write_description(plan, folder, is_new=is_new)
+        return (folder / "hf/config.json").read_bytes() if (folder / "hf").exists() else None
+
+    for name in ("llama3", "mistral"):
+        compare.write_directory(name, tmp_path / name)
+    first = (tmp_path / "llama3/config.json").read_bytes()
+    second = (tmp_path / "mistral/config.json").read_bytes()
+    assert describe("llama3", is_new=True) == first
+    assert describe("mistral", is_new=False) == first
+    assert describe("mistral", is_new=True) == second
+    assert describe(None, is_new=True) is None

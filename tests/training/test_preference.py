@@ -10,10 +10,11 @@ from flax import nnx
 
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.data import Loader
+from jaxmem.data import Corpus, Loader
+from jaxmem.data.corpus import fingerprint
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import evaluate
-from jaxmem.inference.reference import file_for, read
+from jaxmem.inference.reference import file_for, read, reference_logprobs, reference_of
 from jaxmem.step import program
 from jaxmem.step.objective import objective_of
 from jaxmem.training.run import run
@@ -83,6 +84,7 @@ def test_the_loss_is_the_formula(config, chunk):
 @pytest.mark.exhaustive
 def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     """At the beginning model and reference are one: the loss is log 2 in every row."""
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
     cfg = config()
     result = run(cfg, jax.devices()[:1])
     lines = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
@@ -93,6 +95,8 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     assert last["loss"] < first["loss"]
     assert result.held_out["margin"] > 0
     assert evaluate(tmp_path / "x")["margin"] == pytest.approx(result.held_out["margin"], rel=1e-4)
+    with pytest.raises(UserError, match="is missing; evaluate a DPO run on the data that it was trained on"):
+        evaluate(tmp_path / "x", str(tmp_path / "other.jsonl"))
     kept = read(file_for(cfg.data))
     assert kept.values.shape == (11, 2)
     assert (kept.values < -10).all()
@@ -111,6 +115,25 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     file_for(cfg.data).write_bytes(b"x")
     with pytest.raises(UserError, match="not a file of reference log-probabilities"):
         run(config(name="z"), jax.devices()[:1])
+
+
+def test_other_data_than_that_of_the_reference_is_refused(config, tmp_path):
+    """Its log-probabilities would be taken for those of other pairs. Computing them counts no record."""
+    other = tmp_path / "other.jsonl"
+    other.write_text((tmp_path / "pairs.jsonl").read_text().replace("good", "fine") + "\n{}")
+    section = {"source": "preference", "path": str(other), "packing": False, "sequence_length": 16,
+               "on_invalid": "skip", "reference_logprobs": str(tmp_path / "reference.npz")}  # fmt: skip
+    cfg = config(data=section)
+    built = program(cfg, jax.devices()[:1])
+    corpus = Corpus(cfg)
+    computed = reference_logprobs(built, corpus, built.initialise().params, fingerprint(cfg), None)
+    assert corpus.summary() == []
+    np.testing.assert_array_equal(reference_of(cfg).values, computed.values)
+    for changes in ({"path": str(tmp_path / "pairs.jsonl")}, {"sequence_length": 12}):
+        with pytest.raises(UserError, match=r"reference\.npz was computed with other data; evaluate a DPO run on the"):
+            reference_of(config(data={**section, **changes}))
+    with pytest.raises(UserError, match=r"pairs\.jsonl\.reference\.npz is missing; evaluate a DPO run on the data"):
+        reference_of(config())
 
 
 @pytest.mark.parametrize(

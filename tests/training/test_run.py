@@ -235,7 +235,7 @@ def test_other_data_is_refused(config, text, tmp_path):
     changed.mkdir()
     for file in text.iterdir():
         (changed / file.name).write_text(file.read_text() + "!")
-    with pytest.raises(UserError, match="data files have changed"):
+    with pytest.raises(UserError, match="data files or the tokenizer have changed"):
         run(config(train={"steps": 2}, data={"path": str(changed)}))
 
 

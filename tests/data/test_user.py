@@ -1,0 +1,73 @@
+"""Batches of a script: the position of an iterator with a state of its own, and defaults of arrays."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmem.config.methods import config_with
+from jaxmem.data.user import UserLoader, with_defaults
+
+MODEL = {"vocab": 264, "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+
+
+class Numbers:
+    """Batches whose tokens are their number, with an iterator like that of a grain loader."""
+
+    def __init__(self, form: type) -> None:
+        self.form = form  # of the state: grain.DataLoader has bytes, grain.IterDataset a dict
+
+    def __iter__(self) -> "NumbersIterator":
+        return NumbersIterator(self.form)
+
+
+class NumbersIterator:
+    def __init__(self, form: type) -> None:
+        self.form = form
+        self.number = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self.number += 1
+        return {"inputs": np.full((2, 4), self.number - 1, np.int32)}
+
+    def get_state(self) -> Any:
+        return bytes([self.number, 255]) if self.form is bytes else {"number": self.number}
+
+    def set_state(self, state: Any) -> None:
+        assert type(state) is self.form
+        self.number = state[0] if self.form is bytes else state["number"]
+
+
+@pytest.mark.parametrize("form", [bytes, dict])
+def test_the_state_of_an_iterator_is_saved_and_restored(form: type) -> None:
+    raw = {
+        "name": "x",
+        "model": MODEL,
+        "data": {"sequence_length": 4},
+        "batch": {"global_size": 2},
+        "train": {"steps": 1},
+    }
+    cfg = config_with(raw, data=Numbers(form))
+    loader = UserLoader(cfg, "train", range(2))
+    assert [int(next(loader)["inputs"].max()) for _ in range(3)] == [0, 1, 2]
+    state = json.loads(json.dumps(loader.state()))  # as in a checkpoint
+    resumed = UserLoader(cfg, "train", range(2))
+    resumed.restore({"own": state["own"], "iterators": [state["iterator"]]})
+    assert int(next(resumed)["inputs"].max()) == 3
+
+
+def test_no_token_predicts_the_next_document_or_padding() -> None:
+    tokens = np.arange(6, dtype=np.int32).reshape(1, 1, 6)
+    segments = np.array([[[1, 1, 2, 2, 0, 0]]], np.int32)
+    packed = with_defaults({"inputs": tokens, "segment_ids": segments})
+    assert packed["mask"].ravel().tolist() == [1, 0, 1, 0, 0, 0]
+    assert packed["targets"].ravel().tolist() == [1, 2, 3, 4, 5, 5]
+    assert with_defaults({"inputs": tokens})["mask"].ravel().tolist() == [1, 1, 1, 1, 1, 0]
+    targets = {"inputs": tokens, "targets": tokens, "segment_ids": segments}
+    assert with_defaults(targets)["mask"].ravel().tolist() == [1, 1, 1, 1, 0, 0]
+    assert with_defaults({**targets, "mask": segments})["mask"] is segments

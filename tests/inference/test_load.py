@@ -1,0 +1,88 @@
+"""A run is opened with the tokenizer that it was trained with, and on any number of devices."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem import hf, models
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.saved_state import SavedState
+from jaxmem.config import Decoder, load_config, save_config
+from jaxmem.inference.export import export_model
+from jaxmem.inference.generate import Generator
+from jaxmem.inference.load import initial_state, model_config, open_model
+from jaxmem.step import Program, program
+
+MODEL = {"vocab": 264, "layers": 4, "embed": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
+REVERSED = {"<|endoftext|>": 263}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A Hugging Face directory with a tokenizer of bytes, and with generation settings."""
+    hf.save(models.build(Decoder(**MODEL), nnx.Rngs(0)), tmp_path / "base", tokenizer="bytes")
+    (tmp_path / "base/generation_config.json").write_text('{"eos_token_id": [256, 7]}')
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def other(base: Path, tmp_path: Path) -> Path:
+    """Another tokenizer with the same tokens: the ids of bytes in reverse, 263 and 9 as ends."""
+    shutil.copytree(base, tmp_path / "other", ignore=lambda *_: ["config.json", "generation_config.json"])
+    content = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    vocab = {token: 255 - number for token, number in content["model"]["vocab"].items()} | REVERSED
+    content["model"]["vocab"] = vocab
+    content["added_tokens"][0]["id"] = 263
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "other/generation_config.json").write_text('{"eos_token_id": [9, 263]}')
+    return tmp_path / "other"
+
+
+def settings(**sections: Any) -> dict[str, Any]:
+    return {"name": "run", "model": MODEL, "batch": {"global_size": 4}, "train": {"steps": 1}, **sections}
+
+
+def save_run(directory: Path, built: Program) -> None:
+    """A run with a checkpoint of the initial weights."""
+    params = SavedState(built).of(initial_state(built)).params
+    save_config(built.cfg, directory / "config.yaml")
+    with Checkpoints(directory / "checkpoints") as checkpoints:
+        checkpoints.save(0, {"params": params}, {}, built.cfg.model_dump(mode="json"), force=True)
+
+
+def test_a_run_has_its_own_tokenizer_and_not_that_of_its_base(base: Path, other: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for tokenizer, expected in ((base, run / "hf"), (f"{base}/", run / "hf"), (other, other), ("bytes", "bytes")):
+        cfg = load_config(settings(model={"hf": str(base)}, data={"tokenizer": str(tokenizer)}))
+        save_config(cfg, run / "config.yaml")
+        hf.copy_metadata(base, run / "hf")
+        assert model_config(run).data.tokenizer == str(expected)
+        assert model_config(run, [f"data.tokenizer={other}"]).data.tokenizer == str(other)
+
+
+def test_an_export_has_the_tokenizer_of_the_run(base: Path, other: Path, tmp_path: Path) -> None:
+    cfg = load_config(settings(model={"hf": str(base)}, data={"tokenizer": str(other)}))
+    save_run(tmp_path / "run", program(cfg, jax.devices()[:1]))
+    hf.copy_metadata(base, tmp_path / "run/hf")
+    export_model(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
+    exported = json.loads((tmp_path / "out/config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"], exported["pad_token_id"]) == (None, [263, 9], None)
+    assert not (tmp_path / "out/generation_config.json").exists()  # its ids are those of the base's tokenizer
+
+
+def test_a_run_of_pipeline_stages_is_opened_on_another_number_of_devices(tmp_path: Path) -> None:
+    memory = {"update": "during", "remat": "full"}
+    raw = settings(batch={"global_size": 4, "accumulate": 2}, mesh={"stage": 2}, pipeline={"rounds": 2}, memory=memory)
+    save_run(tmp_path / "run", program(load_config(raw), jax.devices()[:2]))
+    built, params = open_model(tmp_path / "run")
+    assert built.layout.mesh.size == 1
+    expected = program(load_config(settings()), jax.devices()[:1]).initialise().params
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    next(Generator(built, params)([np.arange(5, dtype=np.int32)], 1))
