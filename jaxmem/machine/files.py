@@ -39,7 +39,9 @@ def read_file(file: Path, limit: int) -> bytes:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file so that it has its old or its new content at any moment. A link is replaced, not followed."""
+    """Writes a file, and its directory if it is missing, so that it has its old or its new content at any moment. A
+    link is replaced, not followed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123, a descriptor is not a path

@@ -47,3 +47,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space"):
         write_file(tmp_path / "x", "new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_missing_directory_is_created(tmp_path: Path) -> None:
+    write_file(tmp_path / "new" / "folder" / "x", "text")
+    assert (tmp_path / "new" / "folder" / "x").read_text() == "text"
