@@ -20,6 +20,7 @@ from jaxmem.distributed.join import joined
 from jaxmem.inference.chat import TextGenerator
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Sampling
+from jaxmem.training.run import Result
 
 SETTINGS = {
     "name": "finetuned",
@@ -32,21 +33,23 @@ SETTINGS = {
 }
 
 
-def finetune(model: str, chats: str, overrides: Sequence[str] = ()) -> Path:
-    """Trains, and returns the directory of the run."""
+def finetune(model: str, chats: str, overrides: Sequence[str] = ()) -> Result:
+    """Trains, or returns the result of a run that is complete, which has no losses."""
     data = {**SETTINGS["data"], "path": chats}
     cfg = jaxmem.load_config({**SETTINGS, "model": {"hf": model}, "data": data}, overrides)
     with joined(cfg.cluster.heartbeat_timeout, cfg.cluster.start_timeout):
         result = jaxmem.train(cfg)
+        losses = {"loss": result.metrics.get("loss"), "held out": result.held_out.get("loss")}
         if jax.process_index() == 0:
-            print(f"loss {result.metrics['loss']:.3f}, held out {result.held_out['loss']:.3f}")
-    return result.directory
+            print(", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None))
+    return result
 
 
 def export(directory: Path) -> Path:
-    """Writes the adapters in PEFT's format, and returns their directory."""
+    """Writes the adapters in PEFT's format, unless they are written, and returns their directory."""
     target = directory / "adapter"
-    print(export_model(directory, target, adapter=True))
+    if not target.exists():
+        print(export_model(directory, target, adapter=True))
     return target
 
 
@@ -63,7 +66,10 @@ if __name__ == "__main__":
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--ask", metavar="QUESTION", help="also answer this question")
     options = parser.parse_intermixed_args()
-    run = finetune(options.model, options.chats, options.overrides)
+    result = finetune(options.model, options.chats, options.overrides)
+    if result.exit_code:  # a signal stopped the run
+        raise SystemExit(result.exit_code)
+    run = result.directory
     if jax.process_count() == 1:
         export(run)
         if options.ask:

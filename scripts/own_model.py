@@ -20,6 +20,7 @@ from flax import nnx
 import jaxmem
 from jaxmem.config.load import read_config
 from jaxmem.distributed.join import joined
+from jaxmem.training.run import Result
 
 VOCAB, EMBED, HEADS, LAYERS, LENGTH = 256, 64, 4, 4, 64
 SETTINGS = {
@@ -72,13 +73,12 @@ def batches(seed: int, rows: int) -> Iterator[dict[str, np.ndarray]]:
         yield {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def main(overrides: Sequence[str] = ()) -> float:
-    """Trains, and returns the last loss."""
+def main(overrides: Sequence[str] = ()) -> Result:
+    """Trains, or returns the result of a run that is complete."""
     settings = read_config(SETTINGS, overrides)
     with joined():
         data = batches(jax.process_index(), settings["batch"]["global_size"] // jax.process_count())
-        result = jaxmem.train(settings, model=Transformer, loss=loss, data=data, layers="blocks")
-    return result.metrics["loss"]
+        return jaxmem.train(settings, model=Transformer, loss=loss, data=data, layers="blocks")
 
 
 if __name__ == "__main__":
@@ -88,4 +88,4 @@ if __name__ == "__main__":
     options = parser.parse_intermixed_args()
     if options.simulate:
         jaxmem.simulate(options.simulate)
-    main(options.overrides)
+    raise SystemExit(main(options.overrides).exit_code)

@@ -4,7 +4,8 @@
     python scripts/train.py configs/llama3-8b.yaml data.path=... data.tokenizer=...
     jaxmem launch -n 2 -- python scripts/train.py configs/demo.yaml  # or without launch, by Slurm
 
-`jaxmem train` runs the same program, and adds evaluation, trackers, progress, handling of signals and of divergence.
+`jaxmem train` runs the same program, and adds evaluation, trackers, progress, handling of signals and of divergence,
+and DPO, for which it computes the log-probabilities of the reference model first.
 The same command again resumes from the newest checkpoint, also on another number of devices.
 """
 
@@ -64,17 +65,20 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         saved = SavedState(program)
         data = {"fingerprint": data_fingerprint(cfg)}
 
+        def save(*, force: bool) -> None:
+            if checkpoints.is_due(step, force=force):
+                position = merge_states(gather(loader.state())) | data
+                checkpoints.save(step, saved.of(state), position, cfg.model_dump(mode="json"), force=force)
+
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
             state, metrics = plan.step(state, program.place(batch))  # the old state is donated
             losses.append(metrics["loss"])  # not read yet: devices run ahead of the host
-            is_last = step == cfg.steps
-            if is_first and (is_last or step % cfg.train.log_every == 0):
+            if is_first and (step == cfg.steps or step % cfg.train.log_every == 0):
                 print(f"step {step}  loss {float(losses[-1]):.4f}", flush=True)
-            if checkpoints.is_due(step, force=is_last):
-                position = merge_states(gather(loader.state())) | data
-                checkpoints.save(step, saved.of(state), position, cfg.model_dump(mode="json"), force=is_last)
+            save(force=False)
+        save(force=True)  # the last step, also if the data ended before `cfg.steps`
         checkpoints.wait()
     return [float(loss) for loss in losses]
 

@@ -1,20 +1,27 @@
 """The command line: what it prints where, its exit codes, and that it fits a narrow terminal."""
 
+import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from jaxmem.cli import main
+from jaxmem.cli import main, planning
 from jaxmem.cli.start import load, print_text
 from jaxmem.config import load_config
 from jaxmem.data import Loader
 from jaxmem.errors import UserError
+from jaxmem.machine import devices
+from jaxmem.machine.stderr import filtered
+from jaxmem.planning import plan
+from jaxmem.search.knobs import DEFAULT_ALLOW
 from jaxmem.training.memory_check import DoesNotFitError
 
 ROOT = Path(__file__).parents[1]
@@ -337,3 +344,66 @@ def test_tokens_cannot_control_a_terminal(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_gguf_file_is_a_model_not_a_config() -> None:
     with pytest.raises(UserError, match=r"x.gguf is a model, not a config; write a config first"):
         load(Path("x.gguf"), None, None)
+
+
+def test_the_status_line_moves_while_the_output_of_xla_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    terminal, side = os.openpty()
+    before = os.dup(2)
+    os.dup2(side, 2)
+    try:
+        with planning._status() as progress, filtered(lambda _: b""):
+            os.set_blocking(terminal, False)
+            progress("compiling small ...")
+            shown = b""
+            end = time.monotonic() + 5
+            while b"compiling small" not in shown and time.monotonic() < end:
+                time.sleep(0.05)
+                with contextlib.suppress(BlockingIOError):
+                    shown += os.read(terminal, 4096)
+    finally:
+        os.dup2(before, 2)
+        for descriptor in (terminal, side, before):
+            os.close(descriptor)
+    assert b"compiling small" in shown
+
+
+def test_progress_of_a_plan_is_printed_before_it_compiles() -> None:
+    """Not into the log of XLA, which is printed later."""
+    places = []
+    small = load_config({"name": "x", "model": {"preset": "tiny", "layers": 1}, "train": {"steps": 1}})
+
+    def stop(_: str) -> None:
+        places.append(os.fstat(2).st_ino)
+        raise UserError("stopped")
+
+    with pytest.raises(UserError, match="stopped"):
+        plan(small, "cpu:1", progress=stop)
+    assert places == [os.fstat(2).st_ino]
+
+
+def test_the_default_batch_counts_the_gpus_that_jax_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": 80 << 30}] * 8)
+    monkeypatch.setattr(planning, "take_devices", lambda *_, **__: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    options = {"method": "qlora", "sequence_length": None, "batch": None}
+    one = planning._config("llama3-8b", [], None, None, **options).batch.global_size
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert planning._config("llama3-8b", [], None, None, **options).batch.global_size == 8 * one
+
+
+def test_help_names_words_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = jaxmem("fit", "--help", capsys=capsys)
+    words = re.search(r"separated by\W+commas:\s+([a-z,]+)", re.sub(r"[│|\s]+", " ", out))
+    assert words is not None
+    assert {*words[1].strip(",").split(",")} <= {*DEFAULT_ALLOW}
+
+
+@pytest.mark.parametrize("option", [["--allow", "remat"], ["--compiles", "3"]])
+def test_a_comparison_of_methods_has_no_options_of_one_method(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = jaxmem("fit", "tiny", "--target", "cpu:2", *option, capsys=capsys)
+    assert code == 2
+    assert f"{' '.join(option)} supports a single method only" in err

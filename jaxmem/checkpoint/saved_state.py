@@ -37,12 +37,12 @@ class SavedState:
 
     def of(self, state: TrainState) -> TrainState:
         """The part of a state that is saved."""
-        return dataclasses.replace(state, params=self._saved(state.params))
+        return dataclasses.replace(state, params=self.saved(state.params))
 
     def shapes(self, config: JsonView) -> TrainState:
         """Shapes and shardings to restore a checkpoint into."""
         state = self.of(self._spec.state)
-        params = self._shapes(config, "weights", self._saved(self._spec.param_axes), state.params)
+        params = self._shapes(config, "weights", self.saved(self._spec.param_axes), state.params)
         opt_state = self._shapes(config, "optimizer", self._spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
@@ -53,8 +53,8 @@ class SavedState:
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
     def complete_params(self, params: Params, config: JsonView) -> Params:
-        axes = self._saved(self._spec.param_axes)
-        shapes = self._saved(self._spec.state.params)
+        axes = self.saved(self._spec.param_axes)
+        shapes = self.saved(self._spec.state.params)
         params = self._reordered(config, axes, params, shapes)
         if not self._has_external_base:
             return params
@@ -87,7 +87,8 @@ class SavedState:
     def _has_external_base(self) -> bool:
         return self._hf is not None and bool(self._program.cfg.trainable_patterns)
 
-    def _saved(self, params: Tree) -> Tree:
+    def saved(self, params: Tree) -> Tree:
+        """The part of the weights, or of their axes, that is saved."""
         if not self._has_external_base:
             return params
         every = flatten_dict(params)

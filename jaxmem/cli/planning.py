@@ -101,7 +101,7 @@ def fit(
         str | None,
         typer.Option(
             metavar="WORDS",
-            help="Groups of settings that may change, separated by commas: mesh,remat,batch,optimizer,...",
+            help="Groups of settings that may change, separated by commas: mesh,remat,batch,offload,...",
         ),
     ] = None,
     maximize: Annotated[
@@ -109,7 +109,9 @@ def fit(
     ] = None,
     write: options.ConfigOutput = None,
     reserve: options.Reserve = None,
-    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N configs.")] = 12,
+    compiles: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Compile at most N configs; by default 12.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest settings that fit in memory.
@@ -130,9 +132,9 @@ def fit(
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None
     compares = others or (method is None and is_model(source) and not maximize)
-    if compares and (maximize or allow):
-        option = f"--maximize {maximize}" if maximize else f"--allow {allow}"
-        raise UserError(f"{option} supports a single method only; use --method NAME")
+    for option, value in (("--maximize", maximize), ("--allow", allow), ("--compiles", compiles)):
+        if compares and value:
+            raise UserError(f"{option} {value} supports a single method only; use --method NAME")
     result: Any
     with only_json(as_json):
         if maximize:
@@ -175,7 +177,7 @@ def _config(
             " Hugging Face model; `jaxmem plan --target list` prints the devices"
         )
     if target is None:
-        count = simulate or len(devices.nvidia_gpus()) or 1
+        count = simulate or devices.visible_count(len(devices.nvidia_gpus())) or 1
     else:  # the target is checked when it is used
         count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
     cfg = run_config(source, overrides or (), devices=count, **options)
@@ -219,8 +221,11 @@ def _status() -> Iterator[Callable[[str], None]]:
         return
     from jaxmem.machine.console import Console
 
-    with Console(stderr=True).status("reading the config ...", spinner="line") as status:
-        yield status.update
+    # The file descriptor 2 is redirected while XLA compiles; the line continues to move.
+    with open(os.dup(2), "w", encoding="utf-8") as terminal:  # noqa: PTH123, a descriptor is not a path
+        console = Console(file=terminal)
+        with console.status("reading the config ...", spinner="line") as status:
+            yield status.update
 
 
 def _progress(line: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.errors import UserError
+from jaxmem.machine.devices import visible_count
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ALL = ", ".join(VARIABLES)
@@ -178,10 +179,7 @@ def _own_devices(scheduler: Any) -> tuple[int, ...] | None:
 
 def visible_gpus() -> int:
     """The number of NVIDIA GPUs that this process may use; does not start the driver."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        return len([name for name in shown.split(",") if name.strip()])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return visible_count(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
 
 
 def _expanded(counts: str) -> list[int]:

@@ -41,7 +41,7 @@ class Estimate:
     parts: dict[str, int]
     kinds: dict[str, int]  # bytes of activations at the peak, by kind
     seconds: float | None  # None if the speed of the device is unknown
-    host: int = 0  # bytes of host memory per device: offloaded arrays, and a copy of the state while it is saved
+    host: int = 0  # bytes of host memory per device: offloaded arrays, and a copy of what a checkpoint saves
 
     @property
     def total(self) -> int:
@@ -75,7 +75,6 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     if isinstance(cfg.model, Decoder):
         sizes = DecoderSizes(cfg, cfg.model, dtype, _fetched_experts(cfg.memory, state, size_of))
     parts, offloaded = _state_bytes(cfg.memory, state, size_of)
-    all_state = sum(parts.values()) + sum(offloaded.values())
     kinds = _activations(cfg, _bytes_of_micro_batch(cfg, passes.saved), state, size_of, sizes)
     activations = sum(kinds.values())
     if cfg.memory.update == "during":
@@ -90,7 +89,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         traffic = size_of.traffic(state.weights, width, gathered)
         time = StepTime(cfg, gpu, per_host, passes, traffic, parts, offloaded["optimizer"], offloaded["weights"])
         seconds = time.seconds
-    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + all_state
+    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + _saved_bytes(state, size_of)
     return Estimate(parts, kinds, seconds, host)
 
 
@@ -109,6 +108,11 @@ def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tu
         on_device[part] = size_of(role, leaves) - away
         on_host[role] += away
     return on_device, on_host
+
+
+def _saved_bytes(state: StateLeaves, size_of: DeviceBytes) -> int:
+    """Bytes of the arrays that a checkpoint contains."""
+    return sum(size_of(role, leaves) for role, leaves in state.saved.items())
 
 
 def _activations(

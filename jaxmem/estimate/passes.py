@@ -274,21 +274,24 @@ def matmul(eqn: Any, times: float) -> Matmul:
 
 
 def _kernel(eqn: Any, times: float) -> Matmul:
-    """The cost of a kernel; its metadata state the FLOPs per element of the result."""
-    flops_per_output = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
-    out = eqn.outvars[0].aval
+    """The cost of a kernel; its metadata state the FLOPs per element of the result. Of a kernel of a script only the
+    bytes are known."""
+    flops_per_output = float((eqn.ctx.xla_metadata or {}).get("flops_per_output", 0))
     sizes = [(_bytes(x.aval), x.aval.ndim == 3 and x.aval.shape[0] > 2) for x in (*eqn.invars, *eqn.outvars)]
     weights = sum(size for size, is_weight in sizes if is_weight)  # the weights of experts
     others = sum(size for size, is_weight in sizes if not is_weight)
+    if not flops_per_output:
+        return Matmul(times, 0, weights, others, "bfloat16")
+    out = eqn.outvars[0].aval
     backward = str(eqn.params.get("target_name", "")).endswith("Backward")
     return Matmul(
         times,
-        int(float(flops_per_output) * math.prod(out.shape)),
+        int(flops_per_output * math.prod(out.shape)),
         weights,
         others,
         str(out.dtype),
         is_kernel=True,
-        keys=keys_per_query(float(flops_per_output), backward=backward),
+        keys=keys_per_query(flops_per_output, backward=backward),
         width=out.shape[-1],
         is_backward=backward,
     )

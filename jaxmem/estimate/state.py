@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Memory
 from jaxmem.estimate.parts import part_of
 from jaxmem.estimate.passes import on_one_device, shape_of
@@ -45,6 +46,7 @@ class StateLeaves:
     weights: tuple[StateLeaf, ...]  # all weights, in the dtype of their gradients
     trainable: tuple[StateLeaf, ...]  # the trainable weights, in the dtype of their gradients
     parts: Mapping[str, tuple[StateLeaf, ...]]  # the arrays of each part; parameters: values or integer codes
+    saved: Mapping[Role, tuple[StateLeaf, ...]]  # the arrays that a checkpoint contains, by role
 
     @property
     def stored_bytes(self) -> float:
@@ -79,9 +81,18 @@ def _state(shape: Config) -> StateLeaves:
 
     def leaves(axes: AxesTree, proxies: Any) -> tuple[StateLeaf, ...]:
         pairs = zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(proxies), strict=True)
-        return tuple(StateLeaf(axes, x.shape, x.dtype.itemsize) for axes, x in pairs)
+        return tuple(StateLeaf(axes, x.shape, np.dtype(x.dtype).itemsize) for axes, x in pairs)
 
-    return StateLeaves(leaves(model.axes, proxies), leaves(model.select(model.axes), model.select(proxies)), parts)
+    checkpoint = SavedState(built)
+    return StateLeaves(
+        leaves(model.axes, proxies),
+        leaves(model.select(model.axes), model.select(proxies)),
+        parts,
+        {
+            "weights": leaves(checkpoint.saved(spec.param_axes), checkpoint.saved(spec.state.params)),
+            "optimizer": leaves(spec.opt_axes, spec.state.opt_state),
+        },
+    )
 
 
 class Divided(NamedTuple):

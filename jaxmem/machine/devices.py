@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.metadata
+import itertools
 import os
 import shutil
 import subprocess
@@ -89,7 +90,7 @@ def simulation_environment(count: int) -> dict[str, str]:
         "JAX_NUM_CPU_DEVICES": str(count),
         # XLA has one thread per device. A program that waits to start occupies some of them, and then a collective of
         # the previous program waits forever for its last participant (jax 0.10): hence more threads.
-        "PJRT_NPROC": os.environ.get("PJRT_NPROC", str(3 * count)),
+        "PJRT_NPROC": str(max(int(os.environ.get("PJRT_NPROC", "0")), 3 * count)),  # it may be set by the parent
     }
 
 
@@ -204,13 +205,17 @@ def nvidia_gpus() -> list[JsonDict]:
     if program is None:
         return []
     query = ["--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    child = subprocess.run([program, *query], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    try:
+        child = subprocess.run([program, *query], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:  # the driver hangs
+        return []
     if child.returncode != 0:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in child.stdout.splitlines()]
     return [
         {"name": name, "driver": driver, "memory_in_use": int(used) << 20, "memory": int(total) << 20}
         for name, driver, used, total in rows
+        if used.isdigit() and total.isdigit()  # [N/A]: the GPU uses the memory of the host
     ]
 
 
@@ -219,17 +224,34 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def main_memory() -> int:
-    """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory() -> dict[str, int]:
+    """Bytes of main memory, total and available, or the lower limit of a container (which psutil ignores)."""
+    if not Path("/proc/meminfo").exists():  # macOS, where available memory is not well defined
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"total": total, "available": total}
+    kib = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        kib[name] = int(amount.split()[0])
+    total = kib["MemTotal"] << 10
+    available = kib["MemAvailable"] << 10
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total = min(total, int(text))
+        available = min(available, max(0, int(text) - used))
+    return {"total": total, "available": available}
 
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def _visible(gpus_found: list[JsonDict]) -> int:
-    """The number of these GPUs that jax may use."""
-    return len([index for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index]) or len(gpus_found)
+def visible_count(present: int) -> int:
+    """The number of these GPUs that jax may use: the entries of CUDA_VISIBLE_DEVICES before an empty one or -1."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    return len(list(itertools.takewhile(lambda entry: entry.strip() not in ("", "-1"), listed.split(","))))
 
 
 def reserve_gpu_memory() -> None:
@@ -237,9 +259,11 @@ def reserve_gpu_memory() -> None:
     quarters of the memory. A fraction that the user has set does not change, and plans subtract the rest."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
-    if gpus_found := nvidia_gpus():
-        least = min(gpu["memory"] for gpu in gpus_found)
-        share = 1 - gpus.reserved(_visible(gpus_found)) / least
+    present = nvidia_gpus()
+    count = visible_count(len(present))
+    if present and count:
+        least = min(gpu["memory"] for gpu in present)
+        share = 1 - gpus.reserved(count) / least
         os.environ[_FRACTIONS[0]] = f"{share:.4f}"
 
 

@@ -83,7 +83,7 @@ def examine() -> JsonDict:
         "gpus": gpus,
         "devices": seen,
         "devices_error": error,
-        "host_memory": _host_memory(),
+        "host_memory": devices.host_memory(),
         "disk": {"path": "runs", "free": shutil.disk_usage(Path.cwd()).free},
     }
     remedy = devices.gpu_compiler_remedy()
@@ -189,25 +189,6 @@ def _see_devices(environment: dict[str, str]) -> tuple[list[JsonDict], str | Non
         lines = [line for line in child.stderr.splitlines() if line.strip()]
         return [], lines[-1].strip() if lines else f"jax exited with code {child.returncode}"
     return json.loads(child.stdout.splitlines()[-1]), None
-
-
-def _host_memory() -> dict[str, int]:
-    """Bytes of main memory, total and available, or the lower limit of a container (which psutil ignores)."""
-    if not Path("/proc/meminfo").exists():  # macOS, where available memory is not well defined
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return {"total": total, "available": total}
-    kib = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, amount = line.partition(":")
-        kib[name] = int(amount.split()[0])
-    total = kib["MemTotal"] << 10
-    available = kib["MemAvailable"] << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total = min(total, int(text))
-        available = min(available, max(0, int(text) - used))
-    return {"total": total, "available": available}
 
 
 def _gib(count: int) -> str:

@@ -39,7 +39,8 @@ def read_file(file: Path, limit: int) -> bytes:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file so that it has its old or its new content at any moment."""
+    """Writes a file, and its directory if it is missing, so that it has its old or its new content at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

@@ -3,17 +3,20 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import yaml
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import LOW_RANK, Config
-from jaxmem.config.combinations import check_combinations, value_of
+from jaxmem.config.check import check
+from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import resolve
 from jaxmem.config.hf_values import read_json
-from jaxmem.config.mesh import replicated_dims
+from jaxmem.config.mesh import MESH_AXES, divisors, replicated_dims
 from jaxmem.config.recompute import is_scheduled
-from jaxmem.errors import as_yaml
+from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
@@ -53,8 +56,8 @@ def warnings_at_start(plan: Plan) -> list[PlanWarning]:
 
 
 def _remedies(built: Program, *options: str | None) -> str:
-    """The remedies, without settings that the config has already."""
-    left = [option for option in options if option and not _has(built, option)]
+    """The remedies, without settings that the config has already, and those that it does not support."""
+    left = [option for option in options if option and not _has(built, option) and _is_supported(built, option)]
     return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
 
 
@@ -65,12 +68,35 @@ def _has(built: Program, setting: str) -> bool:
     return bool(value) and as_yaml(value_of(built.cfg, key)) in (value, f"[{value}]")
 
 
+def _is_supported(built: Program, remedy: str) -> bool:
+    """Whether the config is valid with a remedy; one in words is."""
+    key, is_setting, value = remedy.partition("=")
+    if not is_setting or " " in remedy:
+        return True
+    devices = math.prod(getattr(built.cfg.mesh, axis) for axis in MESH_AXES)
+    return _is_valid(_with(built.cfg, key, yaml.safe_load(value)), devices)
+
+
+def _is_valid(cfg: Config, devices: int) -> bool:
+    try:
+        check(cfg)
+    except UserError:
+        return False
+    return not resolve(cfg, devices)[1]
+
+
+def _with(cfg: Config, key: str, value: Any) -> Config:
+    section, _, field = key.rpartition(".")
+    return cfg.replace(**({section: {field: value}} if section else {field: value}))
+
+
 def _smaller_micro_batch(built: Program) -> str:
     """The setting for fewer sequences per device in a micro-batch; for shorter sequences if there is only one."""
     rows = built.share.complete_rows
     micro_batches = built.cfg.batch.accumulate
-    factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
-    return f"batch.accumulate={factor * micro_batches}" if factor else "a shorter data.sequence_length"
+    settings = (f"batch.accumulate={n * micro_batches}" for n in range(2, rows + 1) if rows % n == 0)
+    supported = (setting for setting in settings if _is_supported(built, setting))
+    return next(supported, "a shorter data.sequence_length")
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
@@ -238,9 +264,13 @@ def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.execution.pipeline
     if pipeline is not None and pipeline.bubble > LARGE_SHARE:
         text = f"each pipeline stage is idle for {pipeline.bubble:.0%} of the time of a step"
-        larger_batch = (
-            f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
-        )
+        # At least four micro-batches per stage, or nearly as many.
+        enough = 4 * pipeline.stages
+        counts = [n for n in divisors(plan.program.cfg.batch.global_size) if pipeline.micro_batches < n]
+        counts.sort(key=lambda n: (n < enough, abs(n - enough)))
+        settings = (f"batch.accumulate={count}" for count in counts)
+        supported = (setting for setting in settings if _is_supported(plan.program, setting))
+        larger_batch = next(supported, None) if pipeline.micro_batches < enough else None
         options = (larger_batch, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
         yield PlanWarning("pipeline bubble", text, _remedies(plan.program, *options))
 
@@ -263,7 +293,9 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
 def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
     """Positions on which a Hugging Face model was not trained."""
     cfg = plan.program.cfg
-    file = Path(getattr(cfg.model, "hf", None) or "", "config.json")
+    if (hf := getattr(cfg.model, "hf", None)) is None:
+        return
+    file = Path(hf, "config.json")
     longest = read_json(file).get("max_position_embeddings") if file.is_file() else None
     if isinstance(longest, int) and cfg.data.sequence_length > longest:
         text = f"data.sequence_length={cfg.data.sequence_length} exceeds max_position_embeddings={longest} of {file}"
@@ -283,11 +315,13 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
     for key, value in ((key, FASTER[key]) for key in keys):
         if value_of(cfg, key) == value:
             continue
-        section, _, field = key.rpartition(".")
-        faster = cfg.replace(**({section: {field: value}} if section else {field: value}))
-        if next(check_combinations(faster), None) or resolve(faster, target.count)[1]:
-            continue  # refused
-        other = estimated(faster, target)
+        faster = _with(cfg, key, value)
+        if not _is_valid(faster, target.count):
+            continue
+        try:
+            other = estimated(faster, target)
+        except UserError:  # a kernel that the config names does not support it
+            continue
         if other.total > usable_memory(target, faster.memory):
             continue
         if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:

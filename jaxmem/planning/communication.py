@@ -34,7 +34,7 @@ class Transfer:
     wire_bytes: int
     is_asynchronous: bool
     group: int = 1  # devices that communicate with each other
-    neighbours: int = 1  # number of devices of the group that share a host
+    neighbours: int = 1  # devices of a group that share a host, in the group and on the host with the fewest
     members: tuple[int, ...] = ()  # the devices of the first group
 
     @property
@@ -78,10 +78,17 @@ def collective(instruction: Instruction, devices: int, per_host: int) -> Transfe
         round(size * share * (2 if kind == "all-reduce" else 1)),
         instruction.opcode.endswith("-start") and not backend.get("is_sync", False),
         group,
-        # The host with the fewest devices of the group is the slowest.
-        int(np.unique(groups[0] // per_host, return_counts=True)[1].min()),
+        _fewest_on_a_host(groups, per_host),
         tuple(groups[0].tolist()),
     )
+
+
+def _fewest_on_a_host(groups: np.ndarray, per_host: int) -> int:
+    """The least number of devices of a group on a host. All groups wait for the slowest, of which a host has the
+    fewest devices: of the pairs of a ring, only some cross hosts."""
+    hosts = groups // per_host
+    of_group = np.arange(len(groups))[:, None] * (hosts.max() + 1)  # makes the hosts of each group distinct
+    return int(np.unique(of_group + hosts, return_counts=True)[1].min())
 
 
 def _dispatched_bytes(instruction: Instruction, devices: int) -> int:

@@ -18,5 +18,7 @@ def ideal_flops(built: Program) -> float:
     pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
     attention = 4 * model.heads * model.head_dim * pairs
     frozen = parameters - built.model.active_trainable_count if cfg.trainable_patterns else 0  # they have no gradient
+    if looked_up and built.model.select(built.model.shapes)["embedding"]["weight"] is None:
+        frozen -= looked_up  # not in the forward pass either
     forward = 2.0 * (parameters - looked_up) * length + attention
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)

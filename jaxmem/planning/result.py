@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import jax
 
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.estimate.memory import predict
@@ -114,21 +115,22 @@ class Plan(Printed):
     @cached_property
     def phases(self) -> dict[str, int]:
         """Bytes of a device in each phase that the run has, state included."""
-        waiting = self.program.spec.host_state
-        state = bytes_on_device(self.program.spec.state) - bytes_on_device(waiting)
-        optimizer = bytes_on_device(self.program.spec.state.opt_state) - bytes_on_device(waiting.opt_state)
+        spec = self.program.spec
+        state = bytes_on_device(spec.state) - bytes_on_device(spec.host_state)
+        evaluates = self.program.cfg.train.evaluate_every
         return {
             "initialise": self._bytes_of("initialise"),
             "load": state,  # each shard of an array is read directly to its device
             "step": self.compiled_step.total,
-            **({"evaluate": self._bytes_of("evaluate") + optimizer} if self.program.cfg.train.evaluate_every else {}),
-            "save": state,  # the checksum needs no device memory; a copy of the state is in host memory (`host_bytes`)
+            **({"evaluate": evaluate_bytes(self.program, self._bytes_of("evaluate"))} if evaluates else {}),
+            "save": state,  # checksums need no device memory; the copy is in host memory (`host_bytes`)
         }
 
     @cached_property
     def host_bytes(self) -> int:
-        """Peak host memory for each device: offloaded arrays, and a copy of the state while it is saved."""
-        return self.compiled_step.host_total + bytes_on_device(self.program.spec.state)
+        """Peak host memory for each device: offloaded arrays, and a copy of what a checkpoint saves."""
+        saved = SavedState(self.program).of(self.program.spec.state)
+        return self.compiled_step.host_total + bytes_on_device(saved)
 
     @property
     def peak(self) -> int:
@@ -242,6 +244,12 @@ class Plan(Printed):
         return PlanTable(self)
 
 
+def evaluate_bytes(built: Program, program_bytes: int) -> int:
+    """Bytes of a device while it evaluates: those of the program, and the optimizer state, which stays there."""
+    spec = built.spec
+    return program_bytes + bytes_on_device(spec.state.opt_state) - bytes_on_device(spec.host_state.opt_state)
+
+
 def plan(
     source: RunSource,
     target: str | None = None,
@@ -267,13 +275,14 @@ def plan(
     limit = usable_memory(aim, cfg.memory, reserve_gib)
     cfg, why = resolve_remat(cfg, aim, reserve_gib, progress=progress)
     built = program(cfg, target_devices(aim, limit))
+    progress(f"compiling {cfg.name} for {aim.name} ...")
     with replicated_arrays() as replicated:
-        progress(f"compiling {cfg.name} for {aim.name} ...")
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
         check_stages(step.module, cfg.mesh.stage)
-        unlimited = None
-        if recomputed_values(step.module) and not aim.is_here:
-            progress("compiling the step without a memory limit, at which XLA recomputes values ...")
+    unlimited = None
+    if recomputed_values(step.module) and not aim.is_here:
+        progress("compiling the step without a memory limit, at which XLA recomputes values ...")
+        with replicated_arrays():  # filters XLA's log
             free = program(cfg, target_devices(aim, 1000 * limit))
             unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
     seconds = time.perf_counter() - start

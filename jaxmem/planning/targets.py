@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from jaxmem.config import Memory
+from jaxmem.distributed import join
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.files import read_file
@@ -72,7 +73,7 @@ def parse_target(text: str) -> Target:
     if name == "cpu":
         if match[1]:
             raise UserError(f"target {text}: simulated devices share one host; use cpu:{hosts * size}")
-        share = devices.main_memory() // size
+        share = devices.host_memory()["total"] // size
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
@@ -91,9 +92,11 @@ def local_target(seen: Sequence[Any]) -> Target:
     """The target of local devices, of this process or of all processes of a run."""
     first = seen[0]
     count = len(seen)
-    per_host = max(1, sum(device.process_index == first.process_index for device in seen))
+    names = join.hosts()  # several processes may share a host
+    hosts = [names[device.process_index] if names else device.process_index for device in seen]
+    per_host = hosts.count(hosts[0])
     if first.platform == "cpu":
-        share = devices.main_memory() // per_host
+        share = devices.host_memory()["total"] // per_host
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
     gpu = gpus.find(first.device_kind, reported)
@@ -101,8 +104,9 @@ def local_target(seen: Sequence[Any]) -> Target:
     memory = max(gpu.memory, reported) if gpu else reported
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported else None
-    host = devices.main_memory() // per_host
-    return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld)
+    host = devices.host_memory()["total"] // per_host
+    amount = count if per_host == min(count, PER_HOST) else f"{-(-count // per_host)}x{per_host}"
+    return Target(f"{name}:{amount}", gpu, count, per_host, memory, host, tuple(seen), withheld)
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:

@@ -31,6 +31,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding.share import share_of
+from jaxmem.sharding.table import STORAGE_AXES
 from jaxmem.typing import JsonDict, JsonView
 
 MAX_SIZE = 4000  # configs; more are sampled
@@ -172,7 +173,8 @@ class Space:
             other = _changed(raw, changes, self._target, cfg.user)
             if other is None:
                 continue
-            if other.mesh.fsdp == 1:  # with one device ZeRO shards nothing
+            if all(getattr(other.mesh, axis) == 1 for axis in (*STORAGE_AXES, *other.rules.optimizer)):
+                # ZeRO shards nothing.
                 other = other.replace(zero=self._cfg.zero)
             canonical = _canonical(other, self._target)
             if canonical not in self._seen:

@@ -7,6 +7,7 @@ import the calling script, which fails without a `__main__` guard.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -18,9 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Self, TypeVar
 
 from jaxmem.config import Config
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
-from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target
+from jaxmem.machine.gpus import GIB
+from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target, reserved_memory
 from jaxmem.search import worker
 from jaxmem.search.worker import StepCost
 from jaxmem.typing import JsonDict
@@ -47,7 +50,7 @@ def compile_target(target: str | None) -> Target:
         raise UserError(
             f"{here.name} is an unknown GPU; use --target with a known GPU, or with a YAML file that describes this one"
         )
-    return parse_target(here.name)  # the compiler processes do not touch the devices
+    return dataclasses.replace(here, here=None)  # the compiler processes do not touch the devices
 
 
 class CompilerPool:
@@ -55,8 +58,10 @@ class CompilerPool:
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
         self.target = target
-        self.reserve_gib = reserve_gib
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        # The processes know the target by name, without what jax reports of the devices of this machine.
+        is_measured = reserve_gib is None and target.withheld is not None
+        self.reserve_gib = reserved_memory(target) / GIB if is_measured else reserve_gib
+        memory = devices.host_memory()["available"]
         # One process per core if the memory is sufficient; for local devices this process compiles.
         self.processes = 1 if target.here else processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
         self.compiled = 0  # number of compiled programs, without answers from the cache
@@ -110,14 +115,15 @@ class CompilerPool:
     def _answer(self, question: str, cfg: Config) -> JsonDict:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)
         answer: JsonDict | None
-        if self.target.here or not cfg.user.is_empty:  # other processes do not have the functions of a script
+        if self.target.here or _is_of_script(cfg):
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := worker.read_answer(key)) is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
             self.compiled += 1
-            worker.write_answer(key, answer)
+            if not answer.pop("is_temporary", False):
+                worker.write_answer(key, answer)
         if "refused" in answer:
             raise RefusedError(answer["refused"])
         return answer
@@ -139,6 +145,13 @@ class CompilerPool:
             raise
         with self._lock:
             self._idle.append(process)
+
+
+def _is_of_script(cfg: Config) -> bool:
+    """Whether other processes lack a part of the config: what a script passes, or an optimizer or a family of models
+    that it has registered."""
+    is_registered = callable(OPTIMIZERS[cfg.optimizer.name].implementation)
+    return is_registered or not (cfg.user.is_empty and type(cfg.model).__module__.startswith("jaxmem."))
 
 
 class _CompilerProcess:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_yaml
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.printed import Printed
@@ -164,9 +164,9 @@ def fit(
     source: RunSource,
     target: str | None = None,
     *,
-    allow: Sequence[str] = DEFAULT_ALLOW,
+    allow: Sequence[str] | None = None,
     reserve_gib: float | None = None,
-    compiles: int = DEFAULT_COMPILES,
+    compiles: int | None = None,
     progress: Progress = lambda _: None,
     **options: Unpack[RunOptions],
 ) -> Fit | Comparison:
@@ -175,15 +175,20 @@ def fit(
     Args:
         source: A config, a preset or a Hugging Face directory.
         target: Devices such as `h100-80gb:8`; by default those of this machine.
-        allow: Words for the settings that may change (`knobs.KNOBS` lists the settings of each word).
+        allow: Words for the settings that may change (`knobs.KNOBS` lists the settings of each word), by default all;
+            only for a single method.
         reserve_gib: Memory of each GPU outside the compiled program, by default `jaxmem.machine.gpus.reserved`.
-        compiles: The largest number of steps to compile.
+        compiles: The largest number of steps to compile, by default 12; only for a single method.
         progress: Called with lines of text.
         **options: `method`: one method of training, or several to compare, separated by commas; without it, all methods
             are compared if the source is a model. `sequence_length`, `batch`, `overrides`.
     """
     aim = compile_target(target)
     methods = [name.strip() for name in (options.get("method") or "").split(",")]
+    compares = len(methods) > 1 or (is_model(source) and options.get("method") is None)
+    for name, value in (("allow", allow), ("compiles", compiles)):
+        if compares and value is not None:
+            raise UserError(f"{name}={as_yaml(value)} supports a single method only; use method=NAME")
     if len(methods) > 1:
         options["method"] = None
     config = functools.partial(run_config, source, devices=aim.count, **options)
@@ -191,10 +196,12 @@ def fit(
     with CompilerPool(aim, reserve_gib) as compilers:
         if len(methods) > 1:
             return compare(config, command, compilers, progress, methods=[check_method(name) for name in methods])
-        if is_model(source) and options.get("method") is None:
+        if compares:
             return compare(config, command, compilers, progress)
         cfg, _ = resolve_remat(config(), aim, reserve_gib, compiles=False)
-        result = search(cfg, aim, allow, compilers, compiles=compiles, progress=progress)
+        words = DEFAULT_ALLOW if allow is None else allow
+        most = DEFAULT_COMPILES if compiles is None else compiles
+        result = search(cfg, aim, words, compilers, compiles=most, progress=progress)
         if result.best:
             return result
         progress("nothing fits; comparing other methods of training")

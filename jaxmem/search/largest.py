@@ -48,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Largest(Printed):
-    """The result of `maximize`: the largest value that fits, and the next value, which does not fit."""
+    """The result of `maximize`: the largest value that fits, and the next value, which does not fit or is not valid."""
 
     given: Config
     key: str
@@ -57,6 +57,7 @@ class Largest(Printed):
     points: tuple[Point, ...]  # ordered by value
     compiled: int
     seconds: float
+    refusal: str | None = None  # why the next value is not valid; None: it is compiled
 
     @property
     def best(self) -> Point | None:
@@ -84,6 +85,7 @@ class Largest(Printed):
             "best": points[self.best.value] if self.best else None,
             "beyond": points[self.beyond.value] if self.beyond else None,
             "points": list(points.values()),
+            "refusal": self.refusal,
             "compiled": self.compiled,
             "seconds": self.seconds,
         }
@@ -105,6 +107,7 @@ class Largest(Printed):
         if self.best and (changes := self.best.candidate.overrides):
             best += f" with {' '.join(changes)}"
         head = f"{self.given.name} on {self.target.name}, {format_bytes(self.limit)} per device"
+        lines += [self.refusal] if self.refusal else []
         return "\n".join([f"{head}: {self.compiled} compiled in {self.seconds:.0f} s", f"largest: {best}", *lines])
 
 
@@ -144,7 +147,7 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
     points = tuple(sorted(search.points.values(), key=lambda point: point.value))
     limit = search.trials.limit
     seconds = time.perf_counter() - start
-    return Largest(cfg, key, compilers.target, limit, points, compilers.compiled, seconds)
+    return Largest(cfg, key, compilers.target, limit, points, compilers.compiled, seconds, search.refusal)
 
 
 class _Search:
@@ -163,14 +166,21 @@ class _Search:
         self._candidates: dict[int, Candidate | None] = {}
         self._ratio = 1.0  # compiled bytes / estimated bytes
         self.points: dict[int, Point] = {}
+        self._refusals: dict[int, str] = {}  # for values without a valid config
+        self.refusal: str | None = None  # why the value after the largest is not valid
 
     def run(self) -> None:
-        """Compile values until `low` fits (0: an empty model) and `low + 1 == high` does not."""
+        """Compile values until `low` fits (0: an empty model) and `low + 1 == high` does not, or is not valid."""
         low = 0
         high: int | None = None
         while high is None or high - low > 1:
             guess = self._guess(low, high)
-            for point in self._compile([units for units in (guess, guess + 1) if high is None or units < high]):
+            values = [units for units in (guess, guess + 1) if high is None or units < high]
+            valid = [units for units in values if self._candidate(units)]
+            if valid != values:
+                high = min(units for units in values if units not in valid)
+                valid = [units for units in valid if units < high]
+            for point in self._compile(valid):
                 units = point.value // self._unit
                 if point.fits:
                     low = max(low, units)
@@ -178,9 +188,11 @@ class _Search:
                     high = units if high is None else min(high, units)
             if low * self._unit > MAX_VALUE:
                 return
+        self.refusal = self._refusals.get(high)
         if self._key == BATCH:
             powers = [1 << power for power in range(low.bit_length())]
-            self._compile([units for units in powers if units * self._unit not in self.points])
+            open_powers = [units for units in powers if units * self._unit not in self.points]
+            self._compile([units for units in open_powers if self._candidate(units)])
 
     def _guess(self, low: int, high: int | None) -> int:
         """The largest value, strictly between the bounds, that fits by the estimate."""
@@ -201,26 +213,31 @@ class _Search:
         return candidate is not None and candidate.estimate.total * self._ratio <= self.trials.limit
 
     def _candidate(self, units: int) -> Candidate | None:
-        """The config with the least estimated memory for a value; None: no config is valid."""
+        """The config with the least estimated memory for a value; None: no config is valid, for the reason in
+        `_refusals`."""
         if units not in self._candidates:
+            value = units * self._unit
+            reason: str | None = None
+            valid: list[Candidate] = []
             try:
-                cfg = load_config(self._raw, [f"{self._key}={units * self._unit}"])
-                fitting = candidates(cfg, self._compilers.target, self._knobs)
-            except UserError:
+                cfg = load_config(self._raw, [f"{self._key}={value}"])
+                tried = candidates(cfg, self._compilers.target, self._knobs)
+                valid = [candidate for candidate in tried if candidate.refusal is None]
+                reason = tried[0].refusal
+            except UserError as error:
+                reason = str(error)
+            if not valid:
+                self._refusals[units] = f"{self._key}={value} is not valid with this config: {reason}"
                 if units == 1:
-                    raise
-                fitting = []
-            self._candidates[units] = min(fitting, key=lambda candidate: candidate.estimate.total, default=None)
+                    raise UserError(self._refusals[units])
+            self._candidates[units] = min(valid, key=lambda candidate: candidate.estimate.total, default=None)
         return self._candidates[units]
 
     def _compile(self, values: Sequence[int]) -> list[Point]:
         chosen = {}
         for units in values:
             candidate = self._candidate(units)
-            if candidate is None:
-                raise UserError(
-                    f"{self._key}={units * self._unit} is not valid with this config; jaxmem plan shows why"
-                )
+            assert candidate is not None
             chosen[candidate.cfg] = units * self._unit, candidate
         points = []
         for cfg, cost in self._compilers.ask_all(self._compilers.step, chosen):

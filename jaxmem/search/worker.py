@@ -3,9 +3,9 @@
 `python -m jaxmem.search.worker TARGET [RESERVE_GIB]` starts it. It needs about 1 GiB of memory and uses no accelerator.
 All output of XLA and other libraries goes to standard error.
 
-Answers are cached on disk, by config, target, version of jax and the sources of this package: small JSON files in the
-user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), written atomically, so that searches can share them. The
-directory can be deleted at any time; configs are then compiled again.
+Answers are cached on disk, by config, target, version of jax, XLA_FLAGS and the sources of this package: small JSON
+files in the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), written atomically, so that searches can
+share them. The directory can be deleted at any time; configs are then compiled again.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from typing import TextIO
 
 from jaxmem.config import Config
 from jaxmem.errors import one_line
-from jaxmem.estimate.state import bytes_on_device
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
 from jaxmem.planning.compile import compile_all, compiled_size, replicated_arrays
 from jaxmem.planning.hlo import recomputed_values
+from jaxmem.planning.result import evaluate_bytes
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
@@ -76,7 +76,7 @@ def _key(content: JsonView, target: Target, reserve_gib: float | None) -> str:
     gpu = target.gpu  # programs for CPUs do not depend on the memory
     machine = [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
     versions = [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")]
-    all_content = {**content, "target": machine, "versions": versions}
+    all_content = {**content, "target": machine, "versions": versions, "flags": os.environ.get("XLA_FLAGS", "")}
     return hashlib.sha256(json.dumps(all_content, sort_keys=True).encode()).hexdigest()
 
 
@@ -112,7 +112,7 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDic
     parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     cost = StepCost(
         total=step.total,
-        host=step.host_total + bytes_on_device(built.spec.state),
+        host=plan.host_bytes,
         seconds=timed.seconds,
         kinds=parts | plan.breakdown.kinds.get("activations", {}),
         recomputed=recomputed_values(step.module),
@@ -141,8 +141,7 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> Json
         write_answer(key, answer)
         sizes[phase] = answer["total"]
     if "evaluate" in sizes:
-        spec = built.spec
-        sizes["evaluate"] += bytes_on_device(spec.state.opt_state) - bytes_on_device(spec.host_state.opt_state)
+        sizes["evaluate"] = evaluate_bytes(built, sizes["evaluate"])
     return sizes
 
 
@@ -150,19 +149,28 @@ QUESTIONS = {"step": step_cost, "plan": step_plan, "phases": other_phases}
 
 
 def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> JsonDict:
-    """The answer to a question; if the config has no program, or its program does not compile, the reason."""
+    """The answer to a question; if the config has no program, or its program does not compile, the reason, and whether
+    it is temporary: the machine lacked memory or files."""
     try:
         with replicated_arrays():  # filters XLA's log
             return QUESTIONS[question](cfg, target, reserve_gib)
     except Exception as error:  # noqa: BLE001 - a config that fails must not end a search
-        return {"refused": one_line(error)}
+        return {"refused": one_line(error), "is_temporary": _is_temporary(error)}
+
+
+def _is_temporary(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, (OSError, MemoryError)) or _is_temporary(error.__cause__))
 
 
 def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
     for line in questions:
         asked = json.loads(line)
-        cfg = Config.model_validate_json(json.dumps(asked["config"]))
-        answers.write(json.dumps(answer(asked["question"], cfg, target, reserve_gib)) + "\n")
+        try:
+            cfg = Config.model_validate_json(json.dumps(asked["config"]))
+            reply = answer(asked["question"], cfg, target, reserve_gib)
+        except ValueError as error:  # of pydantic, in several lines
+            reply = {"refused": f"invalid in a compiler process: {' '.join(str(error).split())}", "is_temporary": True}
+        answers.write(json.dumps(reply) + "\n")
 
 
 if __name__ == "__main__":

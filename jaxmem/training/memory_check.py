@@ -43,6 +43,12 @@ def check_fits(plan: Plan) -> None:
     if jax.process_index() == 0:
         Console(stderr=True).print(plan.table())
     cfg = plan.program.cfg
+    if plan.room >= 0:
+        raise DoesNotFitError(
+            f"{cfg.name} does not fit: offloaded arrays and a checkpoint's copy need {format_bytes(plan.host_bytes)}"
+            f" of host memory per device, {format_bytes(plan.target.host_memory)} are available; `jaxmem fit CONFIG`"
+            " searches for settings that fit"
+        )
     phase, size = max(plan.phases.items(), key=lambda pair: pair[1])
     parts = {name: size for name, size in plan.bytes_per_device.items() if name != "total"}
     largest = max(parts, key=lambda name: parts[name])

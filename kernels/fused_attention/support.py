@@ -119,6 +119,7 @@ def _cudnn(call: Request, capability: int | None) -> Limits:
     yield call.has_segments and not packs, _has(capability), "needs 9.0 or 10.0 for segments"
     unknown = call.has_segments and call.max_segments is None
     yield unknown, "segment_ids are set without max_segments", "needs both"
+    yield call.has_segments and call.max_segments == 1, "max_segments is 1", "needs at least 2 with segment_ids"
     size = 0 if unknown or not call.has_segments else _packed_workspace(call)
     yield (
         size > MAX_WORKSPACE,

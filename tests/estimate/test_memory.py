@@ -1,13 +1,23 @@
 """The estimate against real arrays, and against what XLA compiles."""
 
-import jax
-import pytest
+import json
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.config.devices import for_devices
+from jaxmem.config.hugging_face import config_json
+from jaxmem.config.methods import config_with
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_of
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.kernels.fused_attention.arguments import pairs
-from jaxmem.planning import parse_target
+from jaxmem.machine.gpus import GPUS
+from jaxmem.planning import Plan, parse_target
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
@@ -200,3 +210,43 @@ def test_layers_with_a_window_count_as_often_as_they_run() -> None:
     )
     assert full > 1.1 * sliding
     assert mixed == pytest.approx((3 * sliding + full) / 4)
+
+
+def test_checkpoints_of_adapters_need_no_host_memory_for_the_base(tmp_path: Path) -> None:
+    """With `model.hf` no checkpoint contains the base; in host memory it counts once."""
+    model = config().model
+    (tmp_path / "config.json").write_text(json.dumps(config_json(model)))
+    sections = {"adapter": {"kind": "lora", "rank": 2}, "data": {"sequence_length": 24, "tokenizer": "bytes"}}
+    everything = program(config(**sections), jax.devices()[:1])
+    built = program(config(**sections, model={"hf": str(tmp_path)}), jax.devices()[:1])
+    state = built.spec.state
+    adapters = bytes_on_device(built.model.select(state.params)) + bytes_on_device(state.opt_state)
+    counters = bytes_on_device(state) - bytes_on_device(state.params) - bytes_on_device(state.opt_state)
+    assert estimate(everything.cfg, "cpu").host == bytes_on_device(everything.spec.state) - counters
+    assert estimate(built.cfg, "cpu").host == adapters
+    plan = Plan(built, parse_target("cpu:1"), SimpleNamespace(host_total=0), 0.0)  # type: ignore[arg-type]
+    assert plan.host_bytes == adapters + counters
+    offloaded = estimate(built.cfg.replace(memory={"offload": ("frozen",)}), "gpu")
+    assert offloaded.host - adapters < bytes_on_device(state.params)
+
+
+def test_a_kernel_of_a_script_has_an_estimate() -> None:
+    """Its FLOPs are unknown."""
+
+    class Network(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            call = jax.ffi.ffi_call("some_kernel", jax.ShapeDtypeStruct((), x.dtype))
+            return call(jax.lax.stop_gradient(x)) + self.dense(x)
+
+    cfg = config_with(
+        {"name": "x", "batch": {"global_size": 4}, "train": {"steps": 2}},
+        model=Network,
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        data=[{"x": np.zeros((4, 8), np.float32)}],
+    )
+    seconds = estimate(for_devices(cfg, 1), "gpu", GPUS["a100-40gb"]).seconds
+    assert seconds is not None
+    assert seconds > 0

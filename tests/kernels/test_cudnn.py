@@ -176,6 +176,7 @@ PACKED = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segment
         ({}, 75, "compute capability is 7.5"),
         ({"has_segments": True, "max_segments": 9}, 89, "needs 9.0 or 10.0 for segments"),
         ({"has_segments": True}, 90, "max_segments"),
+        ({"has_segments": True, "max_segments": 1}, 90, "needs at least 2 with segment_ids"),
         ({"has_segments": True, "max_segments": 9, "keys_have_own": True}, 90, "kv_segment_ids"),
         ({"has_segments": True, "max_segments": 9, "batch": 128}, 90, "2^31"),
         ({"has_segments": True, "max_segments": 9, "queries": 2**20, "keys": 2**20, "heads": 8}, 90, "GiB"),

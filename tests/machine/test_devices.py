@@ -119,3 +119,40 @@ def test_a_program_is_lowered_for_an_absent_gpu_since_jax_0_11(monkeypatch: pyte
         assert (known.device_kind, known.num_cores, known.platform) == (gpu.device_kind, 132, "gpu")
     with devices.lowering_for(jax.devices()[0]):
         assert getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is None
+
+
+def test_gpus_whose_memory_is_the_host_s_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    rows = "NVIDIA GB10, 580.65.06, [N/A], [N/A]\\nNVIDIA L4, 580.65.06, 0, 23034"
+    program.write_text(f"#!/bin/sh\nprintf '{rows}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert [gpu["name"] for gpu in devices.nvidia_gpus()] == ["NVIDIA L4"]
+
+    def wait(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 60)
+
+    monkeypatch.setattr(subprocess, "run", wait)
+    assert devices.nvidia_gpus() == []
+
+
+@pytest.mark.parametrize(("listed", "count"), [(None, 8), ("", 0), ("-1", 0), ("3", 1), ("0,2,-1,4", 2)])
+def test_the_gpus_that_jax_may_use(monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int) -> None:
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    monkeypatch.setattr(os, "environ", environment)
+    assert devices.visible_count(8) == count
+
+
+def test_a_child_that_simulates_more_devices_has_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    os.environ.update(devices.simulation_environment(2))
+    assert devices.simulation_environment(8)["PJRT_NPROC"] == "24"
+
+
+def test_host_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemFree: 1024 kB\nMemAvailable: 524288 kB\n")
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / Path(path).name)
+    assert devices.host_memory() == {"total": 1 << 30, "available": 512 << 20}, "the page cache can be freed"
+    (tmp_path / "memory.max").write_text(f"{256 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{100 << 20}\n")
+    assert devices.host_memory() == {"total": 256 << 20, "available": 156 << 20}

@@ -57,3 +57,8 @@ def test_two_writers_of_a_file_do_not_share_a_temporary_file(tmp_path: Path) -> 
         assert (tmp_path / "x").read_text() == "second"
     assert (tmp_path / "x").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_missing_directory_is_created(tmp_path: Path) -> None:
+    write_file(tmp_path / "new" / "folder" / "x", "text")
+    assert (tmp_path / "new" / "folder" / "x").read_text() == "text"

@@ -15,12 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import load_config
+from jaxmem.errors import UserError
 from jaxmem.pipeline import Pipeline
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
+from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
@@ -310,13 +312,18 @@ def test_an_array_that_it_moves_in_parts() -> None:
 # ------------------------------------------------------------------ stages
 
 
-def with_stages(**sizes: int) -> SimpleNamespace:
+def with_stages(global_size: int = 16, **sizes: int) -> SimpleNamespace:
     pipeline = Pipeline(**sizes)
+    cfg = config(
+        model={**SMALL, "layers": pipeline.layers},
+        mesh={"stage": pipeline.stages},
+        batch={"global_size": global_size, "accumulate": pipeline.micro_batches},
+    )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     blocks = jax.ShapeDtypeStruct((pipeline.stored, 64), jnp.float32, sharding=place)
     state = {"blocks": blocks, "head": blocks}
     model = SimpleNamespace(execution=SimpleNamespace(pipeline=pipeline))
-    return SimpleNamespace(cfg=config(), model=model, spec=SimpleNamespace(state=state))
+    return SimpleNamespace(cfg=cfg, model=model, spec=SimpleNamespace(state=state))
 
 
 def test_padding_layers() -> None:
@@ -336,6 +343,8 @@ def test_pipeline_bubble() -> None:
     assert warned.text == "each pipeline stage is idle for 43% of the time of a step"
     assert warned.cure == "batch.accumulate=16, pipeline.rounds=2 or a smaller mesh.stage"
     assert found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=16)) == []
+    few = with_stages(global_size=12, layers=8, stages=4, micro_batches=4)  # 16 does not divide 12 sequences
+    assert found(advice._pipeline_bubble, program=few)[0].cure.startswith("batch.accumulate=12, pipeline.rounds=2")
 
 
 # ------------------------------------------------------------------ tensor parallel
@@ -370,3 +379,36 @@ def test_tensor_across_hosts_costs_seconds(uneven: Plan) -> None:
     assert warned.text.startswith("mesh.tensor=4 spans hosts of 2 GPUs: its communication takes ")
     assert float(warned.text.split("takes ")[1].split(" s")[0]) > 0
     assert warned.cure == "mesh.tensor=2 mesh.fsdp=-1"
+
+
+# ------------------------------------------------------------------ remedies that are valid
+
+
+def test_a_micro_batch_of_preferences_has_pairs() -> None:
+    cfg = config(
+        objective={"name": "dpo"},
+        data={"source": "preference", "path": "pairs.jsonl", "sequence_length": 24, "packing": False},
+        batch={"global_size": 6},
+    )
+    built = program(cfg, jax.devices()[:1])
+    assert advice._smaller_micro_batch(built) == "batch.accumulate=3", "with 2, a micro-batch has 3 rows"
+
+
+def test_a_neighbour_that_a_named_kernel_does_not_support_is_no_advice() -> None:
+    """Without micro-batches a sequence has too many elements for cuDNN's offsets of segments."""
+    cfg = config(
+        model={**SMALL, "heads": 8, "head_dim": 128},
+        data={"sequence_length": 32768, "packing": True},
+        batch={"global_size": 128, "accumulate": 128},
+        memory={"attention": "cudnn"},
+    )
+    target = parse_target("h100-80gb")
+    with pytest.raises(UserError, match="cudnn"):
+        estimated(cfg.replace(batch={"accumulate": 1}), target)
+    assert all("batch.accumulate" not in warned.text for warned in advice.slow_settings(cfg, target))
+
+
+def test_a_config_json_of_the_current_directory_is_of_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    monkeypatch.chdir(tmp_path)
+    assert found(advice._sequence_length, program=SimpleNamespace(cfg=config())) == []

@@ -127,3 +127,21 @@ def test_communication_between_hosts_is_slower_and_shares_the_network() -> None:
     assert within < eight < two < single
     assert single / two == pytest.approx(2, rel=0.05)
     assert Transfer("all-gather", size, True, 16, 1).seconds(gpu, one_host=True) == within
+
+
+def test_a_ring_over_hosts_is_as_slow_as_its_slowest_pair() -> None:
+    """The first pair, 0 and 1, shares a host; 7 and 8 do not."""
+    ring = HloInstructionProto()
+    for device in range(16):
+        pair = ring.source_target_pairs.add()
+        pair.source = device
+        pair.target = (device + 1) % 16
+    shape = HloShape("float32", 32, (1024,))
+    operand = Instruction(1, "x", "parameter", shape, 0, "")
+    permute = Instruction(2, "permute", "collective-permute", shape, 0, "", ring, [], [operand])
+    neighbours = []
+    for per_host in (16, 8):
+        transfer = collective(permute, 16, per_host)
+        assert transfer is not None
+        neighbours.append(transfer.neighbours)
+    assert neighbours == [2, 1]

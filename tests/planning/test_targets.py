@@ -1,7 +1,6 @@
 """Targets by name and by file, and one clear line for each that is wrong."""
 
 import io
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem import planning
+from jaxmem.distributed import join
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
@@ -130,7 +130,7 @@ def test_cpu_targets_are_this_process_s_devices() -> None:
 def test_the_local_target() -> None:
     target = local_target(jax.devices()[:2])
     assert (target.count, target.is_cpu, target.is_here) == (2, True, True)
-    assert target.memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    assert target.memory == target.host_memory == devices.host_memory()["total"] // 2
 
 
 @pytest.mark.parametrize(("limit", "name"), [(30 * GIB, "a100-40gb"), (60 * GIB, "a100-80gb")])
@@ -145,6 +145,35 @@ def test_a_local_gpu_is_found_by_name_and_memory(limit: int, name: str) -> None:
     target = local_target([one, one])
     assert target.gpu is GPUS[name]
     assert (target.name, target.memory) == (f"{name}:2", GPUS[name].memory)
+
+
+def local_gpus(count: int, per_process: int) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(
+            device_kind="NVIDIA A100-SXM4-80GB",
+            platform="gpu",
+            process_index=device // per_process,
+            memory_stats=lambda: {"bytes_limit": 75 * GIB},
+        )
+        for device in range(count)
+    ]
+
+
+def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = local_target(local_gpus(8, 8))
+    monkeypatch.setattr(join, "hosts", lambda: ["node1"] * 8)
+    shared = local_target(local_gpus(8, 1))
+    assert (shared.hosts, shared.per_host, shared.host_memory) == (1, 8, alone.host_memory)
+    monkeypatch.setattr(join, "hosts", lambda: ["node1"] * 4 + ["node2"] * 4)
+    assert local_target(local_gpus(8, 1)).hosts == 2
+
+
+@pytest.mark.parametrize(("count", "name"), [(4, "a100-80gb:4"), (8, "a100-80gb:8"), (10, "a100-80gb:1x10")])
+def test_local_gpus_have_the_name_of_a_target(count: int, name: str) -> None:
+    local = local_target(local_gpus(count, count))
+    named = parse_target(local.name)
+    assert local.name == name
+    assert (named.count, named.per_host) == (count, count)
 
 
 def test_without_the_plan_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
 import jaxmem
-from scripts import own_model, plan, train
+from jaxmem.config import Cluster
+from scripts import finetune, own_model, plan, train
 
 TINY = {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 2, "kv_heads": 2, "head_dim": 16}
 
@@ -44,11 +46,34 @@ def test_train_has_the_losses_of_the_command_and_resumes(config: Path, tmp_path:
 
 
 @pytest.mark.exhaustive
+def test_train_saves_the_last_step_if_the_data_ends(config: Path, tmp_path: Path) -> None:
+    overrides = ["data.epochs=1", "train.steps=1000", "checkpoint.every=1000"]
+    steps = len(train.train(str(config), overrides))
+    assert 0 < steps < 1000
+    assert [int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit()] == [steps]
+
+
+def test_fine_tuning_again_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete run has no losses; adapters that are written stay."""
+    result = SimpleNamespace(metrics={}, held_out={}, directory=tmp_path, exit_code=0)
+    monkeypatch.setattr(jaxmem, "train", lambda _: result, raising=False)
+    monkeypatch.setattr(
+        jaxmem, "load_config", lambda *_: jaxmem.Config.model_construct(cluster=Cluster()), raising=False
+    )
+    assert finetune.finetune("model", "chats.jsonl") is result
+    (tmp_path / "adapter").mkdir()
+    assert finetune.export(tmp_path) == tmp_path / "adapter"
+
+
+@pytest.mark.exhaustive
 def test_a_model_of_a_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_model, "EMBED", 16)
     monkeypatch.setattr(own_model, "LAYERS", 2)
     overrides = [f"output={tmp_path}", "train.steps=2", "mesh.fsdp=8", "memory.update=during"]
-    assert np.isfinite(own_model.main(overrides))
+    first = own_model.main(overrides)
+    assert np.isfinite(first.metrics["loss"])
+    again = own_model.main(overrides)  # the run is complete
+    assert (again.step, again.exit_code) == (2, 0)
 
 
 @pytest.mark.exhaustive

@@ -129,3 +129,8 @@ def test_a_front_has_what_needs_a_hundredth_less_memory_than_all_that_is_faster(
     sizes = [100.0, 100.5, 99.5, 98.0, 99.0]
     compared: Any = [SimpleNamespace(seconds=at, total=size, refusal=None) for at, size in enumerate(sizes)]
     assert [candidate.total for candidate in pareto_front(compared[::-1])] == [100.0, 98.0]
+
+
+def test_zero_shards_over_context_without_fsdp() -> None:
+    found = candidates(config(mesh={"fsdp": 1, "context": 2}), TWO, allowed(["mesh"]))
+    assert {one.cfg.zero for one in found if one.cfg.mesh.context == 2} == {0, 1, 2, 3}

@@ -4,18 +4,23 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import optax
 import pytest
 
 from jaxmem.cli import main
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry
+from jaxmem.errors import UserError
 from jaxmem.planning import parse_target, plan
-from jaxmem.planning.targets import local_target
+from jaxmem.planning.targets import local_target, usable_memory
 from jaxmem.search import compilers as compilers_module
 from jaxmem.search import worker
-from jaxmem.search.compilers import CompilerPool, RefusedError
+from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
+from jaxmem.search.fit import fit
 from jaxmem.search.worker import serve
 
 from .conftest import SMALL, config
@@ -41,10 +46,13 @@ def test_cache_keys_depend_on_content() -> None:
     assert len(programs) == 4
 
 
-def test_cache_keys_depend_on_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keys_depend_on_the_sources_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     before = worker.config_key("step", config(), TWO, None)
     monkeypatch.setattr(worker, "_sources", lambda: "others")
     assert worker.config_key("step", config(), TWO, None) != before
+    changed = worker.config_key("step", config(), TWO, None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+    assert worker.config_key("step", config(), TWO, None) != changed
 
 
 def test_the_cache_lies_in_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +146,57 @@ def test_evaluation_with_frozen_weights_in_host_memory_counts_as_in_a_plan() -> 
     cfg = for_devices(config(**sections, data=data, train=train), 1)
     sizes = worker.other_phases(cfg, parse_target(target), None)
     assert sizes["evaluate"] == plan(cfg, target=target).phases["evaluate"]
+
+
+def test_a_search_counts_on_the_memory_that_jax_has_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(
+        device_kind="NVIDIA A100-SXM4-80GB",
+        platform="gpu",
+        process_index=0,
+        memory_stats=lambda: {"bytes_limit": 60 << 30},
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    target = compile_target(None)
+    assert target.here is None
+    with CompilerPool(target, processes=1) as compilers:
+        assert usable_memory(target, config().memory, compilers.reserve_gib) == 60 << 30
+        in_process = usable_memory(parse_target(target.name), config().memory, compilers.reserve_gib)
+        assert in_process == 60 << 30, "as the compiler processes see it"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device"), UserError("not for this")])
+def test_temporary_failures_are_not_cached(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(worker.QUESTIONS, "step", fail)
+    reply = worker.answer("step", config(), TWO)
+    monkeypatch.setattr(compilers_module._CompilerProcess, "ask", lambda *_: dict(reply))
+    with CompilerPool(TWO, processes=1) as compilers, pytest.raises(RefusedError):
+        compilers.step(config())
+    assert len(list(tmp_path.rglob("*.json"))) == isinstance(error, UserError)
+
+
+def test_what_a_script_registers_is_compiled_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler process knows neither its optimizers nor its families of models."""
+    monkeypatch.setitem(OPTIMIZERS, "mine", Entry(AdamWSettings, lambda *_, **__: optax.identity(), ""))
+    monkeypatch.setattr(worker, "answer", lambda *_: {"refused": "asked here"})
+    with CompilerPool(TWO, processes=1) as compilers:
+        with pytest.raises(RefusedError, match="asked here"):
+            compilers.step(config(optimizer={"name": "mine"}))
+        assert compilers._started == []
+
+
+def test_a_config_that_a_compiler_process_does_not_know_is_refused() -> None:
+    answers = io.StringIO()
+    unknown = {**config().model_dump(mode="json"), "optimizer": {"name": "mine"}}
+    serve([json.dumps({"question": "step", "config": unknown})], answers, TWO)
+    assert "mine" in json.loads(answers.getvalue())["refused"]
+
+
+def test_a_comparison_of_methods_has_no_settings_of_one_method() -> None:
+    for option in ({"allow": ["remat"]}, {"compiles": 3}):
+        with pytest.raises(UserError, match=f"{next(iter(option))}=.* supports a single method only"):
+            fit("tiny", "cpu:2", **option)

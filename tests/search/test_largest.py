@@ -1,16 +1,20 @@
 """The largest value that fits: exact, and both of its bounds compiled."""
 
 import json
+from typing import Any
 
 import pytest
 
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
+from jaxmem.estimate import Estimate
+from jaxmem.planning import Target
 from jaxmem.planning.estimated import estimated
+from jaxmem.search import largest
 from jaxmem.search.largest import UNITS, search_largest
 
-from .conftest import FakeCompilers, config, with_memory
+from .conftest import FakeCompilers, config, estimate_once, with_memory
 
 
 @pytest.mark.exhaustive
@@ -108,3 +112,39 @@ def test_where_not_even_one_fits() -> None:
 def test_what_cannot_be_asked(key: str, allow: list[str], said: str) -> None:
     with FakeCompilers(with_memory("h100-80gb:8", 1 << 30)) as compilers, pytest.raises(UserError, match=said):
         search_largest(config(), key, allow, compilers)
+
+
+def test_the_limit_of_a_key_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some value on no config is valid: it is the largest that fits, and the reason is printed."""
+    valid = largest.load_config
+
+    def limited(raw: Any, overrides: list[str]) -> Config:
+        if int(overrides[0].partition("=")[2]) > 5:
+            raise UserError("model.layers is at most 5")
+        return valid(raw, overrides)
+
+    monkeypatch.setattr(largest, "load_config", limited)
+    with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
+        found = search_largest(config(), "model.layers", [], compilers)
+    assert found.best is not None
+    assert found.best.value == 5
+    assert found.beyond is None
+    assert found.table().endswith("model.layers=6 is not valid with this config: model.layers is at most 5")
+
+
+def test_a_config_that_a_kernel_does_not_support_is_not_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its estimate has no bytes."""
+
+    def partly(cfg: Config, target: Target) -> Estimate:
+        if cfg.memory.remat == "full":
+            raise UserError("the kernel does not support it")
+        return estimate_once(cfg, target)
+
+    monkeypatch.setattr("jaxmem.search.candidates.estimated", partly)
+    with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
+        search = largest._Search(config(), "model.layers", ["remat"], compilers)
+        candidate = search._candidate(1)
+        assert candidate is not None
+        assert candidate.refusal is None
+        with pytest.raises(UserError, match=r"model\.layers=1 is not valid .* the kernel does not support it"):
+            largest._Search(config(memory={"remat": "full"}), "model.layers", [], compilers)._candidate(1)

@@ -109,6 +109,10 @@ def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
     assert plan.host_bytes >= bytes_on_device(plan.program.spec.state)
     for host, fits in ((plan.host_bytes, True), (plan.host_bytes - 1, False)):
         assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
+    short = dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=plan.host_bytes // 2))
+    needed = re.escape(f"{format_bytes(plan.host_bytes)} of host memory per device")
+    with pytest.raises(DoesNotFitError, match=needed):
+        check_fits(short)
 
 
 def test_measured_stands_beside_planned(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
