@@ -75,7 +75,6 @@ APART = (
 )  # fmt: skip
 # What is typed stays as it is; these only do less of it.
 LESS = {
-    "fit": ["--compiles", "2"],
     "chat": ["--tokens", "4"],
     "generate": ["--tokens", "4"],
     "--maximize": ["memory.budget=0.02"],
@@ -242,7 +241,8 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/search has the full spaces, methods and advice, and compiles."""
     monkeypatch.setattr(candidates, "MAX_SIZE", 4)
     monkeypatch.setattr(candidates.Space, "neighbors", lambda *_: [])
-    monkeypatch.setitem(fit.fit.__kwdefaults__, "allow", ("update", "batch"))
+    monkeypatch.setattr(fit, "DEFAULT_ALLOW", ("update", "batch"))
+    monkeypatch.setattr(fit, "DEFAULT_COMPILES", 2)
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["update"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
