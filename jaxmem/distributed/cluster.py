@@ -162,6 +162,8 @@ def _place_on_host(scheduler: Any) -> tuple[int, int] | None:
 def _own_devices(scheduler: Any) -> tuple[int, ...] | None:
     """An equal share of the visible GPUs, in order of the process numbers on this host."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", given):
+            raise UserError(f"JAX_LOCAL_DEVICE_IDS={given} must be numbers of GPUs, such as 0,1; unset it to use all")
         return tuple(int(number) for number in given.split(","))
     place = _place_on_host(scheduler) if scheduler else None
     seen = visible_gpus()
@@ -180,7 +182,8 @@ def visible_gpus() -> int:
     """The number of NVIDIA GPUs that this process may use; does not start the driver."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
-        return len([name for name in shown.split(",") if name.strip()])
+        names = [name.strip() for name in shown.split(",")]
+        return next((n for n, name in enumerate(names) if name in ("", "-1")), len(names))  # CUDA ignores all after it
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
