@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding import Axis
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
@@ -28,21 +29,61 @@ def as_matrix(module: Any) -> Any:
 
 
 def add(module: Any, lora: Any) -> None:
-    """Adds an adapter to a layer, in place."""
-    kind: Any = type(module)
-    module.__class__ = _with_lora(kind)
+    """Adds an adapter to a layer, in place, or replaces the one that it has."""
+    module.__class__ = _with_lora(_class_without(module))
     module.lora = lora
+
+
+def merge(module: Any) -> None:
+    """Adds the adapter of a layer, if it has one, to its weight, and removes it."""
+    kind = _class_without(module)
+    if kind is type(module):
+        return
+    a, b, scale = _parts(module.lora)
+    update = a.astype(jnp.float32) @ b.astype(jnp.float32)  # [*layers, inputs, outputs]
+    weight = _weight(module)
+    w = weight.get_value()
+    *stack, inputs, outputs = _shape(module)
+    update = jnp.reshape(scale, (-1, *[1] * (update.ndim - 1))) * update
+    update = update.reshape(*stack, *inputs, *outputs)
+    if isinstance(module, nnx.Einsum):
+        _, _, inner, outer, sizes = _equation(module)
+        update = jnp.einsum(f"...{inner}{outer}->...{''.join(sizes)}", update)
+    merged = values_of(w, jnp.float32) + update
+    weight.set_value(w.requantize(merged) if isinstance(w, QTensor) else merged.astype(w.dtype))
+    module.__class__ = kind
+    del module.lora
+
+
+def _class_without(module: Any) -> Any:
+    """The class of a layer without its adapter."""
+    return getattr(module, "adapted", type(module))
+
+
+def _parts(lora: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """A, B and the scale, which may differ between layers."""
+    scale = lora.scale if lora.layer_scale is None else lora.layer_scale.get_value()
+    return lora.a.get_value(), lora.b.get_value(), scale
 
 
 @functools.cache
 def _with_lora(kind: Any) -> Any:
     class WithLora(kind):
+        adapted = kind
+
         def __call__(self, x: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
             y = super().__call__(x, *arguments, **options)
-            a, b = (w.get_value() for w in (self.lora.a, self.lora.b))
-            scale = self.lora.scale if self.lora.layer_scale is None else self.lora.layer_scale.get_value()
+            a, b, scale = _parts(self.lora)
             return y + (scale * _low_rank(self, x, y, a, b)).astype(y.dtype)
 
+    def attend(self: Any, query: jax.Array) -> jax.Array:
+        """The logits of an embedding that is also the output layer."""
+        y = kind.attend(self, query)
+        a, b, scale = _parts(self.lora)
+        return y + (scale * (query.astype(y.dtype) @ b.T @ a.T)).astype(y.dtype)
+
+    if issubclass(kind, nnx.Embed):
+        WithLora.attend = attend
     WithLora.__name__ = WithLora.__qualname__ = kind.__name__
     return WithLora
 

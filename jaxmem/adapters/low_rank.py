@@ -176,6 +176,10 @@ def add_low_rank(model: Any, cfg: Adapter, key: jax.Array, order: Sequence[int] 
     rngs = nnx.Rngs(params=key)
     for name, module, layers in _targets(model, cfg, order is not None):
         if isinstance(module, flax_layers.LAYERS):
+            if cfg.kind == "dora" or cfg.dropout or cfg.lora_bias:
+                raise UserError(
+                    f"{name}: adapters of Flax's layers do not support dora, dropout and lora_bias; remove it"
+                )
             flax_layers.add(module, Lora(rngs, flax_layers.as_matrix(module), layers, cfg))
         else:
             is_ordered = order is not None and is_last_stack(name, model.cfg.layers)
@@ -214,6 +218,8 @@ def merge(model: nnx.Module) -> None:
                     )
                 variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
             module.lora = None
+        elif isinstance(module, flax_layers.LAYERS):
+            flax_layers.merge(module)
     if getattr(model, "prompt", None) is not None:
         raise UserError("merge does not support adapter.kind=prompt, which changes no weight; use export --adapter")
 

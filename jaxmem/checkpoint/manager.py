@@ -18,6 +18,7 @@ from jaxmem.checkpoint.paths import absolute, free_name, move_aside, refuse_link
 from jaxmem.checkpoint.record import (
     DamagedError,
     check_leaves,
+    check_savable,
     checksum,
     damaged,
     make_record,
@@ -150,6 +151,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if step in self._manager.all_steps():
             return False
         leaves = named_leaves(state)
+        check_savable(leaves)
         record = make_record(leaves, step=step, position=position, config=config, metrics=metrics or {})
         arrays = ocp.args.PyTreeSave(
             leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in leaves}

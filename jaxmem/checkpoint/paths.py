@@ -19,13 +19,14 @@ def absolute(path: str | Path | epath.Path) -> epath.Path:
 
 def refuse_links(directory: str | Path | epath.Path) -> None:
     """Refuses a directory that a run would change if it is, or contains, a symbolic link: the run would write, rename
-    or delete files elsewhere. Does not look into finished checkpoints, in which nothing is written."""
+    or delete files elsewhere. Does not look into finished checkpoints, in which nothing is written, nor into `wandb`,
+    where W&B makes links itself."""
     if "://" in str(directory):
         return
     paths = [Path(directory)]
     for folder, directories, files in os.walk(directory):
         paths += [Path(folder, name) for name in (*directories, *files)]
-        directories[:] = [name for name in directories if not name[0].isdigit()]
+        directories[:] = [name for name in directories if not name[0].isdigit() and name != "wandb"]
     for path in paths:
         if path.is_symlink():
             raise UserError(

@@ -57,6 +57,27 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def check_savable(leaves: Mapping[str, Any]) -> None:
+    """Refuses leaves that a checkpoint cannot contain."""
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise UserError(
+                f"cannot save {name}, a {type(leaf).__name__}; use jax.numpy.asarray to make it a jax array"
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise UserError(
+                f"cannot save {name}, a random key; use jax.random.key_data, and wrap_key_data after a restore"
+            )
+        is_wide_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits >= 8
+        is_number = is_wide_float or leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.integer)
+        if not is_number or leaf.size == 0:
+            given = f"{leaf.dtype}{list(leaf.shape)}"
+            raise UserError(
+                f"cannot save {name}, {given}; use integers, booleans or floats of at least 8 bits, and arrays that are"
+                " not empty"
+            )
+
+
 def check_leaves(checkpoint: epath.Path, saved: JsonView, expected: JsonView) -> None:
     """Refuses a checkpoint whose arrays have other names, shapes or dtypes than those of the run."""
     if unplaced := [name for name, leaf in expected.items() if leaf.sharding is None]:

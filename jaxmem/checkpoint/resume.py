@@ -24,6 +24,12 @@ FIXED_KEYS = (
     "adapter",  # the set of weights, and the function that they compute
     "optimizer.rank",  # shapes of the optimizer state
 )
+# Other values are supported, but the state has other arrays if these functions of the values differ.
+STATE_KEYS = {
+    "optimizer.clip": bool,
+    "optimizer.clip_by": lambda norm: norm == "previous",
+    "optimizer.weight_decay": bool,
+}
 CHANGEABLE_KEYS = (
     "model.preset",  # a name for other fields, which are compared one by one
     "model.hf",  # source of the initial weights, which are in the checkpoint
@@ -69,7 +75,7 @@ def refuse_changes(
     fingerprints: tuple[str, str] | None = None,
 ) -> None:
     """Refuses to resume with another config or other data. `fingerprints`: of the data then and now."""
-    differences = changed(old, new)
+    differences = [*changed(old, new), *_changed_state(old, new)]
     if fingerprints and fingerprints[0] != fingerprints[1] and not differences:
         before, now = fingerprints
         differences = [f"the data files or the tokenizer have changed (fingerprint was {before}, is {now})"]
@@ -78,6 +84,16 @@ def refuse_changes(
             f"cannot resume from {directory}: {', '.join(differences)}; undo the change, start a new run with name=...,"
             " or start from step 0 with checkpoint.resume=never (the old run is renamed, not deleted)"
         )
+
+
+def _changed_state(old: JsonView, new: JsonView) -> list[str]:
+    """Changed values of STATE_KEYS with which the optimizer state has other arrays."""
+    before = _flat(old)
+    after = _flat(new)
+    fields = [
+        field for field, state_of in STATE_KEYS.items() if state_of(before.get(field)) != state_of(after.get(field))
+    ]
+    return changed(old, new, fields)
 
 
 def _is_in(field: str, patterns: Sequence[str]) -> bool:

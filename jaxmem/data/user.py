@@ -24,9 +24,11 @@ State = dict[str, Any]
 
 
 class UserLoader(AbstractContextManager["UserLoader"]):
-    """The interface of `Loader` for batches of a script. It is its own `corpus`."""
+    """The interface of `Loader` for batches of a script. It is its own `corpus`. `agree`: as in `Loader`."""
 
-    def __init__(self, cfg: Config, split: Split, rows: Sequence[int]):
+    def __init__(
+        self, cfg: Config, split: Split, rows: Sequence[int], agree: Callable[[bool], bool] | None = None
+    ) -> None:
         batches = cfg.user.data if split == "train" else cfg.user.held_out
         if batches is None:
             raise UserError(
@@ -38,6 +40,8 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         self._batches = batches
         self.corpus = self
         self._spec = batch_spec(cfg)
+        self._repeats = split == "train" and batches.repeats
+        self._agree = agree
         self.rewind()
 
     def rewind(self) -> None:
@@ -49,12 +53,27 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         return self
 
     def __next__(self) -> Batch:
+        batch = self._following()
+        has_data = batch is not None
+        if self._agree is not None and not self._repeats:
+            has_data = self._agree(has_data)
+        if not has_data:
+            raise StopIteration
+        if batch is None:
+            raise UserError(
+                f"{self._batches.argument}: this process has no batch {self._count + 1}, but another one has; give all"
+                " processes the same number of batches"
+            )
+        return batch
+
+    def _following(self) -> Batch | None:
+        """The next batch of this process, or None after the last."""
         batch = next(self._iterator, None)
-        if batch is None and self._batches is self._cfg.user.data and self._batches.repeats:
+        if batch is None and self._repeats:
             self._iterator = iter(self._batches)
             batch = next(self._iterator, None)
         if batch is None:
-            raise StopIteration
+            return None
         self._count += 1
         return self._placed(self._batches.arrays(batch))
 
@@ -100,7 +119,7 @@ class UserLoader(AbstractContextManager["UserLoader"]):
             iterator.set_state(bytes.fromhex(place["bytes"]) if is_bytes else place)
             self._count = state["own"]
             return
-        for _ in islice(self, state["own"]):
+        for _ in islice(iter(self._following, None), state["own"]):  # processes need not wait for each other
             pass
 
     def check(self) -> float:
@@ -145,5 +164,5 @@ def open_loader(
 ) -> Any:
     """The batches of a split: of a script, or as `data` describes them. The arguments are those of `Loader`."""
     if cfg.user.data is not None:
-        return UserLoader(cfg, split, rows)
+        return UserLoader(cfg, split, rows, agree)
     return Loader(cfg, split, rows, corpus=corpus, agree=agree)

@@ -163,6 +163,8 @@ def _place_on_host(scheduler: Any) -> tuple[int, int] | None:
 def _own_devices(scheduler: Any) -> tuple[int, ...] | None:
     """An equal share of the visible GPUs, in order of the process numbers on this host."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", given):
+            raise UserError(f"JAX_LOCAL_DEVICE_IDS={given} must be numbers of GPUs, such as 0,1; unset it to use all")
         return tuple(int(number) for number in given.split(","))
     place = _place_on_host(scheduler) if scheduler else None
     seen = visible_gpus()

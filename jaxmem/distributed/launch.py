@@ -164,9 +164,13 @@ def _send(children: Sequence[Process], number: signal.Signals) -> None:
 
 async def _copy(source: asyncio.StreamReader | None, target: Any, prefix: str) -> None:
     assert source is not None
-    async for line in source:
-        text = line.decode(errors="replace")
-        _write(target, prefix + text + ("" if text.endswith("\n") else "\n"))
+    while not source.at_eof():
+        try:
+            text = (await source.readline()).decode(errors="replace")
+        except ValueError:  # `readline` has dropped it
+            text = "(a line that is too long)"
+        if text:
+            _write(target, prefix + text + ("" if text.endswith("\n") else "\n"))
 
 
 def _write(target: Any, line: str) -> None:

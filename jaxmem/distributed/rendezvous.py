@@ -50,10 +50,10 @@ def _collect(cluster: Cluster, end: float, host: str) -> JsonDict:
             try:
                 connection = stack.enter_context(server.accept()[0])
                 process, count, other = _receive(connection)
-            except (OSError, ValueError, TypeError):
+                conflict = _conflict(hosts, process, count, other)
+            except (OSError, ValueError, TypeError, IndexError):
                 continue  # no connection, or a foreign client
             connections.append(connection)
-            conflict = _conflict(hosts, process, count, other)
             if not conflict:
                 hosts[process] = other
         answer = {"hosts": hosts, "conflict": conflict}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.tree_util import KeyPath
 from jaxmem import adapters, hf
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
+from jaxmem.checkpoint.record import DamagedError
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline, load_config
 from jaxmem.config.hub import local_directory
@@ -34,6 +35,7 @@ from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.typing import JsonDict, Tree
 
+T = TypeVar("T")
 STORED_FIELDS = ("parameters", "block_size")  # fields of `precision` that are the stored format of the weights
 HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging Face directory
 
@@ -124,21 +126,31 @@ def open_run(
     check_run(directory)
     cfg = model_config(directory, overrides)
     built = _program(cfg.with_user(user) if user else cfg)
-    with _newest_checkpoint(directory, cfg.checkpoint.path, cfg.name) as (checkpoints, step):
+
+    def read(checkpoints: Checkpoints, step: int) -> tuple[Program, Tree]:
         saved = checkpoints.read(step)[1]["precision"]
         precision = built.cfg.precision.model_copy(update={field: saved[field] for field in STORED_FIELDS})
         as_saved = built.with_precision(precision)
-        params = _saved_params(as_saved, checkpoints, step)
+        return as_saved, _saved_params(as_saved, checkpoints, step)
+
+    as_saved, params = _read_newest(directory, cfg, read)
     return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
 
 
-@contextmanager
-def _newest_checkpoint(run: str | Path, path: str | None, name: str) -> Iterator[tuple[Checkpoints, int]]:
-    with Checkpoints(checkpoint_directory(run, path, name), read_only=True) as checkpoints:
-        step = checkpoints.latest()
-        if step is None:
-            raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
-        yield checkpoints, step
+def _read_newest(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
+    """What `read` returns for the newest checkpoint and its step. If the run writes at the same time and has deleted
+    this checkpoint, the next newest is read."""
+    path = checkpoint_directory(run, cfg.checkpoint.path, cfg.name)
+    while True:
+        with Checkpoints(path, read_only=True) as checkpoints:
+            step = checkpoints.latest()
+            if step is None:
+                raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
+            try:
+                return read(checkpoints, step)
+            except DamagedError:
+                if (checkpoints.directory / str(step)).exists():
+                    raise
 
 
 def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Tree:
@@ -178,8 +190,7 @@ def initial_state(built: Program) -> TrainState:
     if run is not None:
         check_run(run, "adapter.base_run")
         saved = load_config(Path(run, "config.yaml"))
-        with _newest_checkpoint(run, saved.checkpoint.path, saved.name) as (checkpoints, step):
-            base = base_params(built, checkpoints, step)
+        base = _read_newest(run, saved, partial(base_params, built))
     elif getattr(built.cfg.model, "hf", None) is not None:
         base = read_base(built)
     else:

@@ -106,7 +106,8 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
         selection = Selection.of(grads, patterns)
         selected = None if params is None else selection.select(params)
         updates, state = inner.update(selection.select(grads), state, selected, **extra)
-        return selection.merge(jax.tree.map(jnp.zeros_like, grads), updates), state
+        zeros = jax.tree.map(lambda g, u: jnp.zeros_like(g, dtype=None if u is None else u.dtype), grads, updates)
+        return selection.merge(zeros, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

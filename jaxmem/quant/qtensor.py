@@ -93,7 +93,8 @@ class QTensor:
     def requantize(self, x: Float[Array, "*shape"], seeds: UInt32[Array, "*blocks"] | None = None) -> QTensor:
         """`x` quantized with the format, blocks and original dtype of this array."""
         double_quant = self.scale.block_size if isinstance(self.scale, QTensor) else False
-        new = quantize(x, self.format, self.block_size, self.axis, double_quant=double_quant, seeds=seeds)
+        axis = None if self.axis == -1 and math.prod(self.scale.shape) == 1 else self.axis  # None: one scale for x
+        new = quantize(x, self.format, self.block_size, axis, double_quant=double_quant, seeds=seeds)
         return dataclasses.replace(new, dtype=self.dtype)
 
 

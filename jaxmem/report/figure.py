@@ -143,7 +143,9 @@ def draw_curves(drawn: Figure, rows: Sequence[JsonView]) -> None:
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             marker = "." if len(points) == 1 else None
             axes.plot([step for step, _ in points], [y for _, y in points], marker=marker, label=key.replace("_", " "))
-        axes.set(xlabel="step", ylim=(0, None))
+        axes.set(xlabel="step")
+        if axes.dataLim.y0 >= 0:  # losses of a script may be negative
+            axes.set(ylim=(0, None))
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
 

@@ -8,7 +8,7 @@ only some runs need (planning, Hugging Face files, evaluation, references) are i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,13 +154,14 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
             write_description(plan, directory, is_new=step == 0)
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
-        progress = stack.enter_context(_progress(built, step, trackers.last))
+        progress = stack.enter_context(_progress(built, step, trackers.seconds))
         progress.say(elastic)
         progress.say(lines.plan_line(plan, step))
         rows = cfg.batch.global_size
         corpus = loader.corpus
         progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
+        telemetry.has_targets = step > 0  # a run is only saved if it had target tokens
         work = lines.work_of(built)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
@@ -183,16 +184,19 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
             profile.before(step)
             state, metrics = serialized(plan.step(state, built.place(batch)))
             profile.after(step, metrics)
-            last = stop.from_any_process(largest_signal.of(stop.requested or 0)) or step == cfg.steps
+            is_stopped = stop.from_any_process(largest_signal.of(stop.requested or 0))
+            last = is_stopped or step == cfg.steps
             telemetry.update(step, metrics, work)
             progress.say(peak.after_step())
             with progress.paused():
-                if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
+                if is_stopped:  # an evaluation may take longer than the time until the process is killed
+                    save(force=True)
+                    checkpoints.wait()
+                is_evaluated = evaluate and (step == cfg.steps or step % (cfg.train.evaluate_every or 1) == 0)
+                if evaluate and is_evaluated:
                     held_out = evaluate(state.params, cfg.train.evaluate_batches)
                     telemetry.held_out(step, held_out)
-                    save(held_out, force=last)
-                else:
-                    save(force=last)
+                save(held_out if is_evaluated else None, force=last)
             if last:
                 break
         _flush(telemetry, loader)
@@ -271,8 +275,8 @@ def _flush(telemetry: Telemetry, loader: Loader) -> None:
         raise UserError(f"no step had a token to train on: {reason}; change data.on_invalid or data.on_overlong")
 
 
-def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
-    """The progress of a run. `last`: the last row that was logged before a resume."""
+def _progress(built: Program, step: int, seconds: float) -> Progress:
+    """The progress of a run. `seconds`: its duration before a resume."""
     cfg = built.cfg
     devices = built.layout.mesh.devices
     peak = peak_flops(devices.flat[0])
@@ -282,7 +286,7 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
         cfg.train.log_every,
         unit=_UNITS[lines.unit_of(built)],
         step=step,
-        seconds=last.get("seconds") or 0.0,
-        tokens=int(last.get("tokens") or step * lines.work_of(built).tokens),
+        seconds=seconds,
+        tokens=step * lines.work_of(built).tokens,  # a checkpoint may be newer than the last logged row
     )
     return Progress(spec, enabled=jax.process_index() == 0)

@@ -34,11 +34,12 @@ def _handling(handler: Callable[[int], None], *numbers: signal.Signals) -> Itera
 
 
 def requeued_before_training() -> AbstractContextManager[None]:
-    """A context for everything before the loop, in which SIGUSR1 ends the process with the exit code that it has during
-    the loop. The handler exits instead of raising, since a library may catch an exception that is raised anywhere."""
+    """A context for everything before and after the loop, in which SIGUSR1 ends the process with the exit code that it
+    has during the loop. The handler exits instead of raising, since a library may catch an exception that is raised
+    anywhere."""
 
     def end(_: int) -> None:
-        error = TemporaryError("SIGUSR1 before the first step, nothing was trained; run the same command again")
+        error = TemporaryError("SIGUSR1 before the first or after the last step; run the same command again")
         end_all(error)  # with several processes, all of them
         os.write(2, f"error: {error}\n".encode())
         os._exit(error.exit_code)

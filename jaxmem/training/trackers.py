@@ -20,7 +20,8 @@ import jax
 from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.typing import JsonDict, JsonView
+from jaxmem.machine.files import write_file
+from jaxmem.typing import JsonView
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
@@ -35,21 +36,21 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
     """The trackers of a run in `directory` that resumes after `step`; none in processes other than 0."""
     directory = Path(directory)
     if jax.process_index() != 0:
-        return Trackers([], {})
+        return Trackers([])
     others = [
         TensorBoard(directory, step) if name == "tensorboard" else WeightsAndBiases(cfg, directory, step)
         for name in cfg.train.trackers
     ]
     file = MetricsFile(directory / "metrics.jsonl", step)
-    return Trackers([file, *others], file.last)
+    return Trackers([file, *others], file.seconds)
 
 
 class Trackers(AbstractContextManager["Trackers"]):
-    """All trackers of a run as one. `last` is the last row that was logged before a resume, or empty."""
+    """All trackers of a run as one. `seconds`: the duration of the run before a resume."""
 
-    def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: JsonDict) -> None:
+    def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], seconds: float = 0.0) -> None:
         self._trackers = trackers
-        self.last = last
+        self.seconds = seconds
 
     def log(self, step: int, values: JsonView) -> None:
         numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
@@ -67,7 +68,7 @@ class MetricsFile:
     def __init__(self, path: str | Path, step: int = 0) -> None:
         self.path = Path(path)
         try:
-            self.last = _drop_after(self.path, step)
+            self.seconds = _drop_after(self.path, step)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -94,7 +95,7 @@ class TensorBoard:
     def __init__(self, directory: Path, step: int) -> None:
         self._writer = _package("tensorboard").SummaryWriter(
             str(directory / "tensorboard"),
-            purge_step=step + 1 if step else None,  # hides the events from this step on
+            purge_step=step + 1,  # hides the events from this step on
             # File names have a resolution of one second: a quick restart would overwrite the file.
             filename_suffix=f".after-{step}-{secrets.token_hex(4)}",
         )
@@ -119,7 +120,7 @@ class WeightsAndBiases:
         identity = directory / "wandb" / "id"
         if not (step and identity.exists()):  # a run that starts from step 0 is a new one
             identity.parent.mkdir(parents=True, exist_ok=True)
-            identity.write_text(secrets.token_hex(8))
+            write_file(identity, secrets.token_hex(8))
         try:
             self._run = wandb.init(
                 project="jaxmem",
@@ -152,17 +153,17 @@ def _package(tracker: str) -> Any:
         ) from error
 
 
-def _drop_after(path: Path, step: int) -> JsonDict:
-    """Keeps the complete rows up to `step`, and returns the last of them."""
+def _drop_after(path: Path, step: int) -> float:
+    """Keeps the complete rows up to `step`, and returns the last `seconds` in them: rows of evaluations have none."""
+    seconds = 0.0
     if not path.exists():
-        return {}
-    last: JsonDict = {}
+        return seconds
     partial = path.with_name(f"{path.name}.partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         for line in old:
             row = parse_row(line)
             if row is not None and row["step"] <= step:
                 new.write(line if line.endswith("\n") else f"{line}\n")
-                last = row
+                seconds = row.get("seconds") or seconds
     partial.replace(path)
-    return last
+    return seconds

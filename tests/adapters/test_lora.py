@@ -134,3 +134,50 @@ def test_targets_count_the_layers_of_all_stacks():
         ("blocks[1:5].[1:5:2].mlp.down.weight", (0,)),
         ("blocks[1:5].[2:5:2].mlp.down.weight", (0,)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda rngs: nnx.Linear(4, 6, rngs=rngs), (3, 4)),
+        (lambda rngs: nnx.LinearGeneral((2, 4), (3, 2), axis=(-2, -1), rngs=rngs), (3, 2, 4)),
+        (lambda rngs: nnx.Einsum("bte,hed->bthd", (3, 4, 2), rngs=rngs), (3, 5, 4)),
+    ],
+    ids=["Linear", "LinearGeneral", "Einsum"],
+)
+def test_adapters_of_flax_layers_are_merged(make, x):
+    """Also if another adapter has been replaced."""
+    model = nnx.Dict(layer=make(nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), x)
+    kind = type(model.layer)
+    for seed in range(2):
+        lora(model, rank=2, targets=["*"], key=jax.random.key(seed))
+        b = model.layer.lora.b
+        b.set_value(jax.random.normal(jax.random.key(2), b.get_value().shape))
+    adapted = model.layer(x)
+    merge(model)
+    assert type(model.layer) is kind
+    assert not hasattr(model.layer, "lora")
+    np.testing.assert_allclose(model.layer(x), adapted, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(make(nnx.Rngs(0))(x), adapted, rtol=1e-2)
+
+
+def test_a_flax_embedding_with_an_adapter_is_also_the_output_layer():
+    model = nnx.Dict(table=nnx.Embed(8, 4, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(2), (3, 4))
+    plain = model.table.attend(x)
+    lora(model, rank=2, targets=["*"])
+    b = model.table.lora.b
+    b.set_value(jax.random.normal(jax.random.key(1), b.get_value().shape))
+    ids = jnp.arange(8)
+    adapted = model.table(ids), model.table.attend(x)
+    assert not np.allclose(adapted[1], plain, rtol=1e-2)
+    merge(model)
+    for before, after in zip(adapted, (model.table(ids), model.table.attend(x)), strict=True):
+        np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"lora_bias": True}, {"dora": True}], ids=str)
+def test_adapters_of_flax_layers_refuse_what_they_do_not_compute(options):
+    with pytest.raises(UserError, match="layer: adapters of Flax's layers do not support dora, dropout and lora_bias"):
+        lora(nnx.Dict(layer=nnx.Linear(4, 6, rngs=nnx.Rngs(0))), rank=2, targets=["*"], **options)

@@ -1,5 +1,6 @@
 """Checkpoints come back bit by bit on any mesh, and say what does not fit."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,7 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.checkpoint import Checkpoints, move_aside
 from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
+from jaxmem.checkpoint.record import DamagedError
+from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.inference.load import _read_newest
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
 
 POSITION = {"rows": 96, "sources": [{"file": 3, "offset": 12}], "fingerprint": "5f0c"}
@@ -163,3 +167,36 @@ def test_put_aside(tmp_path: Path) -> None:
     names = ["checkpoints.old-1", "checkpoints.old-2", "metrics.old-1.jsonl", "metrics.old-2.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "metrics.old-2.jsonl").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.ones(3), "x, a ndarray; use jax.numpy.asarray"),
+        (jax.random.key(0), "x, a random key; use jax.random.key_data"),
+        (jnp.ones(3, jnp.complex64), r"x, complex64\[3\]; use integers"),
+        (jnp.ones(3, jnp.float4_e2m1fn), r"x, float4_e2m1fn\[3\]; use integers"),
+        (jnp.ones((0, 3)), r"x, float32\[0, 3\]; .* not empty"),
+    ],
+)
+def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, leaf: object, message: str) -> None:
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UserError, match=f"cannot save {message}"):
+        checkpoints.save(1, {"x": leaf}, POSITION, CONFIG, force=True)
+
+
+def test_a_reader_takes_the_next_checkpoint_if_the_run_has_deleted_its_own(tmp_path: Path) -> None:
+    cfg = Config(name="x", model={"family": "mlp"}, train={"steps": 1}, checkpoint={"path": str(tmp_path)})
+    with Checkpoints(tmp_path / "x") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, force=True)
+
+    def read(checkpoints: Checkpoints, step: int) -> int:
+        if step == 2:
+            shutil.rmtree(tmp_path / "x" / "2")
+        checkpoints.read(step)
+        return step
+
+    assert _read_newest(tmp_path, cfg, read) == 1
+    (tmp_path / "x" / "1" / "run" / "metadata").write_text("")
+    with pytest.raises(DamagedError):
+        _read_newest(tmp_path, cfg, read)

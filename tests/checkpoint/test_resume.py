@@ -114,3 +114,13 @@ def test_refusal_says_what_to_do() -> None:
     assert "checkpoint.resume=never" in text
     with pytest.raises(UserError, match="the data files or the tokenizer have changed"):
         refuse_changes(OLD, config(), "runs/x", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "refused"),
+    [("clip", 0.5, None), ("clip_by", "weight", "previous"), ("weight_decay", 0.2, 0.0)],
+)
+def test_settings_with_which_the_optimizer_state_has_other_arrays(field: str, other: object, refused: object) -> None:
+    refuse_changes(OLD, config(**{f"optimizer__{field}": other}), "runs/x")
+    with pytest.raises(UserError, match=rf"optimizer.{field} was .*, is {as_yaml(refused)}; undo"):
+        refuse_changes(OLD, config(**{f"optimizer__{field}": refused}), "runs/x")

@@ -55,6 +55,8 @@ def test_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Cluster("node1:1234", 2, 1)
     assert (found.host, found.port) == ("node1", 1234)
     assert among(monkeypatch, SLURM | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, gpus=8).devices == (2, 3)
+    with pytest.raises(UserError, match="JAX_LOCAL_DEVICE_IDS=all must be numbers of GPUs, such as 0,1"):
+        among(monkeypatch, {"JAX_LOCAL_DEVICE_IDS": "all"})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,9 @@ def test_gpus_of_a_host_are_shared(
     assert among(monkeypatch, SLURM | change, gpus).devices == devices
 
 
-@pytest.mark.parametrize(("shown", "count"), [("", 0), ("3", 1), ("0, 2,", 2), ("GPU-1a,GPU-2b", 2)])
+@pytest.mark.parametrize(
+    ("shown", "count"), [("", 0), ("3", 1), ("0, 2,", 2), ("GPU-1a,GPU-2b", 2), ("-1", 0), ("0,-1,1", 1)]
+)
 def test_visible_gpus_are_counted_without_the_driver(monkeypatch: pytest.MonkeyPatch, shown: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert visible_gpus() == count

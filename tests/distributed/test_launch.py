@@ -1,5 +1,7 @@
 """Processes that are started together: what they are told, how they print, and that none is left behind."""
 
+import asyncio
+import io
 import signal
 import subprocess
 import sys
@@ -39,6 +41,23 @@ def test_gpus_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({one["JAX_COORDINATOR_ADDRESS"] for one in told}) == 1
     with pytest.raises(UserError, match=r"3 processes cannot share 8 GPUs equally; use -n 1 or 2 or 4 or 8"):
         environments(3, None)
+
+
+def test_output_continues_after_a_line_that_is_too_long() -> None:
+    async def copied() -> str:
+        source = asyncio.StreamReader(limit=8)
+        target = io.StringIO()
+        copy = asyncio.create_task(launching._copy(source, target, "[0] "))
+        for part in (b"before\n", b"x" * 20, b"x" * 20 + b"\n", b"after"):
+            source.feed_data(part)
+            await asyncio.sleep(0)
+        source.feed_eof()
+        await copy
+        return target.getvalue()
+
+    lines = asyncio.run(copied()).splitlines()
+    assert (lines[0], lines[-1]) == ("[0] before", "[0] after")
+    assert "[0] (a line that is too long)" in lines
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,13 @@ def test_different_process_counts(port: int) -> None:
     assert all("JAX_NUM_PROCESSES is 2 in process 0 and 3 in process 1 on host1" in str(error) for error in found)
 
 
-def test_a_foreign_client_is_ignored(port: int) -> None:
+@pytest.mark.parametrize("message", [b"GET / HTTP/1.1\r\n\r\n", b'[7, 2, "x"]\n', b'["a", 2, "x"]\n'])
+def test_a_foreign_client_is_ignored(port: int, message: bytes) -> None:
     def foreign_client() -> None:
         found = False
         while not found:
             with suppress(OSError), socket.create_connection(("localhost", port), timeout=5) as connection:
-                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                connection.sendall(message)
                 found = True
 
     threading.Thread(target=foreign_client, daemon=True).start()

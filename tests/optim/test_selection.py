@@ -1,5 +1,6 @@
 """Which weights learn, by name and by layer."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -54,3 +55,15 @@ def test_an_optimizer_holds_state_of_these_layers_alone():
 def test_what_names_nothing(tree, pattern, message):
     with pytest.raises(UserError, match=message):
         optim.Selection.of(tree, [pattern])
+
+
+def test_updates_may_have_another_dtype_than_gradients():
+    tx = optim.trainable(optax.adam(1e-3), ["blocks[-1:].w"])
+    grads = {
+        "blocks": {"w": PARAMS["blocks"]["w"].astype(jnp.bfloat16), "b": PARAMS["blocks"]["b"]},
+        "head": jnp.ones(3),
+    }
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert updates["blocks"]["w"].dtype == jnp.float32
+    assert np.asarray(updates["blocks"]["w"] != 0).reshape(4, -1).any(1).tolist() == [False, False, False, True]

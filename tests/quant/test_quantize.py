@@ -201,6 +201,8 @@ def test_scales_per_channel_and_per_array():
     q = quantize(x, "uint8", axis=None)
     assert (q.scale.shape, q.offset.shape) == ((1, 1), (1, 1))
     assert float(q.offset[0, 0]) == float(x.min())
+    assert q.requantize(x).scale.shape == (1, 1)
+    assert quantize(x[:, :1], "int4", None, axis=0).requantize(x[:, :1]).codes.shape == (2, 1)
 
 
 def test_a_short_last_block_has_the_range_of_its_own_values():

@@ -127,6 +127,10 @@ def test_curves_are_those_of_the_metrics(run: Path) -> None:
     assert lines[0] == [[1, 4.0], [3, 4.0 / 3], [4, 1.0]]  # the loss of step 2 was not finite
     assert lines[1] == [[4, 1.25]]  # held out
     assert [len(points) for points in lines] == [3, 1, 4, 4]
+    assert drawn.axes[0].get_ylim()[0] == 0
+    draw_curves(negative := Figure(), [{"step": step, "loss": -1.0 - step} for step in range(3)])
+    bottom, top = negative.axes[0].get_ylim()
+    assert bottom < -3 < -1 < top
 
 
 def test_without_matplotlib_a_page_names_the_extra(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

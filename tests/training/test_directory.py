@@ -13,6 +13,7 @@ import jax
 import pytest
 from etils import epath
 
+from jaxmem.checkpoint.paths import refuse_links
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.training.directory import run_directory, run_lock, write_description
@@ -80,7 +81,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
     assert (tmp_path / "elsewhere").read_text() == "kept"
 
 
-@pytest.mark.parametrize("name", ["", "plan.json", "hf", "checkpoints"])
+@pytest.mark.parametrize("name", ["", "plan.json", "hf", "checkpoints", "wandb"])
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_run_does_not_write_through_links(tmp_path, name, resume):
     elsewhere, directory = tmp_path / "elsewhere", tmp_path / "runs" / "x"
@@ -103,6 +104,12 @@ def test_a_run_does_not_write_through_links(tmp_path, name, resume):
         run(cfg, jax.devices()[:1])
     assert [file.name for file in elsewhere.iterdir()] == ["file"]
     assert link.is_symlink()
+
+
+def test_links_that_wandb_has_made_are_left_alone(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+    refuse_links(tmp_path)
 
 
 def test_a_directory_that_cannot_be_created_is_named(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_run
 from jaxmem.planning import plan_program
 from jaxmem.step import Program
@@ -177,7 +178,9 @@ def at_batch(monkeypatch, number, action):
 
 
 def test_an_interrupted_run_resumes_bitwise(config, monkeypatch):
-    """In the middle, between two checkpoints. A process is killed in test_processes.py."""
+    """In the middle, between two checkpoints; step 3 is logged, and step 4 is saved. A process is killed in
+    test_processes.py."""
+    sparse = {"train": {"log_every": 3}}
 
     def fail():
         raise RuntimeError("power cut")
@@ -185,16 +188,25 @@ def test_an_interrupted_run_resumes_bitwise(config, monkeypatch):
     with monkeypatch.context() as patch:
         at_batch(patch, 7, fail)
         with pytest.raises(RuntimeError, match="power cut"):
-            run(config())
-    whole, resumed = run(config(name="whole")), run(config())
+            run(config(**sparse))
+    whole, resumed = run(config(name="whole", **sparse)), run(config(**sparse))
     assert leaves(resumed.state) == leaves(whole.state)
     assert metrics(resumed.directory) == metrics(whole.directory)
 
 
 @pytest.mark.exhaustive
-def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd):
+@pytest.mark.parametrize("evaluate_every", [1, 100_000])
+def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd, evaluate_every):
+    """It is saved before an evaluation, and an evaluation that is not due is left out."""
     at_batch(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    result = run(config(train={"steps": 100_000}, checkpoint={"every": None}))
+    cfg = config(train={"steps": 100_000, "evaluate_every": evaluate_every}, checkpoint={"every": None})
+    folder = Path(cfg.output, "run", "checkpoints")
+    saved = []
+    monkeypatch.setattr(
+        Evaluator, "__call__", lambda *_: saved.append([path.name for path in folder.iterdir()]) or {"loss": 1.0}
+    )
+    result = run(cfg)
+    assert saved == ([[]] * (result.step - 1) + [[str(result.step)]] if evaluate_every == 1 else [])
     assert result.exit_code == 0
     said = "".join(capfd.readouterr())
     assert "SIGTERM: finishing this step and saving" in said

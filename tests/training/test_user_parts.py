@@ -10,6 +10,8 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.config import load_config
+from jaxmem.config.methods import config_with
+from jaxmem.data.user import open_loader
 from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.decoder import Decoder
@@ -264,3 +266,34 @@ def test_data_that_ends_early_ends_the_run(tmp_path, capsys):
     assert "after step 2 of 3" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"model\.family=own needs"):  # the file has no `cfg.user`
         jaxmem.train(tmp_path / "own" / "config.yaml")
+
+
+def test_processes_end_their_data_together(tmp_path):
+    """Instead of waiting for a process that has no batch left. Batches that a resume skips need no agreement."""
+
+    def loader(split, answer):
+        cfg = config_with(settings(tmp_path), **PARTS | {"data": iter(DATA[:2]), "held_out": DATA[:2]})
+        opened = open_loader(cfg, split, range(ROWS), agree=lambda has_data: asked.append(has_data) or answer(has_data))
+        opened.restore({"own": 1, "iterators": []})
+        return opened
+
+    for split, argument in (("train", "data"), ("held_out", "held_out")):
+        asked = []
+        assert len(list(loader(split, lambda has_data: has_data))) == 1
+        assert asked == [True, False]
+        batches = loader(split, lambda _: True)
+        next(batches)
+        with pytest.raises(
+            UserError, match=rf"^{argument}: this process has no batch 3, but another one has; give all"
+        ):
+            next(batches)
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_may_begin_with_batches_without_targets(tmp_path):
+    inputs = np.ones((ROWS, 8), np.int32)
+    data = [{"inputs": inputs, "mask": np.full(inputs.shape, n == 0, np.float32)} for n in range(2)]
+    changes = {"model": DECODER | {"layers": 1}, "data": {"sequence_length": 8}, "mesh": {}}
+    for steps in (1, 2):
+        run = jaxmem.train(settings(tmp_path, train={"steps": steps}, **changes), jax.devices()[:1], data=data)
+    assert (run.step, run.metrics["count"]) == (2, 0)
