@@ -23,8 +23,10 @@ class ModelParts(TypedDict, total=False):
 
     `model(rngs)` returns a Flax NNX module, or `network(rngs, execution)` a module of jaxmem's layers. `axes`: logical
     axes of the weights of a Flax module, by patterns of their names. `layers`: the name of a list of equal blocks of a
-    Flax module, or several, which are computed as a stack. `loss(model, batch)` returns the mean loss of the rows of a
-    batch, or (loss, metrics), as does `loss_with_keys(model, batch, keys)`, with a random key for each row.
+    Flax module, or several, which are computed as a stack. `loss(model, batch)` returns the loss of the rows of a
+    micro-batch, or (loss, metrics), as does `loss_with_keys(model, batch, keys)`, with a random key for each row. It
+    gets all rows of a micro-batch, from all devices; an update follows the mean over micro-batches. A Flax model gets
+    floating-point arrays, also targets, in the compute dtype.
     """
 
     model: Callable[..., Any] | None
@@ -39,7 +41,8 @@ class Parts(ModelParts, total=False):
     """Arguments of `train`, `plan` and `fit` that a config cannot contain.
 
     `data`, `held_out`: iterables of dicts of arrays, each with the rows of this process. `optimizer`: an optax
-    transformation that includes the learning rate.
+    transformation that includes the learning rate; it must be elementwise if layers are updated one at a time
+    (`memory.update=during`, `memory.offload=optimizer`).
     """
 
     data: UserData | None

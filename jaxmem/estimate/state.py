@@ -110,6 +110,7 @@ class DeviceBytes:
         self._rules = rules_for(cfg)
         self._mesh = cfg.mesh.model_dump()
         self.stages = cfg.mesh.stage
+        self._needs_all_rows = cfg.objective.name == "own"  # see `step/gradients.py`
         # Rows of a sharded embedding are looked up on the devices that store them, unless embeddings are tied.
         self._looked_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], Divided] = {}
@@ -121,6 +122,8 @@ class DeviceBytes:
     @property
     def reduces_once(self) -> bool:
         """Whether devices sum the gradients of their own rows, and reduce the sums once per update."""
+        if self._needs_all_rows:
+            return False
         sharded = {axis for over in self._rules.gradients.values() for axis in over}
         return any(self._mesh[axis] > 1 and axis not in sharded for axis in self._rules.activations["batch"])
 

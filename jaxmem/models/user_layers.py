@@ -175,6 +175,18 @@ class Blocks(Sequence[Any]):
         return self._output if index == len(self) - 1 else _Output(self, index)
 
 
+def _refuse_state(blocks: Blocks) -> Any:
+    """Flax or jax flattens a module. The weights of its blocks would be missing in the result."""
+    name = blocks.stack.name
+    raise UserError(
+        f"layers={name}: the loss or the model uses the state of a module that contains {name} (nnx.state, nnx.split, "
+        "train(), ...), but all blocks are computed together; call the module, or remove the argument layers"
+    )
+
+
+jax.tree_util.register_pytree_node(Blocks, _refuse_state, lambda blocks, _: blocks)
+
+
 class _Block:
     def __init__(self, blocks: Blocks, index: int) -> None:
         self._blocks = blocks
@@ -261,7 +273,7 @@ def _is_same(a: Tree, b: Tree) -> bool:
 
 
 def _is_list_of_blocks(node: Tree) -> bool:
-    return isinstance(node, nnx.List) and len(node) > 1 and len({type(x) for x in node}) == 1 and callable(node[0])
+    return isinstance(node, nnx.List) and len({type(x) for x in node}) == 1 and callable(node[0])
 
 
 def _is_rngs(x: Tree) -> bool:

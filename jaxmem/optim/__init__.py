@@ -16,6 +16,7 @@ _get, _names = lazy_names(
     apply="apply_updates global_norm leaf_key",
     transformation="chain named_update with_learning_rate",
     clipping="clip record_norm",
+    elementwise="is_elementwise",
     layers="MatrixRule ParameterSpec UpdateContext by_layer state_axes",
     master="REMAINDER_BITS with_master with_remainder",
     registry="build learning_rate_schedule optimizer",

@@ -13,9 +13,9 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    apply="apply_call checkpointed stack_call stacked",
+    apply="apply_call checkpointed result_shapes stack_call stacked",
     call="LayerOrder StackCall StackOptions creating_in",
-    interception="applies_stacks_once intercept_with",
+    interception="intercept_with",
     remat="recompute_from_inputs saved_as",
     reverse="ForwardPass Visitor forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",

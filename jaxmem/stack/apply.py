@@ -22,7 +22,7 @@ from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
 from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
 from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers
-from jaxmem.stack.interception import intercepted
+from jaxmem.stack.interception import intercept_with, intercepted
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.stack.remat import Forms, policy, rounding, saved_as, saved_names
 from jaxmem.typing import Tree
@@ -77,6 +77,12 @@ def apply_call(call: StackCall) -> tuple[Tree, Tree]:
         x, output = _apply(layers.restrict(replace(call, x=x)), forms)
         outputs.append(output)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+
+def result_shapes(call: StackCall) -> tuple[Tree, Tree]:
+    """The shapes of the results of `apply_call`, which is not intercepted."""
+    with intercept_with(lambda _: None):
+        return jax.eval_shape(lambda: apply_call(call))
 
 
 def _apply(call: StackCall, forms: Forms) -> tuple[Tree, Tree]:

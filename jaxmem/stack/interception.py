@@ -11,11 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import jax
-from jax.extend.core import get_opaque_trace_state
-
-from jaxmem.stack.call import StackCall
-
 Handler = Callable[[Any], Any]
 
 _handler: ContextVar[Handler | None] = ContextVar("stack_handler", default=None)
@@ -35,23 +30,3 @@ def intercepted(part: Any) -> Any:
     """The result of the handler for this part; None if there is no handler, or it does not replace the part."""
     handler = _handler.get()
     return None if handler is None else handler(part)
-
-
-def applies_stacks_once(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a function of weights applies each stack of layers at most once, and not within a loop of its own."""
-    stacks: list[Any] = []
-    states: list[Any] = []
-
-    def note(part: Any) -> None:
-        if isinstance(part, StackCall):
-            stacks.append(part.weights)
-            states.append(get_opaque_trace_state(convention="jaxmem"))
-
-    def traced(*arguments: Any) -> Any:
-        states.append(get_opaque_trace_state(convention="jaxmem"))
-        with intercept_with(note):
-            return function(*arguments)
-
-    jax.eval_shape(traced, *arguments)
-    is_once = len({id(jax.tree.leaves(weights)[0]) for weights in stacks}) == len(stacks)
-    return is_once and all(state == states[0] for state in states)

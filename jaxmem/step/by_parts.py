@@ -173,7 +173,8 @@ def forward_by_parts(
     model = spec.model
     trainable = model.select(params)
     network = partial(model.network, params)
-    parts = parts_of(objective_of(spec.cfg), network(), params, batch, keys)
+    all_proxies = differentiable(trainable, spec.gradient_dtype)
+    parts = parts_of(objective_of(spec.cfg), model.network, params, batch, keys, all_proxies)
     stacks = [part.path for part in parts if isinstance(part, Layers)]
     proxies = differentiable(_without(trainable, stacks), spec.gradient_dtype)
     outside = Outside(model, params, _without(params, stacks), proxies)
@@ -235,24 +236,29 @@ def run_forward(
 
 
 def parts_of(
-    objective: Objective, network: Any, params: Params, batch: Batch, keys: jax.Array | None, *, matrices: bool = True
+    objective: Objective,
+    network: Callable[[Params], Any],
+    params: Params,
+    batch: Batch,
+    keys: jax.Array | None,
+    proxies: Params | None = None,
 ) -> Sequence[NetworkPart]:
     """The parts of a network and of its loss.
 
     Args:
         objective: the loss, whose operations are the last parts.
-        network: the network.
-        params: its weights.
+        network: returns the network with the given weights.
+        params: the weights.
         batch: arrays [rows, ...].
         keys: the random key of each row; None: without dropout.
-        matrices: whether operations with an embedding or output matrix of a network that cannot name its parts are
-            parts.
+        proxies: the arrays to differentiate with respect to, for `memory.update: during`. Then operations with an
+            embedding or output matrix of a network that cannot name its parts are parts, too.
     """
-    if (parts := objective.named_parts(network, batch, keys)) is not None:
+    if (parts := objective.named_parts(network(params), batch, keys)) is not None:
         return parts
     from jaxmem.step.intercepted_parts import intercepted_parts
 
-    return intercepted_parts(objective, network, params, batch, keys, matrices=matrices)
+    return intercepted_parts(objective, network, params, batch, keys, proxies)
 
 
 def _subtree(tree: Tree, path: Path) -> Tree:

@@ -11,7 +11,9 @@ communicates 2 P w bytes instead of 2 a P w, for P parameters of w bytes and `a`
 communicated in the compute dtype. The all-reduce of a layer starts as soon as the last micro-batch's gradient of this
 layer is computed, and is overlapped with the backward pass of the earlier layers (`weights.HookedWeight`). Only the
 all-reduce of the embedding is exposed, because its gradient is computed last. For this overlap, the last micro-batch is
-compiled separately, after the loop over the others.
+compiled separately, after the loop over the others. The loss of a script is a function of all rows of a micro-batch,
+which need not be a mean of independent rows (InfoNCE, a masked mean), so its gradients are reduced for every
+micro-batch.
 
 To compute separate gradients on each device, `jax.vmap` maps the loss over groups of rows: one group per device along
 the mesh axes that shard the batch but not the gradients. Each group has a view of the same weights. No data is copied,
@@ -30,12 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Var, get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import GROUPS, Axes, Layout, Role, constrain, current, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
+from jaxmem.stack import StackCall, intercept_with, result_shapes
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums
 from jaxmem.typing import AxesTree, Tree
 
@@ -50,7 +54,13 @@ def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axe
 
 
 def accumulate(
-    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree, dtype: DTypeLike, state: Tree = None
+    loss: Loss,
+    params: Params,
+    batch: Batch,
+    keys: jax.Array,
+    axes: AxesTree,
+    dtype: DTypeLike | None,
+    state: Tree = None,
 ) -> tuple[Params, Sums]:
     """Gradients of micro-batches one after the other, accumulated in float32.
 
@@ -60,14 +70,16 @@ def accumulate(
         batch: arrays [micro-batches, rows, ...].
         keys: the random key of each row, [micro-batches, rows].
         axes: the logical axes of the weights.
-        dtype: the dtype of communication.
+        dtype: the dtype of communication of gradients that each device accumulates for its own rows; None: the
+            gradients of every micro-batch are reduced, because the loss needs all rows of a micro-batch.
         state: the arrays that the forward pass changes, for example the statistics of BatchNorm. Each micro-batch
             begins with the state that the previous one returned. Such statistics need all rows of a micro-batch, so
             devices do not compute separate gradients: with `state`, the gradients of every micro-batch are reduced.
     """
     layout = current()
-    is_local = layout is not None and layout.local_gradient_axes and not state
-    local = _LocalGradients(layout, axes, dtype) if layout is not None and is_local else None
+    local = None
+    if layout is not None and layout.local_gradient_axes and dtype is not None and not state:
+        local = _LocalGradients(layout, axes, dtype)
     added = _with_hooks(loss, axes, Add, in_place=True)
 
     def add(carry: Tree, micro_batch: tuple[Batch, jax.Array]) -> tuple[Tree, None]:
@@ -100,12 +112,43 @@ def accumulate(
     return grads, jax.tree.map(jnp.add, sums, sums_of_last)
 
 
+def applies_hooks_by_layer(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree) -> bool:
+    """Whether the hooks of stacked weights can be applied layer by layer: a loss applies each stack of layers at most
+    once, not within a loop of its own, and uses the weights of stacks nowhere else."""
+    stacks: list[Any] = []
+    states: list[Any] = []
+
+    def replace_stack(part: Any) -> Any:
+        if not isinstance(part, StackCall):
+            return None
+        stacks.append(part.weights)
+        states.append(get_opaque_trace_state(convention="jaxmem"))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result_shapes(part))
+
+    def traced(*arguments: Any) -> Any:
+        states.append(get_opaque_trace_state(convention="jaxmem"))
+        with intercept_with(replace_stack):
+            return loss(*arguments)
+
+    jaxpr = jax.make_jaxpr(traced)(params, batch, keys).jaxpr
+    is_once = len({id(jax.tree.leaves(weights)[0]) for weights in stacks}) == len(stacks)
+    used = {x for equation in jaxpr.eqns for x in equation.invars if isinstance(x, Var)}
+    used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
+    names = jax.tree.leaves(jax.tree.map(lambda names, _: _of_layers(names), axes, params, is_leaf=is_axes))
+    is_used = any(is_stacked and x in used for is_stacked, x in zip(names, jaxpr.invars, strict=False))
+    return is_once and not is_used and all(state == states[0] for state in states)
+
+
+def _of_layers(names: Axes) -> bool:
+    return names[:1] == ("layer",)
+
+
 def _with_hooks(loss: Loss, axes: AxesTree, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
     """A loss of (proxies, weights, sums, batch, keys), whose gradient is `hook(axes)(weight gradient, sum)`."""
 
     def hooked_weight(names: Axes, proxy: jax.Array, stored: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
         hooked = HookedWeight(stored, proxy, total, hook(names), in_place)
-        return hooked if names[:1] == ("layer",) else hooked.apply()  # a stack applies the hook layer by layer
+        return hooked if _of_layers(names) else hooked.apply()  # a stack applies the hook layer by layer
 
     def hooked(proxies: Params, stored: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         return loss(jax.tree.map(hooked_weight, axes, proxies, stored, total, is_leaf=is_axes), batch, keys)

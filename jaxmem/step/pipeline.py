@@ -179,7 +179,7 @@ def execute(
             """The network, and its parts before the last stack, this stack, and the parts after it."""
             weights = {**with_gradients(outside, proxies), name: layers}
             network = model.network(weights)
-            parts = parts_of(objective, network, weights, *micro, matrices=False)
+            parts = parts_of(objective, model.network, weights, *micro)
             last = max(number for number, part in enumerate(parts) if isinstance(part, Layers))
             stack = parts[last]
             assert isinstance(stack, Layers)

@@ -16,6 +16,7 @@ from jax.tree_util import KeyPath
 from jaxmem import optim
 from jaxmem.config import Config
 from jaxmem.config.names import STATE_PARTS, is_offloaded
+from jaxmem.errors import UserError
 from jaxmem.optim.groups import ParameterGroup
 from jaxmem.quant.precision import Params, gradient_dtype
 from jaxmem.sharding import Axes, Layout, Role, is_axes, path_name, stored_axes
@@ -106,7 +107,25 @@ class StateSpec:
 
     def group(self, params: Tree) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""
+        if not self._can_update_in_parts:
+            during = self.cfg.memory.update == "during"
+            given = "memory.update=during" if during else "memory.offload=optimizer"
+            raise UserError(
+                f"{given} does not support the argument optimizer if its updates depend on several values of a gradient"
+                " (clip_by_global_norm, lars, lamb, ...), because it updates one layer at a time; use "
+                f"{'memory.update=after' if during else 'memory.offload=none'}, or in place of the argument an "
+                "optimizer of the config with optimizer.clip"
+            )
         return ParameterGroup.of(params, self.optimizer_for, self.model.axes, self.opt_axes)
+
+    @cached_property
+    def _can_update_in_parts(self) -> bool:
+        """Whether updates of layers and of slices of matrices equal one update of all parameters. Optimizers of the
+        config have the names of layers and slices."""
+        tx = self.cfg.user.optimizer
+        return tx is None or optim.is_elementwise(
+            optim.chain(tx), jax.eval_shape(differentiable, self.model.select(self._shapes.params))
+        )
 
     @property
     def gradient_dtype(self) -> np.dtype | None:

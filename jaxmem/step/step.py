@@ -33,9 +33,8 @@ from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
-from jaxmem.stack import applies_stacks_once
 from jaxmem.step import nonfinite
-from jaxmem.step.gradients import accumulate, differentiate
+from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differentiate
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of, trained_sum
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
@@ -132,11 +131,12 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     else:
         begin = model.forward_state_of(state.params)
         by_layer = True
-        if not cfg.user.is_empty:  # the loss of a script may apply the model several times
-            first = jax.tree.map(lambda x: x[0], (batch, row_keys))
-            by_layer = not partial_stacks and applies_stacks_once(loss, proxies, *first)
+        if not cfg.user.is_empty:  # the loss of a script may use the weights of layers several times
+            micro_batch, keys = jax.tree.map(lambda x: x[0], (batch, row_keys))
+            by_layer = not partial_stacks and applies_hooks_by_layer(loss, proxies, micro_batch, keys, axes)
         of_micro_batch = loss if by_layer else loss_of_hooked
-        grads, sums = accumulate(of_micro_batch, proxies, batch, row_keys, axes, model.execution.dtype, begin)
+        dtype = None if objective.is_of_script else model.execution.dtype
+        grads, sums = accumulate(of_micro_batch, proxies, batch, row_keys, axes, dtype, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 

@@ -24,8 +24,10 @@ def kept(name: str, lower: Callable[[Program], Any]) -> Callable[[Program], Any]
         relevant["data"].pop("path")
         relevant["train"] = [cfg.train.deterministic, cfg.train.on_nan]
         relevant["train"] += [cfg.steps] if cfg.optimizer.schedule != "constant" else []
-        own = (cfg.user.model, cfg.user.layers, cfg.user.loss, cfg.user.optimizer, str(batch_spec(cfg)))
-        key = (name, json.dumps(relevant, sort_keys=True), str(built.layout.mesh.devices.tolist()), *own)
+        user = cfg.user
+        given = (user.model, user.network, user.layers, user.loss, user.loss_with_keys, user.optimizer)
+        devices = str(built.layout.mesh.devices.tolist())
+        key = (name, json.dumps(relevant, sort_keys=True), devices, *given, str(batch_spec(cfg)))
         if key not in LOWERED:
             LOWERED[key] = lower(built)
         return LOWERED[key]

@@ -60,7 +60,7 @@ def test_axes_shard_a_transformer_of_flax_over_tensor_and_change_no_loss(tmp_pat
 @pytest.mark.exhaustive
 def test_a_list_of_blocks_is_computed_layer_by_layer(tmp_path, as_list):
     expected = as_list.metrics["loss"]
-    changes = {"memory": {"remat": "full", "update": "during"}, "batch": {"global_size": ROWS, "accumulate": 2}}
+    changes = {"memory": {"remat": "full", "update": "during"}}
     run = jaxmem.train(settings(tmp_path / "during", **changes), **LM, layers="blocks")
     assert run.metrics["loss"] == pytest.approx(expected, rel=1e-6)
     kernel = run.state.params["blocks"]["attention"]["query"]["kernel"]

@@ -1,0 +1,220 @@
+"""What the loss of a script may do with the layers of its model, and the rows that it sees."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxmem.config.methods import config_with
+from jaxmem.errors import UserError
+from jaxmem.models.linear import Linear
+from jaxmem.stack import apply_call, stack_call, stacked
+from jaxmem.step import program
+
+ROWS, TIME, EMBED = 8, 4, 8  # TIME is also the number of rows of a micro-batch
+draw = np.random.default_rng(0).normal
+BATCH = {name: draw(size=(ROWS, TIME, size)).astype(np.float32) for name, size in {"x": 4, "y": 3}.items()}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(EMBED, EMBED, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.gelu(self.up(x))
+
+
+class CrossBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.read = nnx.Linear(EMBED, EMBED, rngs=rngs), nnx.Linear(EMBED, EMBED, rngs=rngs)
+
+    def __call__(self, x, memory, positions, mask):
+        attended = jnp.einsum("ts,bse->bte", mask, self.read(memory))
+        return x + nnx.gelu(self.up(x + positions)) + attended
+
+
+class EncoderDecoder(nnx.Module):
+    """The layers of the decoder read an array with rows, positions without rows, and a mask."""
+
+    def __init__(self, rngs, layers=2, reads_encoder=False, learns_positions=False):
+        self.start, self.out = nnx.Linear(4, EMBED, rngs=rngs), nnx.Linear(EMBED, 3, rngs=rngs)
+        positions = jax.random.normal(rngs.params(), (TIME, EMBED))
+        self.positions = nnx.Param(positions) if learns_positions else None
+        self.encoder = nnx.List([Block(rngs) for _ in range(layers)])
+        self.decoder = nnx.List([CrossBlock(rngs) for _ in range(layers)])
+        self.reads_encoder = reads_encoder
+
+    def __call__(self, inputs):
+        x = self.start(inputs)
+        for block in self.encoder:
+            x = block(x)
+        memory = x if self.reads_encoder else jnp.concatenate([inputs, inputs], axis=-1)
+        positions = jnp.sin(jnp.ones((TIME, EMBED))) if self.positions is None else self.positions[...]
+        mask = jnp.tril(jnp.ones((TIME, TIME)))
+        for block in self.decoder:
+            x = block(x, memory, positions, mask)
+        return self.out(x)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = Linear(rngs, EMBED, EMBED, ("embed", "mlp"))
+
+    def __call__(self, x):
+        return x + jax.nn.gelu(self.up(x))
+
+
+class OfLayers(nnx.Module):
+    """A network of jaxmem's layers."""
+
+    def __init__(self, rngs, execution, learns_scales=False):
+        self.execution = execution
+        self.start, self.out = Linear(rngs, 4, EMBED, (None, "embed")), Linear(rngs, EMBED, 3, ("embed", None))
+        self.blocks = stacked(Layer, 2, rngs)
+        # For each layer.
+        self.scales = nnx.Param(jnp.ones((2, EMBED)), axes=(None, None)) if learns_scales else None
+
+    def __call__(self, x):
+        return self.out(self.layers(self.start(x))[0])
+
+    def layers(self, x):
+        """Also returns an output of each layer."""
+
+        def layer(block, x, scale, _):
+            x = block(x * scale)
+            return x, jnp.mean(x**2)
+
+        scales = jnp.ones((2, EMBED)) if self.scales is None else self.scales[...]
+        return apply_call(stack_call(self.blocks, layer, x, scales, options=self.execution.stack))
+
+
+def squares(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def pairs(model, batch):
+    """A loss of pairs of rows: the other rows of the batch are the negatives of a row."""
+    features = model(batch["x"]).reshape(len(batch["x"]), -1).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(features @ features.T, jnp.arange(len(features))).mean()
+
+
+def with_penalty(model, batch):
+    return squares(model, batch) + 0.1 * jnp.sum(model.blocks.up.weight[...] ** 2)
+
+
+def with_state(model, batch):
+    return squares(model, batch) + sum(jnp.sum(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def twice(model, batch):
+    return squares(model, batch) + jnp.mean(model(batch["y"] @ jnp.ones((3, 4))) ** 2)
+
+
+def in_a_loop(model, batch):
+    x, _ = jax.lax.scan(lambda x, _: (model.layers(x)[0], None), model.start(batch["x"]), length=2)
+    return jnp.mean(model.out(x) ** 2)
+
+
+def with_outputs(model, batch):
+    x, outputs = model.layers(model.start(batch["x"]))
+    return jnp.mean(model.out(x) ** 2) + jnp.mean(outputs)
+
+
+def with_metric_of_outputs(model, batch):
+    x, outputs = model.layers(model.start(batch["x"]))
+    return jnp.mean(model.out(x) ** 2), {"outputs": jnp.mean(outputs)}
+
+
+FLAX = {"model": EncoderDecoder, "layers": ("encoder", "decoder")}
+SGD = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "clip": None}
+
+
+def built(parts, update="during", accumulate=1, mesh=None, **memory):
+    raw = {
+        "name": "own",
+        "batch": {"global_size": ROWS, "accumulate": accumulate},
+        "mesh": mesh or {},
+        "memory": {"remat": "full", "update": update, **memory},
+        "train": {"steps": 3},
+    }
+    raw |= {} if "optimizer" in parts else {"optimizer": SGD}
+    cfg = config_with(raw, **{"loss": squares, "data": [BATCH], **parts})
+    return program(cfg, jax.devices()[: int(np.prod([*raw["mesh"].values()]))])
+
+
+def after_an_update(parts, update="during", accumulate=1, mesh=None):
+    """The parameters and the metrics."""
+    step = built(parts, update, accumulate, mesh)
+    batch = {"mask": np.ones(ROWS, np.float32), **BATCH}
+    batch = {name: x.reshape(accumulate, -1, *x.shape[1:]) for name, x in batch.items()}
+    state, metrics = step.lower_step().compile()(step.initialise(), step.place(batch))
+    return jax.tree.map(np.asarray, state.params), {name: float(x) for name, x in metrics.items()}
+
+
+@pytest.mark.parametrize("parts", [FLAX, {"network": OfLayers}], ids=["flax", "jaxmem"])
+def test_layers_may_read_the_batch_and_fixed_arrays_besides_their_input(parts):
+    expected, _ = after_an_update(parts, "after")
+    params, _ = after_an_update(parts, "during")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, expected)
+
+
+def test_a_loss_sees_all_rows_of_a_micro_batch_and_no_others():
+    parts = {"network": OfLayers, "loss": pairs}
+    _, expected = after_an_update(parts, "after", 2)
+    _, metrics = after_an_update(parts, "after", 2, {"replica": 2})
+    for name in ("loss", "gradient_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_a_loss_may_use_the_weights_of_layers_if_there_are_micro_batches():
+    parts = {"network": OfLayers, "loss": with_penalty}
+    expected, _ = after_an_update(parts, "after")
+    params, _ = after_an_update(parts, "after", 2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, expected)
+
+
+def test_a_list_of_a_single_block_is_a_stack():
+    single = {**FLAX, "model": lambda rngs: EncoderDecoder(rngs, layers=1)}
+    assert built(single).spec.model.flax_model.stacks == {("encoder",): 1, ("decoder",): 1}
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "named"),
+    [
+        ({**FLAX, "model": partial(EncoderDecoder, reads_encoder=True)}, {}, "during.*decoder.*an encoder.*after"),
+        ({**FLAX, "model": partial(EncoderDecoder, learns_positions=True)}, {}, "during.*decoder.*positions.*after"),
+        ({"network": partial(OfLayers, learns_scales=True)}, {}, "during.*blocks, whose layers read.*after"),
+        ({"network": OfLayers, "loss": twice}, {}, "during.*applies blocks more than once.*after"),
+        ({"network": OfLayers, "loss": in_a_loop}, {}, "during.*loop.*after"),
+        ({"network": OfLayers, "loss": with_penalty}, {}, "during.*weights of blocks outside.*after"),
+        ({"network": OfLayers, "loss": with_outputs}, {}, "during.*second result of apply_call.*after"),
+        ({"network": OfLayers, "loss": with_metric_of_outputs}, {}, "during.*second result of apply_call.*after"),
+        (FLAX, {"accumulate": 2}, "during with objective.name=own.*batch.accumulate=2.*update=after"),
+        ({**FLAX, "loss": with_state}, {"update": "after"}, "layers=decoder: .*nnx.state.*remove the argument layers"),
+        ({**FLAX, "optimizer": optax.lars(1.0)}, {}, "during.*argument optimizer.*lars.*after.*optimizer.clip"),
+        (
+            {**FLAX, "optimizer": optax.lars(1.0)},
+            {"update": "after", "offload": "optimizer"},
+            "offload=optimizer.*none",
+        ),
+    ],
+    ids=[
+        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric", "micro-batches", "state"),
+        *("optimizer", "optimizer on the host"),
+    ],
+)
+def test_refuses(parts, changes, named):
+    with pytest.raises(UserError, match=named):
+        built(parts, **changes).lower_step()
+
+
+def test_a_metric_of_the_weights_of_layers_has_no_gradient_that_would_be_lost():
+    def loss(model, batch):
+        return squares(model, batch), {"norm": jnp.sum(model.blocks.up.weight[...] ** 2)}
+
+    _, metrics = after_an_update({"network": OfLayers, "loss": loss})
+    assert metrics["norm"] > 0
