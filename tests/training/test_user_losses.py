@@ -60,6 +60,20 @@ class EncoderDecoder(nnx.Module):
         return self.out(x)
 
 
+class OfParameter(nnx.Module):
+    """The input of its layers is a parameter."""
+
+    def __init__(self, rngs):
+        self.start = nnx.Param(jax.random.normal(rngs.params(), (ROWS, TIME, EMBED)))
+        self.blocks, self.out = nnx.List([Block(rngs) for _ in range(2)]), nnx.Linear(EMBED, 3, rngs=rngs)
+
+    def __call__(self, _):
+        x = self.start[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
 class Layer(nnx.Module):
     def __init__(self, rngs):
         self.up = Linear(rngs, EMBED, EMBED, ("embed", "mlp"))
@@ -155,7 +169,11 @@ def after_an_update(parts, update="during", accumulate=1, mesh=None):
     return jax.tree.map(np.asarray, state.params), {name: float(x) for name, x in metrics.items()}
 
 
-@pytest.mark.parametrize("parts", [FLAX, {"network": OfLayers}], ids=["flax", "jaxmem"])
+@pytest.mark.parametrize(
+    "parts",
+    [FLAX, {"network": OfLayers}, {"model": OfParameter, "layers": "blocks"}],
+    ids=["flax", "jaxmem", "parameter"],
+)
 def test_layers_may_read_the_batch_and_fixed_arrays_besides_their_input(parts):
     expected, _ = after_an_update(parts, "after")
     params, _ = after_an_update(parts, "during")
