@@ -72,7 +72,7 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
             raise
         in_use = device_memory().get("bytes_in_use")
         requested = _requested(message)
-        budget = rounded_down(_available(plan, in_use, requested) / GIB)
+        budget = rounded_down(max(_available(plan, in_use, requested), 1) / GIB)
         observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
         observed += f"; {format_bytes(requested)} more were requested" if requested else ""
         raise OutOfMemoryError(
