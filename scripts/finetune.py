@@ -40,16 +40,17 @@ def finetune(model: str, chats: str, overrides: Sequence[str] = ()) -> Result:
     with joined(cfg.cluster.heartbeat_timeout, cfg.cluster.start_timeout):
         result = jaxmem.train(cfg)
         losses = {"loss": result.metrics.get("loss"), "held out": result.held_out.get("loss")}
-        if jax.process_index() == 0:
-            print(", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None))
+        lines = [f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None]
+        if lines and jax.process_index() == 0:
+            print(", ".join(lines))
     return result
 
 
-def export(directory: Path) -> Path:
-    """Writes the adapters in PEFT's format, unless they are written, and returns their directory."""
-    target = directory / "adapter"
+def export(result: Result) -> Path:
+    """Writes the adapters of this step in PEFT's format, unless they are written, and returns their directory."""
+    target = result.directory / f"adapter-{result.step}"
     if not target.exists():
-        print(export_model(directory, target, adapter=True))
+        print(export_model(result.directory, target, adapter=True))
     return target
 
 
@@ -71,8 +72,8 @@ if __name__ == "__main__":
         raise SystemExit(result.exit_code)
     run = result.directory
     if jax.process_count() == 1:
-        export(run)
+        export(result)
         if options.ask:
             print(answer(run, options.ask))
     elif jax.process_index() == 0:  # export and chat run in a single process
-        print(f"next: jaxmem export {run} {run}/adapter --adapter")
+        print(f"next: jaxmem export {run} {run}/adapter-{result.step} --adapter")

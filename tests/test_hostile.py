@@ -173,7 +173,7 @@ def test_control_characters_are_escaped_in_errors():
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        (f"seed={2**32}", "must be below"),
+        (f"seed={2**63}", "must be below"),
         ("data.sequence_length=2147483647", "must be at most 67108864"),
         ("model.layers=1000000000", "must be at most 10000"),
     ],

@@ -3,10 +3,12 @@
 Each error ends with the nearest sizes or meshes that are possible, as overrides. All of them have been checked.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem.config.check import check
+from jaxmem.config.combinations import check_combinations
 from jaxmem.config.mesh import (
     BATCH_AXES,
     MESH_AXES,
@@ -67,7 +69,8 @@ def _elastic(cfg: Config, n: int) -> Config:
         for count in divisors(batch.global_size) if n % fixed == 0 else ():
             candidate = cfg.replace(mesh=mesh, batch={"accumulate": count})
             is_small = batch.global_size <= most * count * candidate.mesh.row_shards
-            if is_small and next(_indivisible(candidate), None) is None:
+            problems = itertools.chain(check_combinations(candidate), _indivisible(candidate))
+            if is_small and next(problems, None) is None:
                 return candidate
     return cfg
 

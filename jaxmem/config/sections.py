@@ -235,7 +235,7 @@ class Config(Section):
     """The config of a run: its sections, and values that are derived from several sections."""
 
     name: str = setting(..., "name of the run's directory in output")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = setting(
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(
         0, "seed of initial weights, data order, dropout and rounding"
     )
     output: str = setting("runs", "directory of all runs")

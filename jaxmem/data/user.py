@@ -72,6 +72,10 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         if batch is None and self._repeats:
             self._iterator = iter(self._batches)
             batch = next(self._iterator, None)
+            if batch is None:
+                raise UserError(
+                    f"{self._batches.argument} has no batch when it is read again; use a list or an iterator"
+                )
         if batch is None:
             return None
         self._count += 1

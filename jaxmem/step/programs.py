@@ -183,7 +183,7 @@ class Program:
             raise UserError(
                 f"model.hf={directory} provides the weights; use jaxmem.inference.load.initial_state(program)"
             )
-        return self.compiled_initialise(jax.random.key(self.cfg.seed))
+        return self.compiled_initialise(self.spec.key)
 
     def begin(self, params: Params) -> TrainState:
         """A new state with these parameters, which are donated."""
@@ -197,7 +197,7 @@ class Program:
             add = jax.jit(
                 self.spec.initial_weights.with_adapters, donate_argnums=0, out_shardings=self.spec.shardings.params
             )
-            return add(base, jax.random.key(self.cfg.seed))
+            return add(base, self.spec.key)
 
     def new_module(self, name: str) -> dict[tuple[str, ...], Tree]:
         """New weights of one module of the model, by path."""
@@ -210,7 +210,7 @@ class Program:
 
         with self.lowering():
             outputs = {path: shardings[path] for path in paths}
-            return jax.jit(create, out_shardings=outputs)(jax.random.key(self.cfg.seed))
+            return jax.jit(create, out_shardings=outputs)(self.spec.key)
 
     @cached_property
     def rows(self) -> range:

@@ -74,6 +74,13 @@ class StateSpec:
 
         return InitialWeights(self.model)
 
+    @property
+    def key(self) -> jax.Array:
+        """The random key of the run. jax takes 32 bits of a seed; the others are folded in."""
+        key = jax.random.key(self.cfg.seed % 2**32)
+        later_bits = self.cfg.seed // 2**32
+        return jax.random.fold_in(key, later_bits) if later_bits else key
+
     @cached_property
     def learning_rate(self) -> optax.Schedule:
         return optim.learning_rate_schedule(self.cfg.optimizer, self.cfg.steps)

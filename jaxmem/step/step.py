@@ -48,7 +48,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
     cfg = spec.cfg
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
+        key = jax.random.fold_in(spec.key, state.step)
         row_keys = jax.random.split(key, batch["mask"].shape[:2])
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
         write = partial(optim.apply_updates, key=rounding, kernel=spec.update_kernel)

@@ -245,6 +245,20 @@ def test_elastic_is_refused_where_the_batch_cannot_be_kept() -> None:
         for_devices(elastic({"fsdp": 8}, 32), 3)
     with pytest.raises(UserError, match=r"cluster.elastic=true does not support mesh.fsdp=-1"):
         for_devices(elastic({"fsdp": -1}, 32), 4)
+    cfg = load_config(
+        {
+            "name": "x",
+            "model": {"family": "vit"},
+            "objective": "contrastive",
+            "data": {"source": "digits"},
+            "batch": {"global_size": 32},
+            "mesh": {"fsdp": 4},
+            "train": {"steps": 1},
+            "cluster": {"elastic": True},
+        }
+    )
+    with pytest.raises(UserError, match=r"mesh.fsdp=4 .*needs 4 devices; found 2"):  # more micro-batches: another loss
+        for_devices(cfg, 2)
 
 
 def elastic(mesh: dict[str, int], rows: int) -> Config:

@@ -9,8 +9,16 @@ import pytest
 
 from jaxmem.config.methods import config_with
 from jaxmem.data.user import UserLoader, with_defaults
+from jaxmem.errors import UserError
 
 MODEL = {"vocab": 264, "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+RAW = {
+    "name": "x",
+    "model": MODEL,
+    "data": {"sequence_length": 4},
+    "batch": {"global_size": 2},
+    "train": {"steps": 1},
+}
 
 
 class Numbers:
@@ -43,16 +51,25 @@ class NumbersIterator:
         self.number = state[0] if self.form is bytes else state["number"]
 
 
+class Exhausted:
+    """An iterable around an iterator, which is empty the second time."""
+
+    def __init__(self) -> None:
+        self.batches = iter([{"inputs": np.zeros((2, 4), np.int32)}])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch in self.batches)
+
+
+def test_data_that_cannot_be_read_again_is_an_error() -> None:
+    loader = UserLoader(config_with(RAW, data=Exhausted()), "train", range(2))
+    with pytest.raises(UserError, match="data has no batch when it is read again; use a list or an iterator"):
+        [next(loader) for _ in range(2)]
+
+
 @pytest.mark.parametrize("form", [bytes, dict])
 def test_the_state_of_an_iterator_is_saved_and_restored(form: type) -> None:
-    raw = {
-        "name": "x",
-        "model": MODEL,
-        "data": {"sequence_length": 4},
-        "batch": {"global_size": 2},
-        "train": {"steps": 1},
-    }
-    cfg = config_with(raw, data=Numbers(form))
+    cfg = config_with(RAW, data=Numbers(form))
     loader = UserLoader(cfg, "train", range(2))
     assert [int(next(loader)["inputs"].max()) for _ in range(3)] == [0, 1, 2]
     state = json.loads(json.dumps(loader.state()))  # as in a checkpoint

@@ -55,14 +55,14 @@ def test_train_saves_the_last_step_if_the_data_ends(config: Path, tmp_path: Path
 
 def test_fine_tuning_again_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete run has no losses; adapters that are written stay."""
-    result = SimpleNamespace(metrics={}, held_out={}, directory=tmp_path, exit_code=0)
+    result = SimpleNamespace(metrics={}, held_out={}, directory=tmp_path, step=20, exit_code=0)
     monkeypatch.setattr(jaxmem, "train", lambda _: result, raising=False)
     monkeypatch.setattr(
         jaxmem, "load_config", lambda *_: jaxmem.Config.model_construct(cluster=Cluster()), raising=False
     )
     assert finetune.finetune("model", "chats.jsonl") is result
-    (tmp_path / "adapter").mkdir()
-    assert finetune.export(tmp_path) == tmp_path / "adapter"
+    (tmp_path / "adapter-20").mkdir()
+    assert finetune.export(result) == tmp_path / "adapter-20"
 
 
 @pytest.mark.exhaustive

@@ -32,6 +32,12 @@ def test_the_seed_matters(plain):
     assert not np.array_equal(plain.first["embedding"]["weight"], other.params["embedding"]["weight"])
 
 
+def test_all_bits_of_a_seed_count():
+    keys = [program(config(seed=seed), jax.devices()[:1]).spec.key for seed in (7, 7 + 2**32, 7 + 2**33)]
+    assert keys[0] == jax.random.key(7)
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 3
+
+
 def test_micro_batches_add_up_to_the_large_batch(plain):
     """Though their masks keep different numbers of tokens."""
     batches = [batch_for(plain.built, update) for update in range(2)]
