@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
 import numpy as np
 
 from jaxmem.config import Config, Decoder, Memory
@@ -32,6 +33,9 @@ from jaxmem.step.batches import batch_spec
 from jaxmem.step.execution import repeats_forward
 
 FLOAT32 = 4  # bytes
+# Layers whose experts are on the device in the forward pass, if experts are in host memory: this and the next one. From
+# jax 0.11 on XLA also copies those of this layer.
+EXPERT_BUFFERS = 2 if jax.__version_info__ < (0, 11) else 3
 
 
 @dataclass(frozen=True)
@@ -382,7 +386,8 @@ class DecoderSizes:
         throughout = weights + (largest_matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
         throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys + self.fetched_experts
         mlp = 4 * self.hidden + self.chunked + self.fetched_experts
-        return throughout + max(mlp, self.context_attention, self.cudnn_workspace)
+        backward = throughout + max(mlp, self.context_attention, self.cudnn_workspace)
+        return max(backward, EXPERT_BUFFERS * self.fetched_experts + self.residual)
 
     @property
     def cudnn_workspace(self) -> float:
