@@ -407,3 +407,10 @@ def test_a_comparison_of_methods_has_no_options_of_one_method(
     code, _, err = jaxmem("fit", "tiny", "--target", "cpu:2", *option, capsys=capsys)
     assert code == 2
     assert f"{' '.join(option)} supports a single method only" in err
+
+
+def test_a_search_for_the_largest_value_has_no_limit_of_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("fit", "tiny", "--target", "cpu:2", "--maximize", "model.layers", "--compiles", "3")
+    code, _, err = jaxmem(*arguments, capsys=capsys)
+    assert code == 2
+    assert "--compiles 3 has no effect with --maximize; remove --compiles" in err

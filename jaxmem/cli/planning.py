@@ -135,6 +135,8 @@ def fit(
     for option, value in (("--maximize", maximize), ("--allow", allow), ("--compiles", compiles)):
         if compares and value:
             raise UserError(f"{option} {value} supports a single method only; use --method NAME")
+    if maximize and compiles:
+        raise UserError(f"--compiles {compiles} has no effect with --maximize; remove --compiles")
     result: Any
     with only_json(as_json):
         if maximize:

@@ -29,7 +29,8 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     from jaxmem.config.hub import is_gguf
     from jaxmem.config.presets import preset_of
 
-    if (config / "config.yaml").is_file():
+    is_run = (config / "config.yaml").is_file()
+    if is_run:
         place = config.resolve()
         output = os.path.relpath(place.parent)
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
@@ -39,7 +40,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
         raise UserError(f"{config} is a model, not a config; write a config first, such as: {write}")
     elif config.is_dir():
         raise UserError(f"{config} contains no config.yaml; use a YAML file or the directory of a run")
-    cfg = load_config(config, overrides or [])
+    cfg = load_config(config, overrides or [], is_run=is_run)
     take_devices(simulate, only_compile=only_compile)
     return cfg
 

@@ -54,6 +54,13 @@ def local_directory(name: str, key: str) -> str:
     return _fetch(hub_id[1], hub_id[2], SETTINGS_FILES, f"{key}={name}")
 
 
+def is_tokenizer_of(tokenizer: str, directory: str | os.PathLike[str]) -> bool:
+    """Whether `data.tokenizer` names the tokenizer of a model's directory: the directory, or the file in it."""
+    place = Path(tokenizer).expanduser()
+    place = place.parent if place.name == "tokenizer.json" else place
+    return place.absolute() == Path(directory).expanduser().absolute()  # links stay: those of the cache lead elsewhere
+
+
 def fetch_weights(directory: Path) -> None:
     """Fetches the weights of a directory in the cache: .../models--org--name/snapshots/COMMIT."""
     if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from jaxmem.config.adapter import Adapter
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
+from jaxmem.config.hub import is_tokenizer_of, local_directory
 from jaxmem.config.networks import Decoder
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.presets import PRESETS, preset_of, refuse_preset
@@ -88,17 +89,26 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def load_config(source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = ()) -> Config:
-    """The config of a file or dict with `key=value` overrides. Checks that need the number of devices run later."""
-    return config_of(read_config(source, overrides))
+def load_config(
+    source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = (), *, is_run: bool = False
+) -> Config:
+    """The config of a file or dict with `key=value` overrides. Checks that need the number of devices run later.
+    `is_run`: the file is that of a run, whose model stays if `model.hf` names the new place of its directory."""
+    return config_of(read_config(source, overrides, is_run=is_run))
 
 
-def read_config(source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = ()) -> JsonDict:
-    """The settings of a file or dict with `key=value` overrides, unchecked."""
+def read_config(
+    source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = (), *, is_run: bool = False
+) -> JsonDict:
+    """The settings of a file or dict with `key=value` overrides, unchecked. `is_run`: as in `load_config`."""
     raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
     overrides = [*overrides]
-    if any(_names_another_model(raw, override) for override in overrides):
-        _remove_model(raw)
+    has_new_directory = _changes_model(raw, "hf", overrides)
+    has_new_preset = _changes_model(raw, "preset", overrides)
+    if has_new_directory or has_new_preset:
+        _remove_tokenizer(raw)
+    if has_new_preset or (has_new_directory and not is_run):
+        del raw["model"]
     for override in overrides:
         _override(raw, override)
     return raw
@@ -141,7 +151,6 @@ def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
 
 
 def _save(raw: JsonDict, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, yaml.dump(raw, None, YamlDumper, sort_keys=False, allow_unicode=True))
 
 
@@ -209,22 +218,23 @@ def _override(raw: JsonDict, text: str) -> None:
     here[last] = _parse(value, text.strip(), is_file=False)
 
 
-def _names_another_model(raw: JsonDict, override: str) -> bool:
-    """Whether an override sets another preset or directory than that of a saved config, which has all fields."""
+def _changes_model(raw: JsonDict, field: str, overrides: Iterable[str]) -> bool:
+    """Whether an override sets another `model.preset` or `model.hf` than a saved config, which has all fields."""
     model = raw.get("model")
-    key, _, value = override.partition("=")
-    section, _, field = key.strip().partition(".")
-    if section != "model" or field not in ("preset", "hf") or not isinstance(model, dict):
+    if not isinstance(model, dict) or not set(Decoder.model_fields) <= set(model):
         return False
-    return set(Decoder.model_fields) <= set(model) and _parse(value, override) not in (None, model[field])
+    pairs = (override.partition("=") for override in overrides)
+    values = [_parse(value, key, is_file=False) for key, _, value in pairs if key.strip() == f"model.{field}"]
+    return any(value not in (None, model[field]) for value in values)
 
 
-def _remove_model(raw: JsonDict) -> None:
-    """Removes the model of a saved config, and its tokenizer if it was the one of the model's directory."""
-    directory = raw.pop("model")["hf"]
+def _remove_tokenizer(raw: JsonDict) -> None:
+    """Removes the tokenizer of a saved config if it is that of the model's directory."""
+    directory = raw["model"]["hf"]
     data = raw.get("data")
-    if directory is not None and isinstance(data, dict) and data.get("tokenizer") == directory:
-        del data["tokenizer"]
+    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+    if isinstance(tokenizer, str) and isinstance(directory, str) and is_tokenizer_of(tokenizer, directory):
+        del raw["data"]["tokenizer"]
 
 
 def _expand(raw: JsonDict) -> None:
@@ -244,10 +254,7 @@ def _expand(raw: JsonDict) -> None:
     for section in ("model", "adapter"):
         fields = raw.get(section)
         if isinstance(fields, dict) and isinstance(fields.get("hf"), str):
-            from jaxmem.config.hub import local_directory
-
             raw[section] = {**fields, "hf": local_directory(fields["hf"], f"{section}.hf")}
-    model = raw["model"]
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
         _expand_hf(raw, model["hf"])
     adapter = raw.get("adapter")
@@ -255,16 +262,18 @@ def _expand(raw: JsonDict) -> None:
         _expand_adapter(raw, adapter["hf"])  # a saved config has all fields
 
 
-def _expand_hf(raw: JsonDict, directory: str) -> None:
-    """Adds the shape of the model and its tokenizer from a Hugging Face directory. A saved config has them already."""
+def _expand_hf(raw: JsonDict, name: str) -> None:
+    """Adds the shape of the model and its tokenizer from a Hugging Face directory. A saved config has them already.
+    `name`: the directory, the GGUF file or the id that the config named."""
     model = raw["model"]
+    directory = model["hf"]
     if not set(Decoder.model_fields) <= set(model):
         from jaxmem.config.hugging_face import decoder_fields
 
         raw["model"] = _merge(decoder_fields(directory), model)
     data = raw.setdefault("data", {})
-    if isinstance(data, dict):
-        data.setdefault("tokenizer", directory)
+    if isinstance(data, dict) and data.get("tokenizer", name) == name:
+        data["tokenizer"] = directory
 
 
 def _expand_adapter(raw: JsonDict, directory: str) -> None:

@@ -98,7 +98,7 @@ class UserBatches:
     def first(self) -> JsonDict:
         return self._started[0]
 
-    @property
+    @cached_property  # a torch DataLoader starts processes for each iterator
     def repeats(self) -> bool:
         """Whether the iterable can be read again from its beginning."""
         return iter(self.source) is not self.source

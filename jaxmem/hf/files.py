@@ -23,11 +23,6 @@ TOKENIZER = (
 SETTINGS = ("config.json", "generation_config.json")
 
 
-def is_same_path(first: str | Path, second: str | Path) -> bool:
-    """Whether two settings name the same path."""
-    return Path(first).expanduser() == Path(second).expanduser()
-
-
 def copy_metadata(source: str | Path, target: Path) -> None:
     """Copies the files of settings and tokenizer that exist."""
     target.mkdir(parents=True, exist_ok=True)

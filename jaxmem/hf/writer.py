@@ -19,9 +19,10 @@ from flax.traverse_util import flatten_dict
 from jaxmem import models
 from jaxmem.adapters import Lora, base_of, merged_weight, weights_to_merge
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import is_tokenizer_of
 from jaxmem.config.hugging_face import DTYPES, config_json, family_of
 from jaxmem.errors import UserError
-from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, is_same_path, storage_dtype
+from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
@@ -73,7 +74,7 @@ def save(
     settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
     settings |= {"quantization_config": quantization} if keeps_mxfp4 else {}
     with atomic_directory(directory) as place:
-        if base and (not tokenizer or is_same_path(tokenizer, base)):
+        if base and (not tokenizer or is_tokenizer_of(tokenizer, base)):
             copy_metadata(base, place)
         else:
             # Without these ids, transformers would use the defaults of the family's class. The generation settings of

@@ -1,5 +1,6 @@
 """The loss of a model on held-out data: the means of its objective, without terms that only training adds."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from jaxmem.step.objective import Sums, means
 from jaxmem.typing import Tree
 
 Means = dict[str, float]
+# Settings of the training that the batches of a script may not support.
+WITHOUT_TRAINING = ("data.epochs=null", "train.evaluate_every=null", "checkpoint.keep_best=false")
 
 
 class Evaluator(AbstractContextManager["Evaluator"]):
@@ -64,8 +67,9 @@ def evaluate(
     (JSONL, Parquet) in a form that training reads, or an iterable of batches. Without `data`, a run is evaluated on its
     held-out data; `overrides` may name other data. `parts`: model and loss of the script that trained the run."""
     if parts or not (data is None or isinstance(data, str)):
-        objects = user_objects({**parts, "data": data, "held_out": data})  # type: ignore[typeddict-item]
-        program, params = open_run(run, overrides, objects)
+        objects = user_objects({**parts, "data": data})  # type: ignore[typeddict-item]
+        objects = dataclasses.replace(objects, held_out=objects.data)  # not two: an iterator is read once
+        program, params = open_run(run, [*WITHOUT_TRAINING, *overrides], objects)
         with Evaluator(program) as evaluator:
             return evaluator(params)
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:

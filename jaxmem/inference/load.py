@@ -20,14 +20,13 @@ from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline, load_config
-from jaxmem.config.hub import local_directory
+from jaxmem.config.hub import is_tokenizer_of, local_directory
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
-from jaxmem.hf.files import is_same_path
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized, store
@@ -56,10 +55,10 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
     """The config of a run, or a config with which a Hugging Face directory or a model of the hub can be opened."""
     directory = Path(local_directory(str(directory), "model"))
     if is_run(directory):
-        cfg = load_config(directory / "config.yaml", overrides)
+        cfg = load_config(directory / "config.yaml", overrides, is_run=True)
         hf_files = directory / HF_FOLDER
         hf_model = getattr(cfg.model, "hf", None)
-        if hf_model and is_same_path(cfg.data.tokenizer, hf_model) and (hf_files / "tokenizer.json").is_file():
+        if hf_model and is_tokenizer_of(cfg.data.tokenizer, hf_model) and (hf_files / "tokenizer.json").is_file():
             cfg = cfg.replace(data={"tokenizer": str(hf_files)})
         return cfg
     if (directory / "config.json").is_file():

@@ -90,7 +90,7 @@ def simulation_environment(count: int) -> dict[str, str]:
         "JAX_NUM_CPU_DEVICES": str(count),
         # XLA has one thread per device. A program that waits to start occupies some of them, and then a collective of
         # the previous program waits forever for its last participant (jax 0.10): hence more threads.
-        "PJRT_NPROC": str(max(int(os.environ.get("PJRT_NPROC", "0")), 3 * count)),  # it may be set by the parent
+        "PJRT_NPROC": str(max(int(os.environ.get("PJRT_NPROC") or 0), 3 * count)),  # it may be set by the parent
     }
 
 

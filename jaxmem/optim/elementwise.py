@@ -22,16 +22,17 @@ def is_elementwise(tx: optax.GradientTransformation, params: Tree) -> bool:
     random = np.random.default_rng(0)
     shapes = [(*(min(n, 2) for n in x.shape[:-2]), *(min(n, MAX_SIZE) for n in x.shape[-2:])) for x in leaves]
     values = [random.normal(size=shape).astype(x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
-    kept = [random.random(shape) < 0.5 for shape in shapes]
+    is_fixed = [random.random(shape) < 0.5 for shape in shapes]
 
     @jax.jit
-    def kept_updates(replacement: jax.Array) -> list[jax.Array]:
-        replaced = [jnp.where(keep, x, replacement.astype(x.dtype)) for keep, x in zip(kept, values, strict=True)]
+    def fixed_updates(replacement: jax.Array) -> list[jax.Array]:
+        replaced = [jnp.where(fixed, x, replacement.astype(x.dtype)) for fixed, x in zip(is_fixed, values, strict=True)]
         arrays = jax.tree.unflatten(structure, replaced)
         first, state = tx.update(arrays, tx.init(arrays), arrays)
         second, _ = tx.update(arrays, state, arrays)
-        return [jnp.where(keep, u, 0) for keep, u in zip(kept * 2, jax.tree.leaves((first, second)), strict=True)]
+        updates = jax.tree.leaves((first, second))
+        return [jnp.where(fixed, u, 0) for fixed, u in zip(is_fixed * 2, updates, strict=True)]
 
     with jax.ensure_compile_time_eval():
-        expected, *others = (kept_updates(jnp.float32(x)) for x in (1.0, 1e15, jnp.inf, jnp.nan))
-        return all(np.array_equal(a, b) for other in others for a, b in zip(expected, other, strict=True))
+        expected, *changed = (fixed_updates(jnp.float32(x)) for x in (1.0, 1e15, jnp.inf, jnp.nan))
+        return all(np.array_equal(a, b) for updates in changed for a, b in zip(expected, updates, strict=True))

@@ -197,9 +197,8 @@ def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
     if size := plan.breakdown.of_kind(ALL_SCORES):
         cfg = plan.program.cfg
         text = f"attention stores the scores of all pairs of {cfg.row_length} positions: {format_bytes(size)}"
-        yield PlanWarning(
-            "attention scores", text, _remedies(plan.program, "memory.attention=auto", "memory.attention=blockwise")
-        )
+        settings = ("memory.attention=auto", "memory.attention=blockwise", _smaller_micro_batch(plan.program))
+        yield PlanWarning("attention scores", text, _remedies(plan.program, *settings))
 
 
 def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:

@@ -221,9 +221,9 @@ class _Search:
             valid: list[Candidate] = []
             try:
                 cfg = load_config(self._raw, [f"{self._key}={value}"])
-                tried = candidates(cfg, self._compilers.target, self._knobs)
-                valid = [candidate for candidate in tried if candidate.refusal is None]
-                reason = tried[0].refusal
+                all_candidates = candidates(cfg, self._compilers.target, self._knobs)
+                valid = [candidate for candidate in all_candidates if candidate.refusal is None]
+                reason = all_candidates[0].refusal
             except UserError as error:
                 reason = str(error)
             if not valid:

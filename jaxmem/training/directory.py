@@ -128,8 +128,8 @@ def write_description(plan: Plan, directory: Path, *, is_new: bool) -> None:
     write_file(directory / "plan.json", json.dumps(plan.as_json(), indent=2) + "\n")
     write_file(directory / "memory.json", json.dumps(plan.history) + "\n")
     hf_files = directory / HF_FOLDER
-    if is_new:
-        shutil.rmtree(hf_files, ignore_errors=True)
+    if is_new and hf_files.exists():
+        shutil.rmtree(hf_files)
     if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not hf_files.exists():
         from jaxmem import hf
 

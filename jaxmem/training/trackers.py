@@ -119,7 +119,6 @@ class WeightsAndBiases:
         wandb = _package("wandb")
         identity = directory / "wandb" / "id"
         if not (step and identity.exists()):  # a run that starts from step 0 is a new one
-            identity.parent.mkdir(parents=True, exist_ok=True)
             write_file(identity, secrets.token_hex(8))
         try:
             self._run = wandb.init(

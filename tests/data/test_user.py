@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxmem.config.check import check
 from jaxmem.config.methods import config_with
 from jaxmem.data.user import UserLoader, with_defaults
 from jaxmem.errors import UserError
@@ -76,6 +77,24 @@ def test_the_state_of_an_iterator_is_saved_and_restored(form: type) -> None:
     resumed = UserLoader(cfg, "train", range(2))
     resumed.restore({"own": state["own"], "iterators": [state["iterator"]]})
     assert int(next(resumed)["inputs"].max()) == 3
+
+
+def test_checking_a_config_starts_no_iterator_again() -> None:
+    class Counted:
+        """Like a torch DataLoader, which starts processes for each iterator."""
+
+        iterators = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.iterators += 1
+            return iter([{"inputs": np.zeros((2, 4), np.int32)}])
+
+    held_out = Counted()
+    raw = {"name": "x", "model": MODEL, "data": {"sequence_length": 4}, "batch": {"global_size": 2}}
+    train = {"steps": 1, "evaluate_every": 1}
+    cfg = config_with({**raw, "train": train}, data=[{}], held_out=held_out)
+    check(cfg)
+    assert held_out.iterators == 1
 
 
 def test_no_token_predicts_the_next_document_or_padding() -> None:

@@ -12,8 +12,11 @@ from flax import nnx
 
 from jaxmem import hf, models
 from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
+from jaxmem.cli.start import load
 from jaxmem.config import Decoder, load_config, save_config
+from jaxmem.config.hub import is_tokenizer_of
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
 from jaxmem.inference.load import initial_state, model_config, open_model
@@ -64,6 +67,43 @@ def test_a_run_has_its_own_tokenizer_and_not_that_of_its_base(base: Path, other:
         hf.copy_metadata(base, run / "hf")
         assert model_config(run).data.tokenizer == str(expected)
         assert model_config(run, [f"data.tokenizer={other}"]).data.tokenizer == str(other)
+
+
+def test_a_run_keeps_its_model_and_tokenizer_if_the_directory_of_the_model_moves(base: Path, tmp_path: Path) -> None:
+    rope = {"theta": 1000.0, "scaling": "yarn", "factor": 4.0}  # settings that the directory does not have
+    run = tmp_path / "run"
+    for tokenizer in (base, base / "tokenizer.json"):
+        raw = settings(model={"hf": str(base), "rope": rope}, data={"tokenizer": str(tokenizer)})
+        saved = load_config(raw)
+        save_config(saved, run / "config.yaml")
+        new = shutil.copytree(base, tmp_path / f"new-{tokenizer.name}")
+        moved = [f"model.hf={new}"]
+        opened = model_config(run, moved)
+        resumed = load(run, moved, 8)
+        for cfg in (opened, resumed):
+            assert cfg.model == saved.model.model_copy(update={"hf": str(new)})
+            assert cfg.data.tokenizer == str(new)
+            refuse_changes(saved.model_dump(mode="json"), cfg.model_dump(mode="json"), run)
+        assert model_config(run, ["model.preset=tiny"]).model == load_config(settings(model={"preset": "tiny"})).model
+        replaced = load_config(run / "config.yaml", moved)
+        assert replaced.model.rope.scaling == "none", "in another config than that of the run, it is another model"
+
+
+def test_a_tokenizer_is_that_of_the_base_in_any_spelling(
+    base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for spelled in ("base", "./base/", "base/tokenizer.json", base, base / "tokenizer.json"):
+        assert is_tokenizer_of(str(spelled), base)
+        assert is_tokenizer_of(str(spelled), "base")
+    assert not is_tokenizer_of("other/tokenizer.json", base)
+    assert not is_tokenizer_of("bytes", base)
+    monkeypatch.setattr("jaxmem.config.load.local_directory", lambda *_: str(base))
+    for name in ("org/name", "model.gguf"):
+        cfg = load_config(settings(model={"hf": name}, data={"tokenizer": name}))
+        assert cfg.data.tokenizer == cfg.model.hf == str(base)
+    hf.save(models.build(Decoder(**MODEL), nnx.Rngs(0)), tmp_path / "out", base="base", tokenizer=f"{base}/")
+    assert (tmp_path / "out/generation_config.json").exists(), "the settings of the base are kept"
 
 
 def test_an_export_has_the_tokenizer_of_the_run(base: Path, other: Path, tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def test_a_child_that_simulates_more_devices_has_more_threads(monkeypatch: pytes
     monkeypatch.setattr(os, "environ", {})
     os.environ.update(devices.simulation_environment(2))
     assert devices.simulation_environment(8)["PJRT_NPROC"] == "24"
+    os.environ["PJRT_NPROC"] = ""
+    assert devices.simulation_environment(2)["PJRT_NPROC"] == "6"
 
 
 def test_host_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

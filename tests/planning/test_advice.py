@@ -276,6 +276,14 @@ def test_attention_that_writes_out_all_scores() -> None:
     assert "memory.attention=auto" in warned.cure
 
 
+def test_attention_scores_have_a_remedy_if_no_setting_computes_fewer() -> None:
+    cfg = config(memory={"attention": "blockwise"}, batch={"global_size": 1})
+    built = SimpleNamespace(cfg=cfg, share=SimpleNamespace(complete_rows=1))
+    breakdown = SimpleNamespace(of_kind=lambda _: MIB)
+    (warned,) = found(advice._all_scores, program=built, breakdown=breakdown)
+    assert warned.cure == "memory.attention=auto or a shorter data.sequence_length"
+
+
 # ------------------------------------------------------------------ the partitioner
 
 

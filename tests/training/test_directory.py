@@ -141,3 +141,6 @@ def test_a_run_that_starts_again_has_the_files_of_its_new_base(tmp_path, compare
     assert describe("mistral", is_new=False) == first
     assert describe("mistral", is_new=True) == second
     assert describe(None, is_new=True) is None
+    (folder / "hf").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"/hf'\)?$"):  # instead of keeping a stale tokenizer
+        describe("llama3", is_new=True)

@@ -102,9 +102,25 @@ def test_resumes_at_the_next_batch_on_another_mesh(tmp_path):
 def test_evaluates_batches_that_training_did_not_see(tmp_path, capsys):
     raw = settings(tmp_path, train={"steps": 2, "evaluate_every": 2})
     run = jaxmem.train(raw, **PARTS, held_out=DATA[:2])
-    again = jaxmem.evaluate(run.directory, DATA[:2], model=Classifier, loss=loss)
-    assert again == pytest.approx(run.held_out)
+    for batches in (DATA[:2], iter(DATA[:2])):
+        again = jaxmem.evaluate(run.directory, batches, model=Classifier, loss=loss)
+        assert again == pytest.approx(run.held_out)
     assert "rows per update" in capsys.readouterr().out
+
+
+def test_a_script_evaluates_a_run_in_spite_of_settings_that_only_training_reads(tmp_path):
+    tokens = np.random.default_rng(1).integers(0, 256, (3, 8, 8)).astype(np.int32)
+    batches = [{"inputs": x} for x in tokens]
+    network = {"model": DECODER | {"layers": 1}, "batch": {"global_size": 8}, "mesh": {}}
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "some words to train on"}\n' * 20)
+    data = {"source": "jsonl", "path": str(texts), "sequence_length": 8, "epochs": 3, "held_out": 0.2}
+    train = {"steps": 1, "evaluate_every": 1}
+    raw = settings(tmp_path, data=data, train=train, checkpoint={"keep_best": True}, **network)
+    run = jaxmem.train(raw, jax.devices()[:1])
+    expected = jaxmem.evaluate(run.directory, batches)
+    assert jaxmem.evaluate(run.directory, iter(batches)) == expected
+    assert jaxmem.evaluate(run.directory, batches[:1]) != expected
 
 
 @pytest.mark.exhaustive
