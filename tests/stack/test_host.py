@@ -41,10 +41,11 @@ def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
 
 @pytest.mark.exhaustive
 def test_boundaries_leave_the_device_and_are_back_in_time():
-    """Compiled for a GPU: all but the one in use and the next are in host memory, and travel while layers compute."""
+    """Compiled for a GPU: all but the one in use and the next are in host memory, and travel while layers compute. XLA
+    of jax 0.12 has one more on the device."""
     shape = {"embed": 512, "mlp": 2048, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 512}
     here, away = (backward("full", 16, "h100-80gb", shape, tokens=4096, host=host) for host in ((), (BOUNDARY,)))
     assert here["host"] == 0
     assert away["host"] == 16 * away["boundary"]
-    assert here["temporaries"] - away["temporaries"] >= 13 * away["boundary"]
+    assert here["temporaries"] - away["temporaries"] >= 12 * away["boundary"]
     assert away["hidden"] > 0.9
