@@ -160,8 +160,11 @@ def replicated_arrays() -> Iterator[list[str]]:
         yield arrays
 
 
-def compile_elsewhere(lowered: jax.stages.Lowered, options: Options = UNTIMED) -> tuple[bytes, bytes]:
-    """The scheduled module and its buffer assignment, serialized by XLA, for devices that are not installed."""
+def compile_elsewhere(
+    lowered: jax.stages.Lowered, options: Options | None = None, kernels: Options = UNTIMED
+) -> tuple[bytes, bytes]:
+    """The scheduled module and its buffer assignment, serialized by XLA, for devices that are not installed. `kernels`:
+    how XLA chooses them."""
     with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
         no_cache = Path(directory, _NO_CACHE)
         # An invalid cache: no protobuf message begins with these bytes, and they exceed the block that XLA reads.
@@ -170,10 +173,10 @@ def compile_elsewhere(lowered: jax.stages.Lowered, options: Options = UNTIMED) -
             "xla_dump_to": directory, "xla_dump_hlo_as_proto": True, "xla_gpu_kernel_cache_file": str(no_cache)
         }  # fmt: skip
         try:
-            lowered.compile(compiler_options=options | dump)
+            lowered.compile(compiler_options=(options or {}) | kernels | dump)
         except jax.errors.JaxRuntimeError as error:
-            if _NO_DEFAULT in str(error) and options is UNTIMED:
-                return compile_elsewhere(lowered, TRY_ALL)
+            if _NO_DEFAULT in str(error) and kernels is UNTIMED:
+                return compile_elsewhere(lowered, options, TRY_ALL)
             if _NO_CACHE not in str(error):
                 raise
         dumped = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)

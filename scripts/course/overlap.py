@@ -3,7 +3,7 @@ and with XLA's latency-hiding scheduler, and for other layouts."""
 
 from jaxmem.config import load_config
 from jaxmem.planning import Target
-from jaxmem.planning.compile import UNTIMED, Options, compile_elsewhere, without_cache
+from jaxmem.planning.compile import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import KERNEL, WAIT, Timeline, timeline
@@ -54,7 +54,7 @@ def schedule(aim: Target, layout: str, options: Options) -> Timeline:
     """The timeline of a layout's step, compiled with these options in addition to those of jaxmem."""
     with without_cache():
         built = program(load_config(BASE, LAYOUTS[layout]), target_devices(aim, 1000 * aim.memory))
-        module, _ = compile_elsewhere(built.lower_step(), UNTIMED | options)
+        module, _ = compile_elsewhere(built.lower_step(), options)
     return timeline(read_module(module), aim.gpu, aim.count, aim.per_host)
 
 

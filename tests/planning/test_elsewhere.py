@@ -1,5 +1,6 @@
 """Compiling for GPUs that are not here."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.compile import UNTIMED, compile_all, compile_elsewhere, replicated_arrays, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
+from jaxmem.planning.hlo_proto import HloProto
 from jaxmem.planning.targets import target_devices
 from jaxmem.sharding import host
 from jaxmem.step import program
@@ -102,3 +104,21 @@ def _watched(compile_: Any, ended: list[str]) -> Any:
             raise
 
     return watched
+
+
+def test_all_kernels_are_tried_if_a_matmul_has_no_default_kernel():
+    """With the options that were given."""
+    seen = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            seen.append(compiler_options)
+            if compiler_options["xla_gpu_autotune_level"] == "0":
+                raise jax.errors.JaxRuntimeError("No supported config found for HLO: %gemm_fusion")
+            dumped = Path(compiler_options["xla_dump_to"], "x.after_optimizations.hlo.pb")
+            dumped.write_bytes(HloProto().SerializeToString())
+            raise jax.errors.JaxRuntimeError("cannot read no-cache-of-kernels")
+
+    compile_elsewhere(Lowered(), {"xla_option": True})
+    assert [options["xla_gpu_autotune_level"] for options in seen] == ["0", "1"]
+    assert all(options["xla_option"] for options in seen)
