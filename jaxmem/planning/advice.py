@@ -69,7 +69,7 @@ def _has(built: Program, setting: str) -> bool:
 
 
 def _is_supported(built: Program, remedy: str) -> bool:
-    """Whether the config is valid with a remedy; one in words is."""
+    """Whether the config is valid with a remedy; a remedy in words counts as valid."""
     key, is_setting, value = remedy.partition("=")
     if not is_setting or " " in remedy:
         return True
