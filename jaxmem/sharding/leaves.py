@@ -101,8 +101,13 @@ def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Tre
     layout = current()
     if layout is None:
         return function(*arrays)
+
+    def run(*shards: Tree) -> Tree:
+        with layout.inside_shard_map(over):
+            return function(*shards)
+
     spec = PartitionSpec(over)
-    return map_devices(function, spec, spec, over=over)(*arrays)
+    return map_devices(run, spec, spec, over=over)(*arrays)
 
 
 def per_device(function: Callable[..., Any], arrays: Tree, axes: Axes, shape: Sequence[int]) -> Tree:

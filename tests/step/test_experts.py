@@ -124,6 +124,16 @@ def test_a_low_rank_optimizer_of_sharded_experts_in_a_pipeline():
     assert trained.metrics[1]["loss"] < trained.metrics[0]["loss"] + 0.1
 
 
+@pytest.mark.exhaustive
+def test_a_low_rank_optimizer_of_sharded_experts_on_the_host_in_a_pipeline():
+    """Another `shard_map` over `stage` is around the loop over layers, and `tensor` shards what the rule constrains."""
+    apollo = {"optimizer": {"name": "apollo", "rank": 2, "learning_rate": 1e-2}, "batch": {"global_size": 16}}
+    alone = Trained(mixture(**apollo), updates=2)
+    mesh = {"expert": 2, "stage": 2, "tensor": 2}
+    on_host = Trained(mixture(**apollo, mesh=mesh, memory={"offload": "optimizer"}), 8, updates=2, begin=alone)
+    on_host.agrees_with(alone)
+
+
 LOW_RANK = {
     "galore": GaLoreSettings,
     "galore8bit": GaLoreSettings,
