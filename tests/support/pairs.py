@@ -477,7 +477,7 @@ def trained(given: list[str]) -> list[float]:
         devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)]
         losses = _losses(cfg, devices)
         if cfg.checkpoint.every is not None and cfg.checkpoint.resume == "auto":
-            shutil.rmtree(Path(folder, "saved", cfg.name, str(UPDATES)))
+            shutil.rmtree(max(Path(folder, "saved", cfg.name).glob("[0-9]*"), key=lambda path: int(path.name)))
             resumed = _losses(cfg, devices)
             assert resumed == losses, f"resumed: {resumed}, not {losses}"
     return losses
@@ -538,7 +538,11 @@ def outcome(row: Row) -> Outcome:
         return Outcome(refusal=str(error)) if is_line else Outcome(f"UserError of several lines: {error}")
     except Exception as error:  # noqa: BLE001, whatever it is, it is a fault
         return Outcome(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    if any("loss_scale=dynamic" in text for text in given):  # the scale of a micro-batch decides which updates overflow
+    cfg = config(given)
+    is_coarse_dpo = cfg.objective.name == "dpo" and cfg.precision.compute != "float32"
+    # The scale of a micro-batch decides which updates overflow. DPO's margins are differences between sums of
+    # log-probabilities, so rounding decides where its updates lead.
+    if is_coarse_dpo or cfg.precision.loss_scale == "dynamic":
         mine, plain = mine[:1], plain[:1]
     # APOLLO scales a gradient by its norm, which is noise if that is 0. Activations that are saved in FP8 change the
     # gradients that FP8 matmuls round.
@@ -547,7 +551,7 @@ def outcome(row: Row) -> Outcome:
         mine, plain = mine[:2], plain[:2]
     off = max(abs(a / b - 1) for a, b in zip(mine, plain, strict=True))
     first = abs(mine[0] / plain[0] - 1)
-    wrong = not (off < tolerance(row) and first < min(tolerance(row), 1e-2))
+    wrong = not (off < tolerance(row) and first < min(tolerance(row), 2e-2 if is_coarse_dpo else 1e-2))
     return Outcome(f"loss: {mine} where the plain config has {plain}" if wrong else None)
 
 
@@ -637,7 +641,6 @@ def main() -> int:
     parser.add_argument("--reduce", action="store_true", help="a row that fails to the fewest settings that still fail")
     parser.add_argument("--try", nargs="+", dest="row", metavar="KEY=VALUE", help="this row only")
     args = parser.parse_args()
-    jax.config.update("jax_include_full_tracebacks_in_locations", False)  # an eighth of the time to compile
     results = Results(args.results)
     tried = results.read()
     cover = Cover(args.seed, [row for row, result in tried if result == Outcome()])
