@@ -160,7 +160,7 @@ def _update(
 
     def update(grads: Params) -> tuple[Params, Tree]:
         if on_host:
-            from jaxmem.step.update_in_parts import update_from_host
+            from jaxmem.step.update_from_host import update_from_host
 
             return update_from_host(spec, params, grads, state.opt_state, write, norm)
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again

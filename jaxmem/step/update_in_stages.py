@@ -3,7 +3,7 @@ micro-batch, when the gradient of the layer is complete.
 
 With one micro-batch, the gradients of one layer exist at a time. With several, the schedule needs the float32 sums of
 all layers of a stage; the update then takes the temporary buffers of one layer. Embedding and output matrices, and
-first layers of another kind, are updated after the loop in parts (`update_in_parts.py`), from their sums over the
+first layers of another kind, are updated after the loop one after the other (`update_singly`), from their sums over the
 stages.
 """
 
@@ -21,7 +21,8 @@ from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_in_parts import LayerUpdate, Updated, add_squares, update_singly
+from jaxmem.step.update_during import LayerUpdate, Updated, add_squares
+from jaxmem.step.update_from_host import StackUpdate, update_singly
 from jaxmem.typing import AxesTree, Tree
 
 
@@ -60,8 +61,12 @@ def update_in_stages(
     def update(stage: StageArrays) -> VisitOfStage:
         """Updates the layers of a stage."""
         norm, unstacked = stage.values
-        before = list(map(fill, stage.stacked, unstacked))
-        layers = LayerUpdate(groups, before, write, norm, pipeline.stored, stage.first_layer)
+        before = map(fill, stage.stacked, unstacked)
+        stacks = [
+            StackUpdate(group, group_state, write, norm, pipeline.stored, stage.first_layer)
+            for group, group_state in zip(groups, before, strict=True)
+        ]
+        layers = LayerUpdate(stacks)
         trainable_weights = jax.tree.map(
             lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=lambda x: x is None
         )
