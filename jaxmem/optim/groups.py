@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
+from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree
 
@@ -56,30 +56,6 @@ class ParameterGroup:
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
         # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state
-
-
-def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """The leaves of `tree` at the paths of the leaves of `like`. Leaves of `tree` may be tuples of axes."""
-    leaves = jax.tree_util.tree_leaves_with_path
-    by_path = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
-    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], like, is_leaf=is_leaf)
-
-
-def without(tree: Tree, part: Tree) -> Tree:
-    """Nested dicts without the leaves of `part`."""
-    removed = flatten_dict(part)
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path not in removed})
-
-
-def single_weights(params: Tree) -> list[Tree]:
-    """For each trainable weight, a tree with only this weight, at its path."""
-    return [unflatten_dict({path: w}) for path, w in flatten_dict(params).items() if w is not None]
-
-
-def merge(tree: Tree, *parts: Tree) -> Tree:
-    """`tree`, with some leaves replaced by the leaves of the parts at the same paths."""
-    by_path = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
-    return jax.tree_util.tree_map_with_path(by_path.get, tree)
 
 
 def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxmem.kernels.scopes import run_count
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.pipeline.timetable import Timetable
-from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
+from jaxmem.sharding.host import device_leaves, put_layer, take_layer, zeros_on_host
+from jaxmem.sharding.trees import fill
 from jaxmem.stack.apply import checkpointed
 from jaxmem.stack.call import StackCall
 from jaxmem.stack.reverse import SavedDerivative, Visitor, layer_derivative

@@ -21,8 +21,7 @@ from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
 from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
-from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers
-from jaxmem.stack.interception import intercept_with, intercepted
+from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers, intercept_with, intercepted
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.stack.remat import Forms, policy, rounding, saved_as, saved_names
 from jaxmem.typing import Tree

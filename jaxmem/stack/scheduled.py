@@ -14,7 +14,8 @@ from jax.custom_batching import custom_vmap
 
 from jaxmem.kernels.scopes import run_count
 from jaxmem.sharding import GROUPS, current
-from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, take_layer, to_device
+from jaxmem.sharding.host import device_leaves, host_leaves, put_layer, take_layer, to_device
+from jaxmem.sharding.trees import fill
 from jaxmem.sharding.weights import (
     HookedWeight,
     StoredWeight,

@@ -25,15 +25,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
-from jaxmem.models.network import Path
 from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree, merge, select, single_weights, without
+from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes
 from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
+from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, without
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.stack import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
@@ -72,7 +72,7 @@ def update_during_backward(
     groups = {stack.path: [spec.group(w) for w in single_weights(stack.trainable)] for stack in network.stacks}
 
     def vocab_update(path: Path) -> VocabUpdate:
-        weight = select(state.params, unflatten_dict({path: 0}))
+        weight = select(state.params, nest(path, 0))
         group = spec.group(weight)
         chunk = spec.cfg.memory.loss_chunk
         entries = None if chunk == "auto" else chunk
@@ -92,7 +92,7 @@ def update_during_backward(
             return stack.weights(carry.weights)
 
         def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Updated:
-            return update(carry, layer, stack.nest(dw), fetched)
+            return update(carry, layer, nest(stack.path, dw), fetched)
 
         visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
         if spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
@@ -114,10 +114,10 @@ def update_during_backward(
         return new
 
     grads, matrices = network.backward(update_stack, on_last_gradients=update_unstacked)
-    update_unstacked(without(grads, network.last_parameters))
+    update_unstacked(without(grads, flatten_dict(network.last_parameters)))
     for path, gradient in matrices.items():
         new, new_state, square = vocab_update(path).update(gradient, write, norm)
-        updates.append(Updated(new, [new_state], unflatten_dict({path: square})))
+        updates.append(Updated(new, [new_state], nest(path, square)))
     axes = spec.model.select(spec.model.axes)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
     squares = nonfinite.in_backward_order(merge(zeros, *(update.squares for update in updates)), axes)
@@ -134,7 +134,7 @@ def _gradient_norm(
 
     def stack_backward(stack: PassedStack, g: Tree) -> Tree:
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-            return add_squares(squares, groups[stack.path], stack.nest(dw))
+            return add_squares(squares, groups[stack.path], nest(stack.path, dw))
 
         zero = jnp.zeros((), jnp.float32)
         squares, g = stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))

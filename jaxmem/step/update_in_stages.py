@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jaxmem import optim
 from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import Write, constrain_tree, merge, single_weights, without
+from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes
-from jaxmem.sharding.host import fill
+from jaxmem.sharding.trees import fill, merge, single_weights, without
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective_of
@@ -38,8 +38,8 @@ def update_in_stages(
     trainable = model.select(params)
     axes = model.select(model.axes)
     stack = {name: trainable[name]}
-    outside = without(trainable, stack)
-    outside_axes = without(axes, stack)
+    outside = without(trainable, [(name,)])
+    outside_axes = without(axes, [(name,)])
     groups = [spec.group(weight) for weight in single_weights(stack)]
     state_axes = [group.state_axes for group in groups]
 
