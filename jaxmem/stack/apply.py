@@ -20,7 +20,7 @@ from flax import nnx
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
-from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
+from jaxmem.sharding.weights import StoredWeight, apply_hooks, has_proxy, hooks_in_place, is_in_place, proxy_of
 from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers, intercept_with, intercepted
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.stack.remat import Forms, policy, rounding, saved_as, saved_names
@@ -224,7 +224,7 @@ class LayerRange:
 
     def restrict(self, call: StackCall) -> StackCall:
         """The same call for these layers only."""
-        leaves, form = jax.tree.flatten(call.weights, is_leaf=_is_weight)
+        leaves, form = jax.tree.flatten(call.weights, is_leaf=has_proxy)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
@@ -256,7 +256,7 @@ class LayerRange:
 
 def layer_ranges(weights: Tree) -> list[LayerRange]:
     """The ranges of a stack; a single range if no weight is trainable in some layers only."""
-    leaves = jax.tree.leaves(weights, is_leaf=_is_weight)
+    leaves = jax.tree.leaves(weights, is_leaf=has_proxy)
     count = leaves[0].shape[0]
     learning = [{*layers} for layers in map(trainable_layers, leaves) if layers is not None]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
@@ -266,8 +266,3 @@ def layer_ranges(weights: Tree) -> list[LayerRange]:
 def trainable_layers(weight: Tree) -> tuple[int, ...] | None:
     """The trainable layers of a stacked weight, if only some are trainable."""
     return weight.layers if isinstance(weight, StoredWeight) else None
-
-
-def _is_weight(x: object) -> bool:
-    """Whether a part of a tree is one weight. A hooked weight stays one, so that its hook is applied in place."""
-    return isinstance(x, StoredWeight | HookedWeight)
