@@ -109,13 +109,11 @@ def create_layers(layer: Callable[[jax.Array], Tree], keys: jax.Array) -> Tree:
     return jax.lax.map(layer, keys) if order is None else order.create(layer, keys)
 
 
-Handler = Callable[[Any], Any]
-
-_handler: ContextVar[Handler | None] = ContextVar("stack_handler", default=None)
+_handler: ContextVar[Callable[[Any], Any] | None] = ContextVar("stack_handler", default=None)
 
 
 @contextmanager
-def intercept_with(handler: Handler) -> Iterator[None]:
+def intercept_with(handler: Callable[[Any], Any]) -> Iterator[None]:
     """A context in which stacks and operations with vocabulary matrices are passed to `handler` instead of computed."""
     token = _handler.set(handler)
     try:

@@ -62,22 +62,14 @@ class StageVisit:
 
 
 @dataclass(frozen=True)
-class Visited:
-    """The results of a visit."""
-
-    stacked: Tree
-    values: Tree
-
-
-@dataclass(frozen=True)
 class PipelineResult:
     """The results of a schedule. Gradients are float32 sums over micro-batches; with `Layout.local_gradient_axes` they
     have a first dimension, one element for each device along these axes."""
 
     outside: Tree  # gradients of the weights outside of the stages' layers
     sums: Sums
-    layers: Tree  # gradients of the layers; () if a visit received them
-    visited: Visited | None = None
+    of_layers: Tree  # what the stages return for their layers: the gradients, or the new `stacked` of a visit
+    values: Tree  # the new `values` of a visit
 
 
 def pipeline_gradients(
@@ -103,7 +95,7 @@ def pipeline_gradients(
     axes = model.select(model.axes)
     dtype = model.execution.dtype
     stack = stacks_of(model)[-1]
-    grads = {**result.outside, stack: result.layers}
+    grads = {**result.outside, stack: result.of_layers}
     if not local:
         return constrain_tree(grads, axes, "gradients"), result.sums
 
@@ -211,9 +203,7 @@ def execute(
     gradient_shardings = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.has_backward else ()
     arrays = (params[name], stacked), outside, batch, (jnp.float32(scale), values)
     of_layers, of_outside, (sums, new_values) = map_stages(stage, AXIS, local, stored, gradient_shardings)(*arrays)
-    if visit is None:
-        return PipelineResult(of_outside, sums, of_layers)
-    return PipelineResult(of_outside, sums, (), Visited(of_layers, new_values))
+    return PipelineResult(of_outside, sums, of_layers, new_values)
 
 
 def stacks_of(model: ModelSpec) -> list[str]:

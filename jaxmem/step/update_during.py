@@ -83,7 +83,7 @@ def update_during_backward(
 
     def update_stack(stack: PassedStack, g: Tree) -> Tree:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
-        layers = stack.result.layers
+        layers = stack.result.call.layers
         update = LayerUpdate(
             [StackUpdate(group, group.state(opt_state), write, norm, layers) for group in groups[stack.path]]
         )
