@@ -173,30 +173,22 @@ def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fe
         run = call.run
         if options.in_fp8 and saved is not None:
             saved = (*saved, BOUNDARY)
-            run = _saving_in_fp8(run, (*saved, *host))
+            run = _saving_boundary(run, in_fp8=(*saved, *host))
         elif BOUNDARY in host:
-            run = _with_boundary_name(run)
+            run = _saving_boundary(run)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
         call = replace(call, run=jax.checkpoint(run, policy=policy(saved, forms, host), prevent_cse=False))
     return call
 
 
-def _with_boundary_name(run: Run) -> Run:
+def _saving_boundary(run: Run, in_fp8: tuple[str, ...] = ()) -> Run:
+    """The layer with a name for its input. Activations with the names `in_fp8` are saved in FP8."""
+
     def with_name(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        return run(weights, jax.tree.map(lambda leaf: saved_as(leaf, BOUNDARY), x), layer_input, shared)
+        with rounding(in_fp8):
+            return run(weights, jax.tree.map(lambda leaf: saved_as(leaf, BOUNDARY), x), layer_input, shared)
 
     return with_name
-
-
-def _saving_in_fp8(run: Run, names: tuple[str, ...]) -> Run:
-    """The layer, whose input and whose activations with these names are saved in FP8."""
-    named = _with_boundary_name(run)
-
-    def in_fp8(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        with rounding(names):
-            return named(weights, x, layer_input, shared)
-
-    return in_fp8
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Tree:
