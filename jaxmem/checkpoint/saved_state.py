@@ -22,6 +22,7 @@ from jaxmem.errors import UserError
 from jaxmem.pipeline import Pipeline
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Role, is_axes, path_name
+from jaxmem.sharding.trees import replace_at
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 from jaxmem.typing import AxesTree, JsonView, Tree
@@ -60,8 +61,7 @@ class SavedState:
             return params
         from jaxmem.hf.peft import read_base
 
-        base = flatten_dict(read_base(self._program))
-        merged = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
+        merged = replace_at(params, flatten_dict(read_base(self._program)))
         return self._model.selection.merge(merged, params)
 
     @cached_property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
@@ -42,6 +42,7 @@ from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
 from jaxmem.machine.files import atomic_directory
 from jaxmem.quant.precision import Params
+from jaxmem.sharding.trees import replace_at
 from jaxmem.step import Program
 from jaxmem.typing import JsonDict, Tree
 
@@ -363,4 +364,4 @@ def add_adapters(program: Program, base: Params) -> Params:
     adapter = program.cfg.adapter
     if adapter.hf is None or adapter.kind == "none":
         return params
-    return unflatten_dict({**flatten_dict(params), **read_adapter(program)})
+    return replace_at(params, read_adapter(program))

@@ -38,7 +38,7 @@ from jaxmem.sharding import (
     weights,
 )
 from jaxmem.sharding.host import is_on_host
-from jaxmem.stack.interception import intercepted
+from jaxmem.stack.call import intercepted
 from jaxmem.typing import Tree
 
 Labels = Int[Array, "batch time"]

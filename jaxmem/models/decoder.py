@@ -27,11 +27,11 @@ from jaxmem.models.network import (
     Network,
     NetworkPart,
     Part,
-    Path,
     run_parts,
 )
 from jaxmem.models.rope import Angles, angles, document_lengths, select
 from jaxmem.sharding import constrain, current
+from jaxmem.sharding.trees import Path
 from jaxmem.stack import StackCall, StackOptions, creating_in, stack_call, stacked
 from jaxmem.typing import Tree
 

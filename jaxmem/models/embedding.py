@@ -39,7 +39,7 @@ from jaxmem.sharding import (
 )
 from jaxmem.sharding.host import fetch_from_host, is_on_host
 from jaxmem.sharding.weights import Weight, proxy_of, stored_of
-from jaxmem.stack.interception import intercepted
+from jaxmem.stack.call import intercepted
 from jaxmem.typing import Tree
 
 RESIDUAL: Axes = ("batch", "stream", "embed")  # the residual stream

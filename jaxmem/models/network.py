@@ -17,6 +17,7 @@ from flax import nnx
 from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RowKeys, split_keys
 from jaxmem.models.vocab_slices import VocabOpResult
+from jaxmem.sharding.trees import Path
 from jaxmem.stack import StackCall, StackOptions, apply_call, stack_call
 from jaxmem.typing import Tree
 
@@ -36,9 +37,6 @@ class Execution:
     context_method: str = "ring"  # the communication of attention over `context`
     chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
     stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable
-
-
-Path = tuple[str, ...]
 
 
 class Flow(NamedTuple):

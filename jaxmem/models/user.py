@@ -20,8 +20,9 @@ from jax.typing import DTypeLike
 from jaxmem.config.networks import SHARDED
 from jaxmem.config.user import AxesByPattern
 from jaxmem.errors import UserError, nearest
-from jaxmem.models.user_layers import Path, Stack, dotted_name, flat_state, new_randomness, numbered, reseed
+from jaxmem.models.user_layers import Stack, dotted_name, flat_state, new_randomness, numbered, reseed
 from jaxmem.sharding import Axes, gather, weights
+from jaxmem.sharding.trees import Path
 from jaxmem.sharding.weights import MIN_BLOCK, Storage, apply_hooks, is_matrix, stored_of
 from jaxmem.stack import StackOptions
 from jaxmem.typing import Tree

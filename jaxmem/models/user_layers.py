@@ -28,11 +28,10 @@ from jaxmem.errors import UserError, one_of
 from jaxmem.models.layers import split_keys
 from jaxmem.sharding import Axes, gather
 from jaxmem.sharding.host import fetch_from_host
+from jaxmem.sharding.trees import Path
 from jaxmem.sharding.weights import apply_hooks
 from jaxmem.stack import StackCall, StackOptions, apply_call
 from jaxmem.typing import Tree
-
-Path = tuple[str, ...]
 
 
 def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:

@@ -12,11 +12,9 @@ from typing import Any
 
 import jax
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
-from jaxmem.sharding.arrays import row_major_if_gathered
-from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
+from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree
 
@@ -60,30 +58,6 @@ class ParameterGroup:
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state
 
 
-def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """The leaves of `tree` at the paths of the leaves of `like`. Leaves of `tree` may be tuples of axes."""
-    leaves = jax.tree_util.tree_leaves_with_path
-    by_path = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
-    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], like, is_leaf=is_leaf)
-
-
-def without(tree: Tree, part: Tree) -> Tree:
-    """Nested dicts without the leaves of `part`."""
-    removed = flatten_dict(part)
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path not in removed})
-
-
-def single_weights(params: Tree) -> list[Tree]:
-    """For each trainable weight, a tree with only this weight, at its path."""
-    return [unflatten_dict({path: w}) for path, w in flatten_dict(params).items() if w is not None]
-
-
-def merge(tree: Tree, *parts: Tree) -> Tree:
-    """`tree`, with some leaves replaced by the leaves of the parts at the same paths."""
-    by_path = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
-    return jax.tree_util.tree_map_with_path(by_path.get, tree)
-
-
 def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
     """Constrains each leaf to its sharding in a role. Leaves may be one layer of a stack."""
 
@@ -91,35 +65,3 @@ def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
         return constrain(x, *names[len(names) - x.ndim :], role=role)
 
     return jax.tree.map(constrain_leaf, axes, tree, is_leaf=is_axes)
-
-
-def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
-    """One layer of stacked leaves, copied to the device if they are in host memory. Leaves that are not stacked are
-    taken from `unstacked`."""
-
-    def take_leaf(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
-        return fetch_from_host(take_layer(x, layer)) if names[:1] == ("layer",) else other
-
-    return jax.tree.map(take_leaf, axes, tree, unstacked, is_leaf=is_axes)
-
-
-def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
-    """Writes one layer into stacked leaves, in the same memory. Leaves that are not stacked are replaced.
-
-    Args:
-        tree: The stacked leaves.
-        axes: Their logical axes.
-        role: What they are: weights or optimizer state.
-        layer: The number of the layer.
-        new: Its values.
-    """
-
-    def put_leaf(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
-        if names[:1] != ("layer",):
-            return new
-        # The layer is sharded before it is written, so that no other layer is communicated.
-        new = row_major_if_gathered(constrain(new, *names[1:], role=role), names[1:], role, "optimizer")
-        stacked = put_layer(x, layer, send_like(new, x))
-        return stacked if is_on_host(x) else constrain(stacked, *names, role=role)
-
-    return jax.tree.map(put_leaf, axes, tree, new, is_leaf=is_axes)

@@ -30,21 +30,19 @@ from jaxmem.sharding import is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree
 
-Path = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class Selection:
     """The trainable parameters: for each path, the indices of the trainable layers, or None if all are trainable."""
 
-    layers: Mapping[Path, tuple[int, ...] | None]
+    layers: Mapping[KeyPath, tuple[int, ...] | None]
 
     @classmethod
     def of(cls, tree: Tree, patterns: Sequence[str]) -> Selection:
         """The parameters that match. `tree` has weights, shapes or axes. With axes, a range selects all layers."""
         named = [(path, *split_stack(name), x) for path, name, x in _named(tree)]
         total = count_layers(name for _, name, _ in _named(tree))
-        layers_of: dict[Path, tuple[int, ...] | None] = {}
+        layers_of: dict[KeyPath, tuple[int, ...] | None] = {}
         for pattern in patterns:
             plain, layers = split_layers(pattern)
             matches = [(path, name, stack, x) for path, name, stack, x in named if fnmatchcase(name, plain)]
@@ -66,7 +64,7 @@ class Selection:
     def select(self, tree: Tree) -> Tree:
         """Replaces frozen parameters by None, and stacks by their trainable layers, in a tree of weights or axes."""
 
-        def select_leaf(path: Path, x: Tree) -> Any:
+        def select_leaf(path: KeyPath, x: Tree) -> Any:
             if path not in self.layers:
                 return None
             some = self.layers[path]
@@ -78,7 +76,7 @@ class Selection:
         """`tree`, with the trainable parameters replaced by those of `selected`."""
         new = {path: x for path, _, x in _named(selected)}
 
-        def merge_leaf(path: Path, x: Tree) -> Any:
+        def merge_leaf(path: KeyPath, x: Tree) -> Any:
             some = self.layers.get(path)
             if path not in new or some is None:
                 return new.get(path, x)
@@ -87,7 +85,7 @@ class Selection:
         return jax.tree_util.tree_map_with_path(merge_leaf, tree, is_leaf=_is_weight)
 
     @property
-    def partial_stacks(self) -> dict[Path, tuple[int, ...]]:
+    def partial_stacks(self) -> dict[KeyPath, tuple[int, ...]]:
         """The stacks of which only some layers are trainable."""
         return {path: some for path, some in self.layers.items() if some is not None}
 
@@ -180,7 +178,7 @@ def _put_layers(x: jax.Array, new: jax.Array, layers: tuple[int, ...]) -> jax.Ar
     return x
 
 
-def _named(tree: Tree) -> list[tuple[Path, str, Any]]:
+def _named(tree: Tree) -> list[tuple[KeyPath, str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_weight)
     return [(path, path_name(path), x) for path, x in leaves]
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jaxmem.kernels.scopes import run_count
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.pipeline.timetable import Timetable
-from jaxmem.sharding.host import device_leaves, fill, put_layer, take_layer, zeros_on_host
+from jaxmem.sharding.host import put_layer, take_layer, zeros_on_host
 from jaxmem.stack.apply import checkpointed
 from jaxmem.stack.call import StackCall
-from jaxmem.stack.reverse import SavedDerivative, Visitor, layer_derivative
-from jaxmem.stack.scheduled import fetch_layer, recompute
+from jaxmem.stack.reverse import ProxiesOf, SavedDerivative, Visitor, differentiate_layer
+from jaxmem.stack.scheduled import fetch_layer, layer_with, recompute
 from jaxmem.typing import Tree
 
 Row = Mapping[str, jax.Array]  # a tick of a stage: the columns of the timetable
@@ -28,12 +28,12 @@ Row = Mapping[str, jax.Array]  # a tick of a stage: the columns of the timetable
 
 @dataclass(frozen=True)
 class LayersOfStage:
-    """The layers of one stage, [group x rounds, ...]. `proxies_of` returns the arrays to differentiate with respect to,
-    from the weights of a layer. With a visitor, the gradients of a layer are passed to it instead of returned."""
+    """The layers of one stage, [group x rounds, ...]. With a visitor, the gradients of a layer are passed to it instead
+    of returned."""
 
     pipeline: Pipeline
     weights: Tree
-    proxies_of: Callable[[Tree], Tree]
+    proxies_of: ProxiesOf
     visitor: Visitor | None = None
 
 
@@ -130,19 +130,21 @@ class StageLayers:
             g, ring, gradients, fetched = carry
             place = group - 1 - i
             current = self._with_weights(call, gradients)
-            known = self._known(current, place, round_index, fetched)
+            weights = self._weights(current, place, round_index, fetched)
+            layer_input = self._input(current, place, round_index)
             following = self._fetch(current, place - 1, round_index)
             if plan is None:
                 assert self._derivative is not None
                 saved = call.load(take_layer(ring, slot * group + place))
-                derivative = self._derivative.load(*known, saved)
+                derivative = self._derivative.load(weights, layer_input, call.shared, saved)
             else:
                 read = partial(self._weights_and_input, current, round_index)
                 ring = recompute(current, ring, place, slot * plan.slots, read)
                 x = call.load_boundary(
                     take_layer(ring, slot * plan.slots + jnp.asarray(plan.backward_slots, jnp.int32)[place])
                 )
-                derivative = layer_derivative(current.run, *known, x)
+                proxies = self._layers.proxies_of(weights)
+                _, derivative = differentiate_layer(current.run, proxies, weights, layer_input, call.shared, x)
             dw, g = derivative(g)
             gradients, g = self._add(gradients, place, row, dw, g)
             return g, ring, gradients, following
@@ -229,7 +231,7 @@ class StageLayers:
         return number, take_layer(call.inputs, jnp.minimum(number, self._p.layers - 1))
 
     def _weights(self, call: StackCall, place: jax.Array, round_index: jax.Array, fetched: Tree) -> Tree:
-        return fill(take_layer(device_leaves(call.weights), self._place(place, round_index)), fetched)
+        return layer_with(call.weights, self._place(place, round_index), fetched)
 
     def _fetch(self, call: StackCall, place: jax.Array, round_index: jax.Array) -> Tree:
         """The weights of a layer that are in host memory."""
@@ -238,13 +240,6 @@ class StageLayers:
     def _weights_and_input(self, call: StackCall, round_index: jax.Array, place: jax.Array) -> tuple[Tree, Tree]:
         fetched = self._fetch(call, place, round_index)
         return self._weights(call, place, round_index, fetched), self._input(call, place, round_index)
-
-    def _known(
-        self, call: StackCall, place: jax.Array, round_index: jax.Array, fetched: Tree
-    ) -> tuple[Tree, Tree, Tree, Tree]:
-        """The arrays of a layer that are not saved: those to differentiate with respect to, weights and inputs."""
-        weights = self._weights(call, place, round_index, fetched)
-        return self._layers.proxies_of(weights), weights, self._input(call, place, round_index), call.shared
 
 
 def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:

@@ -14,6 +14,7 @@ its role names `fsdp`.
     weights.py    stored weights, the arrays that receive their gradients, and how new weights are stored
     leaves.py     how optimizer state relates to its parameter, and operations on its shards
     host.py       host memory
+    trees.py      parts of trees of parameters, axes and state
 
 No other package uses PartitionSpec. Models call `constrain` and `gather`, which do nothing outside of `with layout:`,
 so a model also runs in a custom training loop.

@@ -103,8 +103,3 @@ def _write(dim: int) -> Any:
         return _write(dim + 1)(x, new, i), True
 
     return lambda x, new, i: write(x, new, i) if is_on_host(x) else jax.lax.dynamic_update_index_in_dim(x, new, i, dim)
-
-
-def fill(tree: Tree, others: Tree) -> Tree:
-    """The tree with each None replaced by the leaf of another tree at the same path."""
-    return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=lambda x: x is None)

@@ -174,6 +174,11 @@ def frozen_of(weight: Weight) -> jax.Array | QTensor | None:
     return weight.stored if isinstance(weight, StoredWeight) and weight.proxy is None else None
 
 
+def has_proxy(x: object) -> bool:
+    """Whether a part of a tree is a weight with a separate array that receives its gradient."""
+    return isinstance(x, StoredWeight | HookedWeight)
+
+
 def is_quantized(x: object) -> bool:
     """Whether a weight has to be dequantized for computation."""
     return isinstance(x, QTensor | WithRemainder)

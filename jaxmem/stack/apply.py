@@ -20,9 +20,8 @@ from flax import nnx
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
 from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
-from jaxmem.sharding.weights import HookedWeight, StoredWeight, apply_hooks, hooks_in_place, is_in_place, proxy_of
-from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers
-from jaxmem.stack.interception import intercept_with, intercepted
+from jaxmem.sharding.weights import StoredWeight, apply_hooks, has_proxy, hooks_in_place, is_in_place, proxy_of
+from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers, intercept_with, intercepted
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.stack.remat import Forms, policy, rounding, saved_as, saved_names
 from jaxmem.typing import Tree
@@ -174,30 +173,22 @@ def checkpointed(call: StackCall, layers: int, forms: Forms | None = None, *, fe
         run = call.run
         if options.in_fp8 and saved is not None:
             saved = (*saved, BOUNDARY)
-            run = _saving_in_fp8(run, (*saved, *host))
+            run = _saving_boundary(run, in_fp8=(*saved, *host))
         elif BOUNDARY in host:
-            run = _with_boundary_name(run)
+            run = _saving_boundary(run)
         # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
         call = replace(call, run=jax.checkpoint(run, policy=policy(saved, forms, host), prevent_cse=False))
     return call
 
 
-def _with_boundary_name(run: Run) -> Run:
+def _saving_boundary(run: Run, in_fp8: tuple[str, ...] = ()) -> Run:
+    """The layer with a name for its input. Activations with the names `in_fp8` are saved in FP8."""
+
     def with_name(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        return run(weights, jax.tree.map(lambda leaf: saved_as(leaf, BOUNDARY), x), layer_input, shared)
+        with rounding(in_fp8):
+            return run(weights, jax.tree.map(lambda leaf: saved_as(leaf, BOUNDARY), x), layer_input, shared)
 
     return with_name
-
-
-def _saving_in_fp8(run: Run, names: tuple[str, ...]) -> Run:
-    """The layer, whose input and whose activations with these names are saved in FP8."""
-    named = _with_boundary_name(run)
-
-    def in_fp8(weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        with rounding(names):
-            return named(weights, x, layer_input, shared)
-
-    return in_fp8
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Tree:
@@ -225,7 +216,7 @@ class LayerRange:
 
     def restrict(self, call: StackCall) -> StackCall:
         """The same call for these layers only."""
-        leaves, form = jax.tree.flatten(call.weights, is_leaf=_is_weight)
+        leaves, form = jax.tree.flatten(call.weights, is_leaf=has_proxy)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
         # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
         frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
@@ -257,7 +248,7 @@ class LayerRange:
 
 def layer_ranges(weights: Tree) -> list[LayerRange]:
     """The ranges of a stack; a single range if no weight is trainable in some layers only."""
-    leaves = jax.tree.leaves(weights, is_leaf=_is_weight)
+    leaves = jax.tree.leaves(weights, is_leaf=has_proxy)
     count = leaves[0].shape[0]
     learning = [{*layers} for layers in map(trainable_layers, leaves) if layers is not None]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
@@ -267,8 +258,3 @@ def layer_ranges(weights: Tree) -> list[LayerRange]:
 def trainable_layers(weight: Tree) -> tuple[int, ...] | None:
     """The trainable layers of a stacked weight, if only some are trainable."""
     return weight.layers if isinstance(weight, StoredWeight) else None
-
-
-def _is_weight(x: object) -> bool:
-    """Whether a part of a tree is one weight. A hooked weight stays one, so that its hook is applied in place."""
-    return isinstance(x, StoredWeight | HookedWeight)

@@ -1,10 +1,16 @@
-"""A stack of layers that is about to be applied, and the settings of how it is applied."""
+"""A stack of layers that is about to be applied, and the settings of how it is applied.
+
+A network that cannot name its parts (the model of a script, `step/intercepted_parts.py`) is run within `with
+intercept_with(handler):`. There each stack that is about to be applied (`StackCall`) and each operation with a
+vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result of
+`handler` is used instead; if it is None, the operation is computed as usual.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -101,3 +107,22 @@ def create_layers(layer: Callable[[jax.Array], Tree], keys: jax.Array) -> Tree:
     """The layers `layer(key)`, stacked, created one after the other."""
     order = _creating.get()
     return jax.lax.map(layer, keys) if order is None else order.create(layer, keys)
+
+
+_handler: ContextVar[Callable[[Any], Any] | None] = ContextVar("stack_handler", default=None)
+
+
+@contextmanager
+def intercept_with(handler: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which stacks and operations with vocabulary matrices are passed to `handler` instead of computed."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
+def intercepted(part: Any) -> Any:
+    """The result of the handler for this part; None if there is no handler, or it does not replace the part."""
+    handler = _handler.get()
+    return None if handler is None else handler(part)

@@ -11,7 +11,6 @@ sum. Activations are saved for all micro-batches; the intermediates of a layer e
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.apply import checkpointed
 from jaxmem.stack.call import Run, StackCall
-from jaxmem.stack.recompute_plan import RecomputePlan
 from jaxmem.stack.scheduled import available_after, fetch_layer, first_pass, layer_with, recompute, scan_layers
 from jaxmem.typing import Tree
 
@@ -31,6 +29,9 @@ from jaxmem.typing import Tree
 Visit = Callable[[Tree, jax.Array, Tree, Tree], Tree]
 # gradient of the output of a layer -> gradients of its weights and of its input
 Derivative = Callable[[Tree], tuple[Tree, Tree]]
+
+# weights of a layer -> the arrays to differentiate with respect to; None for frozen weights
+ProxiesOf = Callable[[Tree], Tree]
 
 
 @dataclass(frozen=True)
@@ -52,48 +53,41 @@ class ForwardPass:
     call: StackCall
     y: Tree
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
-    proxies_of: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
-    # (layer, stacked weights, carry) -> (residuals of the derivative of this layer, carry)
-    residuals: Callable[[jax.Array, Tree, Tree], tuple[Tree, Tree]]
-    begin: Callable[[], Tree]  # returns the first carry of `residuals`
-    # (proxies, weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
-    derivative: Callable[[Tree, Tree, Tree, Tree, Tree], Derivative]
-
-    @property
-    def layers(self) -> int:
-        return self.call.layers
+    proxies_of: ProxiesOf
+    saved: "SavedResiduals | SavedBoundaries"
 
     def backward(self, g: Tree, visitor: Visitor) -> tuple[Tree, Tree]:
         """Returns the last carry of the visitor and the gradient of the stack's input x."""
+        layers = self.call.layers
         shared = split_micro_batches(self.call.shared, self.micro)
 
         def step(turn: jax.Array, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
             carried, g, ahead, fetched = state
-            layer = self.layers - 1 - turn
+            layer = layers - 1 - turn
             stacked = visitor.weights(carried)
             weights = layer_with(stacked, layer, fetched)
             layer_input = take_layer(self.call.inputs, layer)
             fetched = fetch_layer(stacked, layer - 1)
-            saved, ahead = self.residuals(layer, stacked, ahead)
+            saved, ahead = self.saved.read(layer, stacked, ahead)
             result = visitor.fetch(carried, layer)
             dw, dx = self._gradients(weights, split_micro_batches(layer_input, self.micro), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
             layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
             return visitor.visit(carried, layer, dw, result), dx, ahead, fetched
 
-        last = fetch_layer(visitor.weights(visitor.begin), available_after(self.y, jnp.int32(self.layers - 1)))
-        begin = visitor.begin, split_micro_batches(g, self.micro), self.begin(), last
-        carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
+        last = fetch_layer(visitor.weights(visitor.begin), available_after(self.y, jnp.int32(layers - 1)))
+        begin = visitor.begin, split_micro_batches(g, self.micro), self.saved.begin(), last
+        carried, g, *_ = jax.lax.fori_loop(0, layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 
     def _gradients(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree, g: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
-            return self.derivative(self.proxies_of(weights), weights, layer_input, shared, saved)(g)
+            return self.saved.derivative(weights, layer_input, shared, saved)(g)
 
         def add(total: Tree, of_micro_batch: tuple[Tree, Tree, Tree, Tree]) -> tuple[Tree, Tree]:
             layer_input, shared, saved, g = of_micro_batch
-            dw, dx = self.derivative(self.proxies_of(weights), weights, layer_input, shared, saved)(g)
+            dw, dx = self.saved.derivative(weights, layer_input, shared, saved)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.proxies_of(weights))
@@ -111,13 +105,18 @@ def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = N
     """
     call = checkpointed(call, call.layers, fetches_ahead=True)
     proxies_of = differentiable_weights(trainable, dtype)
-    return _saving(call, proxies_of, micro) if call.plan is None else _recomputing(call, call.plan, proxies_of, micro)
+    if call.plan is None:
+        return _save_residuals(call, proxies_of, micro)
+    y, _, slots = first_pass(call, call.plan)
+    return ForwardPass(call, y, micro, proxies_of, SavedBoundaries(call, proxies_of, slots))
 
 
-def layer_derivative(run: Run, proxies: Tree, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
-    """The derivative of a layer with respect to `proxies`, the arrays that receive the gradients of its weights, and
-    its input `x`. The other arguments are those of `run`."""
-    return jax.vjp(lambda proxies, x: run(with_gradients(weights, proxies), x, layer_input, shared)[0], proxies, x)[1]
+def differentiate_layer(
+    run: Run, proxies: Tree, weights: Tree, layer_input: Tree, shared: Tree, x: Tree
+) -> tuple[Tree, Derivative]:
+    """The output of a layer, and its derivative with respect to `proxies`, the arrays that receive the gradients of its
+    weights, and its input `x`. The other arguments are those of `run`."""
+    return jax.vjp(lambda proxies, x: run(with_gradients(weights, proxies), x, layer_input, shared)[0], proxies, x)
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class SavedDerivative:
     """The derivative of a layer, saved as the arrays that it needs besides weights and inputs."""
 
     run: Run
-    proxies_of: Callable[[Tree], Tree]  # weights of a layer -> the arrays to differentiate with respect to
+    proxies_of: ProxiesOf
     structure: jax.tree_util.PyTreeDef
     # For each leaf of the derivative, the index of the same array among the leaves of (proxies, weights,
     # inputs of the layer, shared inputs). None: it must be saved.
@@ -133,14 +132,14 @@ class SavedDerivative:
 
     @classmethod
     def of(
-        cls, run: Run, proxies_of: Callable[[Tree], Tree], example: Callable[[], tuple[Tree, Tree, Tree, Tree]]
+        cls, run: Run, proxies_of: ProxiesOf, example: Callable[[], tuple[Tree, Tree, Tree, Tree]]
     ) -> "SavedDerivative":
         """`example` returns arguments of a layer: its weights, x, its input, and the shared inputs."""
 
         def trace() -> tuple[Tree, Derivative]:
             weights, x, layer_input, shared = example()
             known = proxies_of(weights), weights, layer_input, shared
-            return known, layer_derivative(run, *known, x)
+            return known, differentiate_layer(run, *known, x)[1]
 
         traced, (known, derivative) = jax.make_jaxpr(trace, return_shape=True)()
         count = len(jax.tree.leaves(known))
@@ -151,29 +150,53 @@ class SavedDerivative:
 
     def forward(self, weights: Tree, x: Tree, layer_input: Tree, shared: Tree) -> tuple[Tree, list[jax.Array]]:
         """Returns the output of the layer and the arrays to save."""
-        run = lambda proxies, x: self.run(with_gradients(weights, proxies), x, layer_input, shared)[0]  # noqa: E731
-        y, derivative = jax.vjp(run, self.proxies_of(weights), x)
+        y, derivative = differentiate_layer(self.run, self.proxies_of(weights), weights, layer_input, shared, x)
         leaves = jax.tree.leaves(derivative)
         return y, [jnp.asarray(leaf) for leaf, source in zip(leaves, self.sources, strict=True) if source is None]
 
-    def load(self, proxies: Tree, weights: Tree, layer_input: Tree, shared: Tree, saved: list[jax.Array]) -> Derivative:
+    def load(self, weights: Tree, layer_input: Tree, shared: Tree, saved: list[jax.Array]) -> Derivative:
         """The derivative, from what was saved."""
-        known = jax.tree.leaves((proxies, weights, layer_input, shared))
+        known = jax.tree.leaves((self.proxies_of(weights), weights, layer_input, shared))
         remaining = iter(saved)
         leaves = [next(remaining) if source is None else known[source] for source in self.sources]
         derivative: Derivative = jax.tree.unflatten(self.structure, leaves)
         return derivative
 
 
-def differentiable_weights(trainable: Tree, dtype: DTypeLike | None) -> Callable[[Tree], Tree]:
-    """A function: weights of a layer -> the arrays to differentiate with respect to; None for frozen weights."""
+def differentiable_weights(trainable: Tree, dtype: DTypeLike | None) -> ProxiesOf:
+    """The function of the weights of a layer. `trainable` marks the weights with a gradient."""
     return lambda weights: differentiable(
         jax.tree.map(lambda is_trainable, w: w if is_trainable else None, trainable, weights), dtype
     )
 
 
-def _saving(call: StackCall, proxies_of: Callable[[Tree], Tree], micro: int) -> ForwardPass:
-    """Every layer saves the residuals of its derivative."""
+@dataclass(frozen=True)
+class SavedResiduals:
+    """Every layer has saved the residuals of its derivative: [layers, ...], or [micro, layers, ...]."""
+
+    call: StackCall
+    micro: int
+    layer: SavedDerivative
+    residuals: list[jax.Array]
+
+    def begin(self) -> Tree:
+        """The first carry of `read`."""
+        return self._load(jnp.int32(self.call.layers - 1)) if self.call.on_host else None
+
+    def read(self, layer: jax.Array, _: Tree, ahead: Tree) -> tuple[Tree, Tree]:
+        """(layer, stacked weights, carry) -> (what `derivative` needs for this layer, carry)."""
+        if self.call.on_host:  # the previous layer is copied while this one computes
+            return ahead, self._load(jnp.maximum(layer - 1, 0))
+        return self._load(layer), None
+
+    def derivative(self, weights: Tree, layer_input: Tree, shared: Tree, residuals: Tree) -> Derivative:
+        return self.layer.load(weights, layer_input, shared, residuals)
+
+    def _load(self, layer: jax.Array) -> list[jax.Array]:
+        return self.call.load(take_layer(self.residuals, layer, int(self.micro > 1)))
+
+
+def _save_residuals(call: StackCall, proxies_of: ProxiesOf, micro: int) -> ForwardPass:
     batch = (
         split_micro_batches(call.x, micro),
         split_micro_batches(call.inputs, micro, 1),
@@ -196,32 +219,31 @@ def _saving(call: StackCall, proxies_of: Callable[[Tree], Tree], micro: int) -> 
         y, _, saved = scan_layers(step, shared, call.weights, x, inputs)
         return y, saved
 
-    y, every = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-
-    def load(layer: jax.Array) -> list[jax.Array]:
-        return call.load(take_layer(every, layer, int(micro > 1)))
-
-    def residuals(layer: jax.Array, _: Tree, ahead: Tree) -> tuple[Tree, Tree]:
-        if call.on_host:  # the previous layer is copied while this one computes
-            return ahead, load(jnp.maximum(layer - 1, 0))
-        return load(layer), None
-
-    def begin() -> Tree:
-        return load(jnp.int32(call.layers - 1)) if call.on_host else None
-
-    return ForwardPass(call, merge_micro_batches(y, micro), micro, proxies_of, residuals, begin, of_layer.load)
+    y, saved = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
+    saved_residuals = SavedResiduals(call, micro, of_layer, saved)
+    return ForwardPass(call, merge_micro_batches(y, micro), micro, proxies_of, saved_residuals)
 
 
-def _recomputing(call: StackCall, plan: RecomputePlan, proxies_of: Callable[[Tree], Tree], micro: int) -> ForwardPass:
-    """Some layers save their input; that of the others is recomputed by running earlier layers, which have not been
-    updated yet."""
-    y, _, slots = first_pass(call, plan)
+@dataclass(frozen=True)
+class SavedBoundaries:
+    """Some layers have saved their input; that of the others is recomputed by running earlier layers, which have not
+    been updated yet."""
 
-    def residuals(layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
-        slots = recompute(replace(call, weights=weights), slots, layer)
-        return call.load_boundary(take_layer(slots, jnp.asarray(plan.backward_slots, jnp.int32)[layer])), slots
+    call: StackCall
+    proxies_of: ProxiesOf
+    slots: Tree
 
-    return ForwardPass(call, y, micro, proxies_of, residuals, lambda: slots, partial(layer_derivative, call.run))
+    def begin(self) -> Tree:
+        return self.slots
+
+    def read(self, layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
+        assert self.call.plan is not None
+        slots = recompute(replace(self.call, weights=weights), slots, layer)
+        backward_slots = jnp.asarray(self.call.plan.backward_slots, jnp.int32)
+        return self.call.load_boundary(take_layer(slots, backward_slots[layer])), slots
+
+    def derivative(self, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
+        return differentiate_layer(self.call.run, self.proxies_of(weights), weights, layer_input, shared, x)[1]
 
 
 def merge_micro_batches(tree: Tree, micro: int) -> Tree:

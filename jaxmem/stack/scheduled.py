@@ -14,10 +14,12 @@ from jax.custom_batching import custom_vmap
 
 from jaxmem.kernels.scopes import run_count
 from jaxmem.sharding import GROUPS, current
-from jaxmem.sharding.host import device_leaves, fill, host_leaves, put_layer, take_layer, to_device
+from jaxmem.sharding.host import device_leaves, host_leaves, put_layer, take_layer, to_device
+from jaxmem.sharding.trees import fill
 from jaxmem.sharding.weights import (
     HookedWeight,
     StoredWeight,
+    has_proxy,
     hooks_in_place,
     is_in_place,
     proxy_of,
@@ -226,7 +228,7 @@ def inexact_leaves(tree: Tree, values: Tree = None) -> Tree:
         proxy = proxy_of(leaf)
         return proxy_of(value) if proxy is not None and jnp.issubdtype(proxy.dtype, jnp.inexact) else None
 
-    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_weight)
+    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=has_proxy)
 
 
 def with_inexact(tree: Tree, leaves: Tree) -> Tree:
@@ -235,7 +237,7 @@ def with_inexact(tree: Tree, leaves: Tree) -> Tree:
     def of(leaf: Tree, new: Tree) -> Tree:
         return leaf if new is None else with_proxy(leaf, new)
 
-    return jax.tree.map(of, tree, leaves, is_leaf=_is_weight)
+    return jax.tree.map(of, tree, leaves, is_leaf=has_proxy)
 
 
 def _gradients_like(tree: Tree, gradients: Tree) -> Tree:
@@ -244,11 +246,7 @@ def _gradients_like(tree: Tree, gradients: Tree) -> Tree:
     def of(leaf: Tree, g: Tree) -> Tree:
         return StoredWeight(None, g) if isinstance(leaf, StoredWeight) else g  # type: ignore[arg-type]
 
-    return jax.tree.map(of, tree, gradients, is_leaf=_is_weight)
-
-
-def _is_weight(x: object) -> bool:
-    return isinstance(x, StoredWeight) or is_in_place(x)
+    return jax.tree.map(of, tree, gradients, is_leaf=has_proxy)
 
 
 def layer_with(stacked: Tree, layer: jax.Array, fetched: Tree) -> Tree:

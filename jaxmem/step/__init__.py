@@ -8,13 +8,17 @@ initial_weights.py  InitialWeights: how weights are created and stored
 state.py            TrainState and StateSpec: shapes and shardings of the state and of a batch
 programs.py         Program: the functions that `plan` and `train` compile
 
+With `memory.offload: optimizer`:
+
+update_from_host.py   the update of one weight after the other, of stacks layer by layer
+update_vocab.py       the update of an embedding or output matrix in slices
+
 With `memory.update: during`:
 
-update_during.py    one update: forward, then backward through the parts of the network, updating each of them
-by_parts.py         the forward and backward pass, part by part
+update_during.py      one update: forward, then backward through the parts of the network, updating each of them
+by_parts.py           the forward and backward pass, part by part
 intercepted_parts.py  the parts of the model of a script
 update_in_stages.py   the same on pipeline stages
-update_in_parts.py    the updates of one layer, and of a slice of the vocabulary
 """
 
 from jaxmem.lazy import lazy_names

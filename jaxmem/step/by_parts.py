@@ -7,21 +7,20 @@ matrix that no other part uses never exists completely: slices of it are compute
 gradient, but gradients are propagated through them.
 """
 
-import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jax.extend.core import Var
 
-from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, Path, run_parts
+from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, run_parts
 from jaxmem.models.vocab_slices import VocabOpResult, VocabSlices
-from jaxmem.optim.groups import merge, select
 from jaxmem.quant.precision import Params
+from jaxmem.sharding.trees import Path, merge, nest, replace_at, select, subtree, without
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack import ForwardPass, forward
 from jaxmem.step.model import ModelSpec
@@ -48,13 +47,9 @@ class PassedStack:
     result: ForwardPass
     trainable: Tree  # its trainable weights, at `path`
 
-    def nest(self, tree: Tree) -> Tree:
-        """`tree`, which has the structure of the weights, at the path of the stack."""
-        return unflatten_dict({self.path: tree})
-
     def weights(self, trainable: Tree) -> Tree:
         """All weights, with the trainable weights replaced by `trainable`, which is at the path of the stack."""
-        return merge(self.result.call.weights, _subtree(trainable, self.path))
+        return merge(self.result.call.weights, subtree(trainable, self.path))
 
 
 @dataclass(frozen=True)
@@ -88,8 +83,7 @@ class Outside:
     def run(self, parts: Sequence[NetworkPart], proxies: Params, flow: Flow) -> Any:
         """The result of functions, differentiable with respect to `proxies`."""
         outside = flatten_dict(with_gradients(self.outside, proxies))
-        network = self.model.network(unflatten_dict(flatten_dict(self.params) | outside))
-        return run_parts(network, parts, flow)
+        return run_parts(self.model.network(replace_at(self.params, outside)), parts, flow)
 
     def read_by(self, functions: PassedFunctions) -> set[Path]:
         """The paths of the parameters that functions use."""
@@ -146,16 +140,16 @@ class ForwardByParts:
                 of_functions, g = derivative(g)
                 grads = jax.tree.map(jnp.add, grads, of_functions)
         in_slices = {path: MatrixGradient(uses[path]) for path in self.sliced if path not in self.frozen}
-        return _without(grads, self.sliced), in_slices
+        return without(grads, self.sliced), in_slices
 
     def _with_complete_gradient(self, grads: Params, passed: PassedMatrix, g: jax.Array) -> Params:
         """`grads` plus the gradient of a matrix that functions use too."""
         path = passed.path
         if path in self.sliced or path in self.frozen:
             return grads
-        total = _subtree(grads, path)
-        gradient = passed.result.weight_gradient(g, _subtree(self.outside.params, path))
-        return _replaced(grads, {path: total + gradient.astype(total.dtype)})
+        total = subtree(grads, path)
+        gradient = passed.result.weight_gradient(g, subtree(self.outside.params, path))
+        return replace_at(grads, {path: total + gradient.astype(total.dtype)})
 
 
 def forward_by_parts(
@@ -176,14 +170,14 @@ def forward_by_parts(
     all_proxies = differentiable(trainable, spec.gradient_dtype)
     parts = parts_of(objective_of(spec.cfg), model.network, params, batch, keys, all_proxies)
     stacks = [part.path for part in parts if isinstance(part, Layers)]
-    proxies = differentiable(_without(trainable, stacks), spec.gradient_dtype)
-    outside = Outside(model, params, _without(params, stacks), proxies)
+    proxies = differentiable(without(trainable, stacks), spec.gradient_dtype)
+    outside = Outside(model, params, without(params, stacks), proxies)
 
     def run_stack(part: Layers, flow: Flow) -> PassedStack:
-        weights = _subtree(trainable, part.path)
+        weights = subtree(trainable, part.path)
         learns = jax.tree.map(lambda w: w is not None, weights, is_leaf=lambda w: w is None or is_quantized(w))
         result = forward(part.call(network(), flow), learns, spec.gradient_dtype, micro_batches)
-        return PassedStack(part.path, result, unflatten_dict({part.path: weights}))
+        return PassedStack(part.path, result, nest(part.path, weights))
 
     passed, last = run_forward(parts, network, run_stack)
     functions = [part for part in passed if isinstance(part, PassedFunctions)]
@@ -192,7 +186,7 @@ def forward_by_parts(
     # No function uses these matrices, so their gradients are computed in slices, by request.
     read = read_before | outside.read_by(last)
     sliced = [path for path in matrices if path not in read]
-    proxies = _replaced(proxies, dict.fromkeys(sliced))
+    proxies = replace_at(proxies, dict.fromkeys(sliced))
 
     def loss(proxies: Params, flow: Flow) -> tuple[jax.Array, Sums]:
         sums = outside.run(last.parts, proxies, flow)
@@ -205,7 +199,7 @@ def forward_by_parts(
         sliced,
         frozen={path for path, w in flatten_dict(trainable).items() if w is None},
         # A matrix that a lookup uses too (tied embeddings) is not one of them: only the lookup completes its gradient.
-        last_parameters=_without(proxies, [*read_before, *matrices]),
+        last_parameters=without(proxies, [*read_before, *matrices]),
         loss_derivative=loss_derivative,
         sums=sums,
     )
@@ -259,18 +253,3 @@ def parts_of(
     from jaxmem.step.intercepted_parts import intercepted_parts
 
     return intercepted_parts(objective, network, params, batch, keys, proxies)
-
-
-def _subtree(tree: Tree, path: Path) -> Tree:
-    return reduce(operator.getitem, path, tree)
-
-
-def _replaced(params: Params, new: Mapping[Path, Any]) -> Params:
-    return unflatten_dict(flatten_dict(params) | new)
-
-
-def _without(params: Params, paths: Collection[Path]) -> Params:
-    """The parameters that are not at or below these paths."""
-    return unflatten_dict(
-        {path: x for path, x in flatten_dict(params).items() if not any(path[: len(p)] == p for p in paths)}
-    )

@@ -20,7 +20,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.stack import StackOptions
 
 if TYPE_CHECKING:
-    from jaxmem.step.kernel_choice.choice import AttentionChoice, KernelChoices
+    from jaxmem.step.kernel_choice.choice import KernelChoices
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,6 @@ class ExecutionSpec:
         pipeline = self.pipeline
         return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
 
-    @property
-    def attention(self) -> AttentionChoice | None:
-        """The choice of the implementation of attention, or None if there is no attention."""
-        return self.kernels.attention
-
-    @property
-    def context_method(self) -> str:
-        """The method of communication over `mesh.context`."""
-        return "ring" if self.attention is None else self.attention.context_method
-
     @cached_property
     def kernels(self) -> KernelChoices:
         """The choice of the implementation of each operation that has a fused kernel."""
@@ -75,14 +65,15 @@ class ExecutionSpec:
                 "memory.remat=auto is supported by plan and train only; use memory.remat=none, full or {save: [names]}"
             )
         named = None if memory.attention == "auto" else memory.attention
+        attention = self.kernels.attention
         experts = self.kernels.experts
         return models.Execution(
             dtype=self.dtype,
-            attention=named if self.attention is None else self.attention.implementation,
+            attention=named if attention is None else attention.implementation,
             experts="blockwise" if experts is None else experts.implementation,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
-            context_method=self.context_method,
+            context_method="ring" if attention is None else attention.context_method,
             chunking=chunking(memory),
             stack=self.of_stacks,
         )

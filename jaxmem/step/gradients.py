@@ -188,15 +188,12 @@ class _LocalGradients:
     def add_last(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of the last micro-batch over the groups, sharded like the optimizer
         state."""
-        hooked = _with_hooks(loss, self._axes, self.reduce)
+        hooked = _with_hooks(loss, self._axes, lambda axes: Reduce(self._layout, axes, self._over, self._dtype))
         # The reduced gradients have the dtype of the proxies. It is the dtype of communication, not float32, because
         # these gradients are in memory together with the sums that are not reduced yet.
         proxies = differentiable(params, self._dtype)
         grads, sums = self._differentiate(hooked, None, proxies, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
-
-    def reduce(self, axes: Axes) -> Reduce:
-        return Reduce(self._layout, axes, self._over, self._dtype)
 
     def _differentiate(
         self,

@@ -1,9 +1,7 @@
 """The initial weights of a network, in the form in which they are stored between steps."""
 
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import jax
 from flax import nnx
@@ -15,6 +13,7 @@ from jaxmem.config.names import is_offloaded, split_stack
 from jaxmem.config.networks import Quantization
 from jaxmem.models import user
 from jaxmem.quant.precision import Params
+from jaxmem.sharding.trees import Path, replace_at, subtree
 from jaxmem.sharding.weights import Storage, storing_as
 from jaxmem.stack import creating_in
 from jaxmem.step.model import ModelSpec
@@ -27,7 +26,7 @@ _ADAPTER_KEY = 2**31 - 1
 class InitialWeights:
     model: ModelSpec
 
-    def storage(self, path: Sequence[str]) -> Storage:
+    def storage(self, path: Path) -> Storage:
         """How the weight at a path is stored."""
         model = self.model
         cfg = model.cfg
@@ -43,7 +42,7 @@ class InitialWeights:
             and split_stack(".".join(path[:-1]))[0] in stored_form.layers
         ):
             return Storage(cfg.base_precision, stored_form.scale_group or False, on_host, has_exact_blocks=True)
-        is_expert = "expert" in reduce(operator.getitem, path, model.axes)
+        is_expert = "expert" in subtree(model.axes, path)
         precision = cfg.expert_precision if is_expert else cfg.base_precision
         if stored_form is not None:
             stored = stored_form.others if cfg.adapter.base is None else cfg.adapter.base
@@ -83,7 +82,7 @@ class InitialWeights:
             adapters.attach(network, model.cfg.adapter, adapter_key)
             added = {path: x for path, x in user.variables_of(network).items() if "lora" in path}
             new = {p: user.store(x, model.flax_model.axes[p], Storage(model.cfg.precision)) for p, x in added.items()}
-            return unflatten_dict(flatten_dict(base) | new)
+            return replace_at(base, new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(model.cfg.precision)):
             adapters.attach(network, model.cfg.adapter, adapter_key, model.execution.layer_order)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax.extend.core import Jaxpr, Var, get_opaque_trace_state
 
 from jaxmem.errors import UserError
-from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, Part, Path
+from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, Part
 from jaxmem.models.vocab_slices import VocabOp, VocabOpResult
 from jaxmem.quant.precision import Params
+from jaxmem.sharding.trees import Path, subtree, without
 from jaxmem.sharding.weights import with_gradients
 from jaxmem.stack import StackCall, inexact_leaves, intercept_with, result_shapes
 from jaxmem.step.objective import Batch, Objective, Sums, trained_sum
@@ -164,8 +164,8 @@ def _refuse_lost_gradients(
     jaxpr = closed.jaxpr
     (of_weights, of_marks), marked = jax.tree.unflatten(jax.tree.structure(inputs), jaxpr.invars)
     (arguments, loss), values = jax.tree.unflatten(jax.tree.structure(outputs), jaxpr.outvars)
-    of_layers = {path: x for path, x in flatten_dict(of_weights).items() if any(path[: len(s)] == s for s in stacks)}
-    others = {path: x for path, x in flatten_dict(of_weights).items() if path not in of_layers}
+    of_layers = [subtree(of_weights, path) for path in stacks]
+    others = without(of_weights, stacks)
     if _depend(jaxpr, values, marked.outputs):
         raise _unsupported("a model or loss that uses the outputs of layers, the second result of apply_call")
     if _depend(jaxpr, (arguments, loss), of_layers):

@@ -19,6 +19,7 @@ from jaxmem.errors import UserError
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding.trees import replace_at
 from jaxmem.stack import StackOptions
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.typing import AxesTree, Tree
@@ -75,7 +76,7 @@ class ModelSpec:
 
     def with_forward_state(self, params: Params, new: Tree) -> Params:
         """`params` with the arrays in `new` in place of those that the forward pass changes, if there are any."""
-        return unflatten_dict(flatten_dict(params) | flatten_dict(new)) if new else params
+        return replace_at(params, flatten_dict(new)) if new else params
 
     @property
     def graphdef(self) -> Any:

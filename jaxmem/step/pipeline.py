@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from jaxmem.config.names import split_stack
 from jaxmem.models.network import Layers, NetworkPart, run_parts
@@ -25,6 +25,7 @@ from jaxmem.pipeline.stage_layers import LayersOfStage
 from jaxmem.pipeline.timetable import Timetable, evaluation
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
+from jaxmem.sharding.trees import without
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, Visitor
 from jaxmem.stack.reverse import differentiable_weights
@@ -61,22 +62,14 @@ class StageVisit:
 
 
 @dataclass(frozen=True)
-class Visited:
-    """The results of a visit."""
-
-    stacked: Tree
-    values: Tree
-
-
-@dataclass(frozen=True)
 class PipelineResult:
     """The results of a schedule. Gradients are float32 sums over micro-batches; with `Layout.local_gradient_axes` they
     have a first dimension, one element for each device along these axes."""
 
     outside: Tree  # gradients of the weights outside of the stages' layers
     sums: Sums
-    layers: Tree  # gradients of the layers; () if a visit received them
-    visited: Visited | None = None
+    of_layers: Tree  # what the stages return for their layers: the gradients, or the new `stacked` of a visit
+    values: Tree  # the new `values` of a visit
 
 
 def pipeline_gradients(
@@ -102,7 +95,7 @@ def pipeline_gradients(
     axes = model.select(model.axes)
     dtype = model.execution.dtype
     stack = stacks_of(model)[-1]
-    grads = unflatten_dict(flatten_dict(result.outside) | {(stack,): result.layers})
+    grads = {**result.outside, stack: result.of_layers}
     if not local:
         return constrain_tree(grads, axes, "gradients"), result.sums
 
@@ -163,7 +156,7 @@ def execute(
     def run_stage(arrays: Tree, outside: Tree, batch: Tree, replicated: Tree) -> tuple[Tree, Tree, Sums, Tree]:
         layers, stacked = arrays
         scale, values = replicated
-        trainable = jax.tree.map(lambda learns, w: w if learns else None, _without(learns, name), outside)
+        trainable = jax.tree.map(lambda learns, w: w if learns else None, without(learns, [(name,)]), outside)
         proxies = differentiable(trainable, gradient_dtype)
 
         def embed(proxies: Tree, micro: Tree) -> StackCall:
@@ -201,22 +194,16 @@ def execute(
         new_stacked, new_values = end(results.layers.visitor_carry)
         return new_stacked, results.outside, results.sums, new_values
 
-    outside = _without(params, name)
-    axes = _without(model.axes, name)
+    outside = without(params, [(name,)])
+    axes = without(model.axes, [(name,)])
     stacked, values = ((), ()) if visit is None else (visit.stacked, visit.values)
     on_stage = partial(vocab_parts, AXIS)
     stored = jax.tree.map(on_stage, stored_axes(axes, outside), outside, is_leaf=is_axes)
-    trained = [_without(model.select(tree), name) for tree in (model.axes, params)]
+    trained = [without(model.select(tree), [(name,)]) for tree in (model.axes, params)]
     gradient_shardings = jax.tree.map(on_stage, *trained, is_leaf=is_axes) if table.has_backward else ()
     arrays = (params[name], stacked), outside, batch, (jnp.float32(scale), values)
     of_layers, of_outside, (sums, new_values) = map_stages(stage, AXIS, local, stored, gradient_shardings)(*arrays)
-    if visit is None:
-        return PipelineResult(of_outside, sums, of_layers)
-    return PipelineResult(of_outside, sums, (), Visited(of_layers, new_values))
-
-
-def _without(tree: Tree, name: str) -> Tree:
-    return {key: value for key, value in tree.items() if key != name}
+    return PipelineResult(of_outside, sums, of_layers, new_values)
 
 
 def stacks_of(model: ModelSpec) -> list[str]:

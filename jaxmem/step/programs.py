@@ -224,7 +224,9 @@ class Program:
             from jaxmem.models.attention import context_order
 
             length = self.cfg.data.sequence_length
-            order = context_order(self.layout, length, self.model.execution.context_method, self.cfg.model.window)
+            order = context_order(
+                self.layout, length, self.model.execution.of_network.context_method, self.cfg.model.window
+            )
         return batches.place(order, self.rows, self.spec.batch, batch)
 
     @contextlib.contextmanager

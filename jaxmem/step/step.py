@@ -65,13 +65,12 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         can_skip = state.loss_scale is not None or cfg.train.on_nan == "skip"
         finite = jnp.isfinite(norm) if can_skip else None
         params, opt_state = _update(spec, state, grads, norm, write, after, finite)
-        if finite is None:
-            return TrainState(state.step + 1, params, opt_state), metrics
-        if state.loss_scale is None:
+        scale = None
+        if finite is not None and state.loss_scale is not None:
+            scale = next_loss_scale(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
+            metrics |= {"loss_scale": state.loss_scale.scale, "skipped": scale.skipped}
+        elif finite is not None:
             metrics |= {"skipped": 1 - finite.astype(jnp.int32)}
-            return TrainState(state.step + 1, params, opt_state), metrics
-        scale = next_loss_scale(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
-        metrics |= {"loss_scale": state.loss_scale.scale, "skipped": scale.skipped}
         return TrainState(state.step + 1, params, opt_state, scale), metrics
 
     return step
@@ -160,7 +159,7 @@ def _update(
 
     def update(grads: Params) -> tuple[Params, Tree]:
         if on_host:
-            from jaxmem.step.update_in_parts import update_from_host
+            from jaxmem.step.update_from_host import update_from_host
 
             return update_from_host(spec, params, grads, state.opt_state, write, norm)
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again

@@ -17,30 +17,31 @@ An update, in the order in which it is computed:
    to a `LayerUpdate` (`update_stack`).
 4. Other parameters outside of layers (`update_unstacked`), then embedding and output matrices, slice by slice
    (`VocabUpdate`).
-
-`LayerUpdate` and `VocabUpdate` are in `update_in_parts.py`.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
-from jaxmem.models.network import Path
 from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree, merge, select, single_weights, without
+from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes
-from jaxmem.sharding.host import fetch_from_host, send_like
+from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
+from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, without
+from jaxmem.sharding.weights import is_quantized
 from jaxmem.stack import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
 from jaxmem.step.by_parts import ForwardByParts, PassedStack, forward_by_parts
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_in_parts import LayerUpdate, Updated, VocabUpdate, add_squares
+from jaxmem.step.update_from_host import StackUpdate
+from jaxmem.step.update_vocab import VocabUpdate
 from jaxmem.typing import Tree
 
 
@@ -71,7 +72,7 @@ def update_during_backward(
     groups = {stack.path: [spec.group(w) for w in single_weights(stack.trainable)] for stack in network.stacks}
 
     def vocab_update(path: Path) -> VocabUpdate:
-        weight = select(state.params, unflatten_dict({path: 0}))
+        weight = select(state.params, nest(path, 0))
         group = spec.group(weight)
         chunk = spec.cfg.memory.loss_chunk
         entries = None if chunk == "auto" else chunk
@@ -82,15 +83,16 @@ def update_during_backward(
 
     def update_stack(stack: PassedStack, g: Tree) -> Tree:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
-        layers = stack.result.layers
-        before = [group.state(opt_state) for group in groups[stack.path]]
-        update = LayerUpdate(groups[stack.path], before, write, norm, layers)
+        layers = stack.result.call.layers
+        update = LayerUpdate(
+            [StackUpdate(group, group.state(opt_state), write, norm, layers) for group in groups[stack.path]]
+        )
 
         def weights(carry: Updated) -> Tree:
             return stack.weights(carry.weights)
 
         def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Updated:
-            return update(carry, layer, stack.nest(dw), fetched)
+            return update(carry, layer, nest(stack.path, dw), fetched)
 
         visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
         if spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
@@ -112,10 +114,10 @@ def update_during_backward(
         return new
 
     grads, matrices = network.backward(update_stack, on_last_gradients=update_unstacked)
-    update_unstacked(without(grads, network.last_parameters))
+    update_unstacked(without(grads, flatten_dict(network.last_parameters)))
     for path, gradient in matrices.items():
         new, new_state, square = vocab_update(path).update(gradient, write, norm)
-        updates.append(Updated(new, [new_state], unflatten_dict({path: square})))
+        updates.append(Updated(new, [new_state], nest(path, square)))
     axes = spec.model.select(spec.model.axes)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
     squares = nonfinite.in_backward_order(merge(zeros, *(update.squares for update in updates)), axes)
@@ -132,7 +134,7 @@ def _gradient_norm(
 
     def stack_backward(stack: PassedStack, g: Tree) -> Tree:
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-            return add_squares(squares, groups[stack.path], stack.nest(dw))
+            return add_squares(squares, groups[stack.path], nest(stack.path, dw))
 
         zero = jnp.zeros((), jnp.float32)
         squares, g = stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))
@@ -142,3 +144,60 @@ def _gradient_norm(
     grads, matrices = network.backward(stack_backward)
     sums += [vocab_update(path).squares(gradient) for path, gradient in matrices.items()]
     return jnp.sqrt(sum_of_squares(grads) + sum(sums))
+
+
+class Updated(NamedTuple):
+    """Parameters after their update. For a stack it is the carry of the loop over the layers, some of which are updated
+    already."""
+
+    weights: Tree
+    states: list[Tree]  # of their groups
+    squares: Tree  # for each weight the sum of squares of its gradient; of a stack for each layer
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """Updates all weights of a layer, when the backward pass has computed their gradients."""
+
+    stacks: Sequence[StackUpdate]  # one per weight
+
+    def initial_carry(self, weights: Tree, layers: int) -> Updated:
+        """The carry before the first update, for a part of `layers` layers."""
+        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+        return Updated(weights, [stack.before for stack in self.stacks], zeros)
+
+    def fetch(self, carry: Updated, layer: jax.Array) -> list[Tree]:
+        """The state of one layer, copied from host memory."""
+        return [stack.read_state(state, layer) for stack, state in zip(self.stacks, carry.states, strict=True)]
+
+    def __call__(self, carry: Updated, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Updated:
+        weights, states, squares = carry
+        new_states = list[Tree]()
+        for number, (stack, state) in enumerate(zip(self.stacks, states, strict=True)):
+            axes = stack.group.axes
+            gradient = constrain_tree(select(grads, axes, is_leaf=is_axes), axes, "gradients")
+            # One weight after the other, so that the buffers of one update are freed before the next begins.
+            gradient, weights, state, new_states = jax.lax.optimization_barrier((gradient, weights, state, new_states))
+            stacked = select(weights, axes, is_leaf=is_axes)
+            layer_state = fetched[number] if fetched else stack.read_state(state, layer)
+            # Read once: a second read could come after the layer is written, and XLA would copy the stack.
+            weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
+            new = stack.update(layer, gradient, layer_state, weight)
+            stacked, state = stack.put(stacked, state, layer, *new)
+            weights = merge(weights, stacked)
+            new_states = [*new_states, state]
+            sums = jax.tree.map(
+                lambda sums_of_layers, g: sums_of_layers.at[layer].set(sum_of_squares(g)),
+                select(squares, gradient),
+                gradient,
+            )
+            squares = merge(squares, sums)
+        return Updated(weights, new_states, squares)
+
+
+def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tree) -> jax.Array:
+    """`squares` plus the sum of squares of the gradients of one layer."""
+    gradients = (
+        constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients") for group in groups
+    )
+    return sum(map(sum_of_squares, gradients), squares)

@@ -3,26 +3,29 @@ micro-batch, when the gradient of the layer is complete.
 
 With one micro-batch, the gradients of one layer exist at a time. With several, the schedule needs the float32 sums of
 all layers of a stage; the update then takes the temporary buffers of one layer. Embedding and output matrices, and
-first layers of another kind, are updated after the loop in parts (`update_in_parts.py`), from their sums over the
+first layers of another kind, are updated after the loop one after the other (`update_singly`), from their sums over the
 stages.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem import optim
 from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import Write, constrain_tree, merge, single_weights, without
+from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes
-from jaxmem.sharding.host import fill
+from jaxmem.sharding.trees import fill, merge, single_weights, without
 from jaxmem.stack import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective_of
-from jaxmem.step.pipeline import StageArrays, StageVisit, Visited, VisitOfStage, execute, stacks_of
+from jaxmem.step.pipeline import PipelineResult, StageArrays, StageVisit, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_in_parts import LayerUpdate, Updated, add_squares, update_singly
-from jaxmem.typing import AxesTree, Tree
+from jaxmem.step.update_during import LayerUpdate, Updated, add_squares
+from jaxmem.step.update_from_host import StackUpdate, update_singly
+from jaxmem.typing import Tree
 
 
 def update_in_stages(
@@ -37,17 +40,15 @@ def update_in_stages(
     trainable = model.select(params)
     axes = model.select(model.axes)
     stack = {name: trainable[name]}
-    outside = without(trainable, stack)
-    outside_axes = without(axes, stack)
+    outside = without(trainable, [(name,)])
+    outside_axes = without(axes, [(name,)])
     groups = [spec.group(weight) for weight in single_weights(stack)]
-    state_axes = [group.state_axes for group in groups]
 
-    def run(visit: StageVisit) -> tuple[Visited, Tree, Sums]:
-        """Returns the results of the visit, the mean gradients outside of the stages' layers, and the sums."""
+    def run(visit: StageVisit) -> tuple[PipelineResult, Tree]:
+        """Also returns the mean gradients outside of the stages' layers."""
         result = execute(spec, pipeline.timetable, objective_of(spec.cfg), params, (batch, keys), visit=visit)
-        assert result.visited is not None
         grads = constrain_tree(result.outside, outside_axes, "gradients")
-        return result.visited, _mean(grads, result.sums["count"]), result.sums
+        return result, _mean(grads, result.sums["count"])
 
     def measure(stage: StageArrays) -> VisitOfStage:
         """Adds up the squares of the gradients of a stage."""
@@ -60,8 +61,12 @@ def update_in_stages(
     def update(stage: StageArrays) -> VisitOfStage:
         """Updates the layers of a stage."""
         norm, unstacked = stage.values
-        before = list(map(fill, stage.stacked, unstacked))
-        layers = LayerUpdate(groups, before, write, norm, pipeline.stored, stage.first_layer)
+        before = map(fill, stage.stacked, unstacked)
+        stacks = [
+            StackUpdate(group, group_state, write, norm, pipeline.stored, stage.first_layer)
+            for group, group_state in zip(groups, before, strict=True)
+        ]
+        layers = LayerUpdate(stacks)
         trainable_weights = jax.tree.map(
             lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=lambda x: x is None
         )
@@ -73,39 +78,38 @@ def update_in_stages(
             return layers(carry, layer, {name: _mean(dw, stage.count)})
 
         def end(carry: Updated) -> tuple[Updated, list[Tree]]:
-            stacked = carry._replace(states=list(map(_stacked, state_axes, carry.states)))
-            return stacked, list(map(_unstacked, state_axes, carry.states))
+            stacked, unstacked = _divide(groups, carry.states)
+            return carry._replace(states=stacked), unstacked
 
         begin = layers.initial_carry({name: trainable_weights}, pipeline.stored // pipeline.stages)
         return Visitor(begin, weights, visit), end
 
     norm = None
     if spec.cfg.needs_global_norm_first:
-        measured, grads, _ = run(StageVisit((), (), measure))
-        norm = jnp.sqrt(jnp.sum(measured.stacked) + sum_of_squares(grads))
-    states = [group.state(state.opt_state) for group in groups]
-    stacked = list(map(_stacked, state_axes, states))
-    unstacked = list(map(_unstacked, state_axes, states))
-    visited, grads, sums = run(StageVisit(stacked, (norm, unstacked), update))
-    layers: Updated = visited.stacked
+        measured, grads = run(StageVisit((), (), measure))
+        norm = jnp.sqrt(jnp.sum(measured.of_layers) + sum_of_squares(grads))
+    stacked, unstacked = _divide(groups, [group.state(state.opt_state) for group in groups])
+    result, grads = run(StageVisit(stacked, (norm, unstacked), update))
+    layers: Updated = result.of_layers
     new_outside, new_states = update_singly(spec, outside, grads, state.opt_state, write, norm)
-    new_states += map(fill, layers.states, visited.values)
+    new_states += map(fill, layers.states, result.values)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
     all_squares = merge(zeros, layers.squares, nonfinite.sums_of_squares(grads, outside_axes))
     squares = nonfinite.in_backward_order(all_squares, axes, spec.model.execution.layer_order)
     opt_state = optim.record_norm(merge(state.opt_state, *new_states), jnp.sqrt(jnp.sum(squares)))
-    return merge(params, layers.weights, *new_outside), opt_state, sums, squares
+    return merge(params, layers.weights, *new_outside), opt_state, result.sums, squares
 
 
 def _mean(grads: Tree, count: jax.Array) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(count, 1.0), grads)
 
 
-def _stacked(axes: AxesTree, tree: Tree) -> Tree:
-    """The leaves that are stacked; None for others."""
-    return jax.tree.map(lambda names, x: x if names[:1] == ("layer",) else None, axes, tree, is_leaf=is_axes)
+def _divide(groups: Sequence[ParameterGroup], states: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """For the state of each group, the leaves that are stacked, and those that are not; None for others."""
+    axes = [group.state_axes for group in groups]
 
+    def leaves(is_stacked: bool) -> list[Tree]:
+        select = lambda names, x: x if (names[:1] == ("layer",)) == is_stacked else None  # noqa: E731
+        return jax.tree.map(select, axes, states, is_leaf=is_axes)
 
-def _unstacked(axes: AxesTree, tree: Tree) -> Tree:
-    """The leaves that are not stacked; None for others."""
-    return jax.tree.map(lambda names, x: None if names[:1] == ("layer",) else x, axes, tree, is_leaf=is_axes)
+    return leaves(is_stacked=True), leaves(is_stacked=False)

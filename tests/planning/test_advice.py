@@ -264,7 +264,7 @@ def test_remedies_are_what_the_config_does_not_have(remat: str) -> None:
 @pytest.mark.exhaustive
 def test_a_plan_without_a_fault_warns_of_nothing(cpu_plan: Plan) -> None:
     """On fsdp and tensor, which divides everything; and with attention in blocks."""
-    assert cpu_plan.program.model.execution.attention.implementation == "blockwise"
+    assert cpu_plan.program.model.execution.kernels.attention.implementation == "blockwise"
     assert kinds(cpu_plan) == set()
 
 

@@ -81,7 +81,7 @@ def test_settings_change_the_choice(gpu, change, kernels, implementation):
     built = program(config(**{**SECTIONS, **change}), target_devices(target, target.memory))
     lowered = built.lower_evaluate().as_text()
     assert calls(re.findall(r'custom_call @"?([\w$.]+)', lowered)) == kernels
-    assert built.model.execution.attention.implementation == implementation
+    assert built.model.execution.kernels.attention.implementation == implementation
 
 
 def test_a_kernel_that_is_named_is_refused_before_compiling():

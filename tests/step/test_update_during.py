@@ -9,10 +9,10 @@ from flax.traverse_util import flatten_dict
 from jaxmem import optim
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
-from jaxmem.optim.groups import merge
 from jaxmem.optim.rules import quantized
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.sharding.trees import merge
 from jaxmem.step import nonfinite, program
 from tests.step.conftest import SMALL, Trained, batch_for, config
 

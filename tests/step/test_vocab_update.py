@@ -9,10 +9,11 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.config.sections import Precision
-from jaxmem.optim.groups import ParameterGroup, select
+from jaxmem.optim.groups import ParameterGroup
 from jaxmem.optim.transformation import chain
+from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import Storage, store
-from jaxmem.step.update_in_parts import VocabUpdate
+from jaxmem.step.update_vocab import VocabUpdate
 from tests.optim.conftest import normal, same
 
 AXES = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}

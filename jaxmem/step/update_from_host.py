@@ -1,0 +1,156 @@
+"""`memory.offload: optimizer`: optimizer state in host memory is copied to the device and back one layer at a time.
+
+With P parameters in N layers and s bytes of state per parameter, a device stores the state of two layers, 2 s P / N
+bytes, instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent between host and device (Ren et al.,
+arXiv:2101.06840). Frozen weights are copied one layer ahead in each pass (`stack`), and not copied back.
+
+`update_singly` updates the weights one after the other: a stack layer by layer (`StackUpdate.update_all`), an embedding
+or output matrix slice by slice (`VocabUpdate`). With `memory.update: during`, the backward pass of a layer uses the
+operations of `StackUpdate`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.models.vocab_slices import VocabSlices
+from jaxmem.optim import record_norm
+from jaxmem.optim.groups import ParameterGroup, Write
+from jaxmem.quant.precision import Params
+from jaxmem.sharding import Axes, Role, constrain, is_axes, map_layers, shard_count, stored_axes
+from jaxmem.sharding.arrays import row_major_if_gathered
+from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
+from jaxmem.sharding.trees import merge, select, single_weights
+from jaxmem.sharding.weights import Weight
+from jaxmem.step.state import StateSpec
+from jaxmem.step.update_vocab import VocabUpdate
+from jaxmem.typing import Tree
+
+
+def update_from_host(
+    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array
+) -> tuple[Params, Tree]:
+    """Returns new parameters and optimizer state. The arguments are those of `update_singly`, with all trainable
+    parameters."""
+    new, states = update_singly(spec, params, grads, opt_state, write, norm)
+    return merge(params, *new), record_norm(merge(opt_state, *states), norm)
+
+
+def update_singly(
+    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array | None
+) -> tuple[list[Tree], list[Tree]]:
+    """Updates parameters one after the other, and a stack layer by layer.
+
+    Args:
+        spec: the specification of the step.
+        params: the parameters to update.
+        grads: their gradients.
+        opt_state: the state of the optimizer.
+        write: adds updates to weights.
+        norm: the norm of all gradients; None: the optimizer does not need it.
+
+    Returns:
+        The new value of each parameter, and the new state of its group.
+    """
+    new_params = []
+    new_states = []
+    for weight in single_weights(params):
+        group = spec.group(weight)
+        gradient = select(grads, group.axes, is_leaf=is_axes)
+        state = group.state(opt_state)
+        (names,) = jax.tree.leaves(group.axes, is_leaf=is_axes)
+        (g,) = jax.tree.leaves(gradient)
+        if names[:1] == ("layer",):
+            new, state = StackUpdate(group, state, write, norm, len(g)).update_all(gradient, weight)
+        elif "vocab" in names:
+            slice_of = partial(_slice_of, g, names.index("vocab"))
+            new, state, _ = VocabUpdate(group, weight, state, g.dtype).update(slice_of, write, norm)
+        else:
+            new, state = group.update(gradient, state, weight, write, norm=norm)
+        new_params.append(new)
+        new_states.append(state)
+    return new_params, new_states
+
+
+def _slice_of(
+    gradient: jax.Array, dim: int, _: Weight, slices: VocabSlices | None = None, j: jax.Array | None = None, /
+) -> jax.Array:
+    return gradient if slices is None or j is None else slices.read(gradient, dim, j)
+
+
+@dataclass(frozen=True)
+class StackUpdate:
+    """The update of the only weight of a group, a stack of layers, one layer at a time and in place."""
+
+    group: ParameterGroup
+    before: Tree  # the state before the update, from which each layer reads the number of earlier updates
+    write: Write
+    norm: jax.Array | None
+    layers: int  # number of layers of the complete stack
+    first: int | jax.Array = 0  # the position of the first updated layer in the complete stack
+
+    def update_all(self, grads: Tree, weights: Tree) -> tuple[Tree, Tree]:
+        """Returns the new stack and its new state. Each pipeline stage updates its own layers."""
+        stages = shard_count("weights", "layer")
+        if stages == 1 or self.layers % stages:  # a stack that is not divisible is outside of the pipeline: replicated
+            return self._update_layers(grads, self.before, weights, self.norm, jnp.zeros(1, jnp.int32))
+        stored = stored_axes(self.group.axes, weights)
+        axes = self.group.axes, self.group.state_axes, stored, (), ("layer",)
+        update = map_layers(self._update_layers, axes, (stored, self.group.state_axes))
+        first = jnp.arange(stages, dtype=jnp.int32) * (self.layers // stages)
+        return update(grads, self.before, weights, self.norm, first)
+
+    def _update_layers(
+        self, grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """Updates all layers of a pipeline stage, one after the other. The state of the next layer is copied from host
+        memory while a layer is updated."""
+        stage = replace(self, before=state, norm=norm, first=first[0])
+        last = jax.tree.leaves(weights)[0].shape[0] - 1
+
+        def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+            weights, state, fetched = carry
+            following = stage.read_state(state, jnp.minimum(layer + 1, last))
+            new, new_state = stage.update(layer, take_layer(grads, layer), fetched, take_layer(weights, layer))
+            # The next layer's state is read before the state is overwritten; otherwise XLA would copy all of the state.
+            following, state = jax.lax.optimization_barrier((following, state))
+            return *stage.put(weights, state, layer, new, new_state), following
+
+        begin = weights, state, stage.read_state(state, jnp.int32(0))
+        weights, state, _ = jax.lax.fori_loop(0, last + 1, step, begin)
+        return weights, state
+
+    def read_state(self, state: Tree, layer: jax.Array) -> Tree:
+        """The state of one layer, copied to the device if it is in host memory."""
+
+        def read(names: Axes, x: jax.Array, before: jax.Array) -> jax.Array:
+            return fetch_from_host(take_layer(x, layer)) if names[:1] == ("layer",) else before
+
+        return jax.tree.map(read, self.group.state_axes, state, self.before, is_leaf=is_axes)
+
+    def update(self, layer: jax.Array, gradient: Tree, state: Tree, weight: Tree) -> tuple[Tree, Tree]:
+        """The new weight and the new state of one layer."""
+        extra = {"layer": self.first + layer, "layers": self.layers, "norm": self.norm}
+        return self.group.update(gradient, state, weight, self.write, **extra)
+
+    def put(self, weights: Tree, state: Tree, layer: jax.Array, new: Tree, new_state: Tree) -> tuple[Tree, Tree]:
+        """The stack and its state, with those of one layer replaced."""
+        axes = stored_axes(self.group.axes, weights)
+        weights = _put_stacked(weights, axes, "weights", layer, new)
+        return weights, _put_stacked(state, self.group.state_axes, "optimizer", layer, new_state)
+
+
+def _put_stacked(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
+    """Writes one layer into stacked leaves, in the same memory. Leaves that are not stacked are replaced."""
+
+    def put_leaf(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
+        if names[:1] != ("layer",):
+            return new
+        # The layer is sharded before it is written, so that no other layer is communicated.
+        new = row_major_if_gathered(constrain(new, *names[1:], role=role), names[1:], role, "optimizer")
+        stacked = put_layer(x, layer, send_like(new, x))
+        return stacked if is_on_host(x) else constrain(stacked, *names, role=role)
+
+    return jax.tree.map(put_leaf, axes, tree, new, is_leaf=is_axes)
