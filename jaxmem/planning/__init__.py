@@ -18,7 +18,7 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     budget="resolve_remat",
-    compile="Compiled",
+    compile="CompiledProgram",
     flops="ideal_flops",
     result="Plan plan plan_program",
     targets="Target parse_target",

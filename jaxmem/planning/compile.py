@@ -46,7 +46,7 @@ _NO_CACHE = "no-cache-of-kernels"  # the name of the invalid cache file, which X
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledProgram:
     """A program as XLA compiled it. XLA's module and buffer assignment are serialized."""
 
     serialized_module: bytes
@@ -84,7 +84,7 @@ def compile_all(
     *,
     here: bool,
     code: bool = True,
-) -> tuple[Compiled, dict[str, int]]:
+) -> tuple[CompiledProgram, dict[str, int]]:
     """Compiles in threads while jax lowers the next program.
 
     Args:
@@ -130,18 +130,18 @@ def total_of(executable: Any) -> int:
     return _sum(sizes_of(executable.memory_analysis().serialized_buffer_assignment_proto, on_host=False))
 
 
-def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
+def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> CompiledProgram:
     wants_host = "pinned_host" in lowered.as_text()
     try:
         if not here:
-            return Compiled(*compile_elsewhere(lowered), wants_host)
+            return CompiledProgram(*compile_elsewhere(lowered), wants_host)
         executable: Any = lowered.compile(compiler_options=None if code else _QUICK)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0] or "it states no reason"
         raise UserError(f"XLA cannot compile this program: {reason}") from error
     module = executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     assignment = executable.memory_analysis().serialized_buffer_assignment_proto
-    return Compiled(module, assignment, wants_host, executable)
+    return CompiledProgram(module, assignment, wants_host, executable)
 
 
 @contextlib.contextmanager

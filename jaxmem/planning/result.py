@@ -18,7 +18,7 @@ from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
-from jaxmem.planning.compile import Compiled, check_stages, compile_all, replicated_arrays, total_of
+from jaxmem.planning.compile import CompiledProgram, check_stages, compile_all, replicated_arrays, total_of
 from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
@@ -44,16 +44,16 @@ class Plan(Printed):
 
     program: Program
     target: Target
-    compiled_step: Compiled
+    compiled_step: CompiledProgram
     seconds: float  # time that planning took
     reserve_gib: float | None = None  # memory of a GPU outside the compiled program; None: the default
-    unlimited: Compiled | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
+    unlimited: CompiledProgram | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
     replicated: Sequence[str] = ()  # arrays that XLA replicates on every device to reshard them
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
     remat_why: str | None = None  # the reason for the policy of `memory.remat: auto`; None: the config names it
 
     @property
-    def step(self) -> jax.stages.Compiled:
+    def executable(self) -> jax.stages.Compiled:
         """The step that `train` runs on local devices."""
         executable = self.compiled_step.executable
         assert executable is not None, f"{self.target.name} is not this machine"

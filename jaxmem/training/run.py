@@ -182,7 +182,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
             profile.before(step)
-            state, metrics = serialized(plan.step(state, built.place(batch)))
+            state, metrics = serialized(plan.executable(state, built.place(batch)))
             profile.after(step, metrics)
             is_stopped = stop.from_any_process(largest_signal.of(stop.requested or 0))
             last = is_stopped or step == cfg.steps

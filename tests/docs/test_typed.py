@@ -29,7 +29,7 @@ from jaxmem.config.methods import METHODS
 from jaxmem.data import text
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.planning import budget, result
-from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.compile import CompiledProgram, compile_all
 from jaxmem.planning.estimated import estimated
 from jaxmem.search import candidates, comparison, fit, nearest
 from jaxmem.search.compilers import CompilerPool
@@ -250,7 +250,7 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 
 
-FOR_GPUS: list[Compiled] = []  # the first step that was compiled for GPUs, which is that of base.yaml
+FOR_GPUS: list[CompiledProgram] = []  # the first step that was compiled for GPUs, which is that of base.yaml
 LOWER = Program.lower_step
 
 
@@ -259,7 +259,7 @@ def lower_step(built: Program) -> Any:
     return LOWER(built) if built.platform == "cpu" or not FOR_GPUS else None
 
 
-def compile_step(step: Any, others: Any, *, here: bool, **options: Any) -> tuple[Compiled, dict[str, int]]:
+def compile_step(step: Any, others: Any, *, here: bool, **options: Any) -> tuple[CompiledProgram, dict[str, int]]:
     """A compiled step, for GPUs the first of all; for each other program half of its bytes, without compiling."""
     if here or not FOR_GPUS:
         compiled, _ = compile_all(step, {}, here=here, **options)

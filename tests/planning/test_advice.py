@@ -21,7 +21,7 @@ from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
-from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
+from jaxmem.planning.compile import CompiledProgram, compile_all, replicated_arrays, without_cache
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
@@ -90,7 +90,7 @@ def test_rows_longer_than_the_model_was_trained_on(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ recomputation that nobody asked for
 
 
-def short_of(usable: int) -> Compiled:
+def short_of(usable: int) -> CompiledProgram:
     """A chain of layers whose activations XLA can compute again, for a GPU with so much memory."""
     place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), usable)[0])
 
