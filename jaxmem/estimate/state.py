@@ -11,15 +11,15 @@ import numpy as np
 
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Memory
-from jaxmem.estimate.parts import part_of
+from jaxmem.estimate.categories import category_of
 from jaxmem.estimate.passes import on_one_device, shape_of
 from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree
 
-# The parts of the state, and the sharding role of each.
-ROLE_OF_PART: Mapping[str, Role] = {
+# The categories of the state, and the sharding role of each.
+ROLE_OF_CATEGORY: Mapping[str, Role] = {
     "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
 }  # fmt: skip
 # Reasons to communicate a weight or its gradient, in this order: the weight is stored sharded, so it is gathered (zero
@@ -45,13 +45,13 @@ class StateLeaf:
 class StateLeaves:
     weights: tuple[StateLeaf, ...]  # all weights, in the dtype of their gradients
     trainable: tuple[StateLeaf, ...]  # the trainable weights, in the dtype of their gradients
-    parts: Mapping[str, tuple[StateLeaf, ...]]  # the arrays of each part; parameters: values or integer codes
+    categories: Mapping[str, tuple[StateLeaf, ...]]  # the arrays of each category; parameters: values or integer codes
     saved: Mapping[Role, tuple[StateLeaf, ...]]  # the arrays that a checkpoint contains, by role
 
     @property
     def stored_bytes(self) -> float:
         """Bytes per weight, scales included."""
-        stored = (*self.parts["parameters"], *self.parts["quantization"])
+        stored = (*self.categories["parameters"], *self.categories["quantization"])
         size = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in stored)
         return size / sum(math.prod(leaf.shape) for leaf in self.weights)
 
@@ -66,7 +66,7 @@ def _state(shape: Config) -> StateLeaves:
     built = on_one_device(shape)
     model = built.model
     spec = built.spec
-    parts: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(ROLE_OF_PART, ())
+    categories: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(ROLE_OF_CATEGORY, ())
     frozen = offloaded_weights(model.axes, model.select(model.axes), spec.param_axes)
     for where, named, arrays, offloadable in (
         ("params", spec.param_axes, spec.state.params, frozen),
@@ -75,8 +75,8 @@ def _state(shape: Config) -> StateLeaves:
         axes = jax.tree.leaves(named, is_leaf=is_axes)
         leaves_there = jax.tree_util.tree_leaves_with_path(arrays)
         for name, (path, leaf), can_offload in zip(axes, leaves_there, jax.tree.leaves(offloadable), strict=True):
-            part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
-            parts[part] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
+            category = category_of(f"state.{where}{jax.tree_util.keystr(path)}")
+            categories[category] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
     proxies = jax.eval_shape(lambda params: differentiable(params, spec.gradient_dtype), spec.state.params)
 
     def leaves(axes: AxesTree, proxies: Any) -> tuple[StateLeaf, ...]:
@@ -87,7 +87,7 @@ def _state(shape: Config) -> StateLeaves:
     return StateLeaves(
         leaves(model.axes, proxies),
         leaves(model.select(model.axes), model.select(proxies)),
-        parts,
+        categories,
         {
             "weights": leaves(checkpoint.saved(spec.param_axes), checkpoint.saved(spec.state.params)),
             "optimizer": leaves(spec.opt_axes, spec.state.opt_state),

@@ -118,7 +118,7 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     for buffer in plan.breakdown.buffers:
         dims = sorted_dims(buffer.shape.dims)
         is_weight = buffer.kind == GATHERED and dims in known.full_weights
-        is_gradient = buffer.part == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
+        is_gradient = buffer.category == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
         if (is_weight or is_gradient) and buffer.size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
             text = (
@@ -168,11 +168,11 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
             "memory.offload is set, but the compiled step stores every byte on the device",
             "--target with a GPU, since a CPU offloads nothing; on a GPU, memory.offload=none",
         )
-    for what, parts, kind in (
+    for what, categories, kind in (
         ("optimizer state", ("optimizer", "master"), STATE_COPIES),
         ("frozen weights", ("parameters", "quantization"), COPIES),
     ):
-        on_host = plan.breakdown.on_host(*parts)
+        on_host = plan.breakdown.on_host(*categories)
         copied = plan.breakdown.of_kind(kind)
         if copied > MAX_COPIED_SHARE * on_host > 0:
             yield PlanWarning(

@@ -1,9 +1,9 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
-computed it, and the category in its name (`kernels.scopes`). A value of the backward pass that has none of these,
-but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the parts
-are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
+computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of these,
+but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the
+categories are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import functools
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxmem.estimate.parts import PARTS, SAVED, is_batch, is_optimizer_state, is_weight, part_of
-from jaxmem.kernels.scopes import category_of
+from jaxmem.estimate.categories import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
+from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
 
-# Names of parts in tables and figures, if they differ from the names in JSON.
+# Names of categories in tables and figures, if they differ from the names in JSON.
 LABELS = {
     "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
 }  # fmt: skip
@@ -38,8 +38,8 @@ Result = tuple[Origins, ...]  # one for each array of an instruction's result
 
 @dataclass(frozen=True)
 class NamedBuffer:
-    part: str  # one of PARTS
-    kind: str  # the kind within a part: "logits", "saved for backward", ...
+    category: str  # one of CATEGORIES
+    kind: str  # the kind within a category: "logits", "saved for backward", ...
     size: int
     what: str  # the path of an argument, or the shape of a temporary
     made_by: str  # jax's name of the operation; "" if it has none
@@ -67,11 +67,11 @@ class Breakdown:
 
     @cached_property
     def kinds(self) -> dict[str, dict[str, int]]:
-        """Bytes of each part by kind, largest first; only parts that have bytes."""
-        parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+        """Bytes of each category by kind, largest first; only categories that have bytes."""
+        categories: dict[str, Counter[str]] = {category: Counter() for category in CATEGORIES}
         for buffer in self.buffers:
-            parts[buffer.part][buffer.kind] += buffer.size
-        return {part: dict(kinds.most_common()) for part, kinds in parts.items() if kinds}
+            categories[buffer.category][buffer.kind] += buffer.size
+        return {category: dict(kinds.most_common()) for category, kinds in categories.items() if kinds}
 
     def of_kind(self, kind: str) -> int:
         return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
@@ -81,9 +81,9 @@ class Breakdown:
         """Bytes at the peak that are classified by their shapes."""
         return sum(buffer.size for buffer in self.buffers if buffer.by_shape)
 
-    def on_host(self, *parts: str) -> int:
+    def on_host(self, *categories: str) -> int:
         """Bytes of arguments that are stored in host memory."""
-        return sum(buffer.size for buffer in self.permanent(on_host=True) if buffer.part in parts)
+        return sum(buffer.size for buffer in self.permanent(on_host=True) if buffer.category in categories)
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
@@ -111,7 +111,7 @@ class Breakdown:
                 assert allocation.parameter is not None
                 path = inputs[allocation.parameter].op_name
                 shape = inputs[allocation.parameter].shape
-                yield NamedBuffer(part_of(path), "argument", allocation.size, path, "", shape)
+                yield NamedBuffer(category_of(path), "argument", allocation.size, path, "", shape)
             elif allocation.kind == "output":
                 largest = max(allocation.buffers, key=lambda buffer: buffer.size)
                 made_by = largest.aliases[0][0].op_name
@@ -142,13 +142,13 @@ class Breakdown:
             for instruction, index in places
             if instruction in self._origins
         )
-        part, kind, by_shape = self._part_and_kind(region, maker, shape, origins)
-        return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region, by_shape)
+        category, kind, by_shape = self._category_and_kind(region, maker, shape, origins)
+        return NamedBuffer(category, kind, region.size, str(shape), maker.op_name, shape, region, by_shape)
 
-    def _part_and_kind(
+    def _category_and_kind(
         self, region: Region, maker: Instruction, shape: HloShape, origins: Origins
     ) -> tuple[str, str, bool]:
-        """The part, the kind, and whether it is known only by the shape.
+        """The category, the kind, and whether it is known only by the shape.
 
         Tests are in the order of their certainty, since each sees only what the tests before it left. First, from what
         a value is computed: weights alone, optimizer state alone. Then the scope of the update, before gradients,
@@ -157,24 +157,24 @@ class Breakdown:
         """
         dims = sorted_dims(shape.dims)
         when = pass_of(maker.op_name)
-        category = category_of(maker.op_name)
+        purpose = purpose_of(maker.op_name)
         if origins == WEIGHTS:
             return "activations", COPIES if dims in self.known.stored else GATHERED, False
         if origins and not origins & ~(OPTIMIZER | OTHER):
             return "optimizer", STATE_COPIES, False
-        if category == "update":
+        if purpose == "update":
             return "gradients", UPDATES, False
         kind = "of one backward pass" if when == "backward" else UPDATES if origins & OPTIMIZER else "summed or scaled"
         if when != "forward" and origins & GRADIENT:
             return "gradients", kind, False
         spans = [self.lifetimes.of(buffer) for buffer in region.buffers]
         crosses = min(start for start, _ in spans) < self._backward <= max(end for _, end in spans)
-        if category == "logits":
+        if purpose == "logits":
             return "activations", LOGITS, False
-        if category == "all_scores":
+        if purpose == "all_scores":
             return "activations", ALL_SCORES, False
         has_shape = dims and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
-        may_be_gradient = category is None and when != "forward" and origins & BATCH
+        may_be_gradient = purpose is None and when != "forward" and origins & BATCH
         if has_shape and may_be_gradient and not is_repeated(maker.op_name):
             return "gradients", kind, True
         if when == "update" and origins & OPTIMIZER:
@@ -183,7 +183,7 @@ class Breakdown:
             return ("activations", SAVED, False) if is_saved else ("gradients", UPDATES, False)
         if when == "forward" and max(end for _, end in spans) >= self._backward:
             return "activations", SAVED, False
-        return "activations", "attention" if category == "attention" else "intermediates", False
+        return "activations", "attention" if purpose == "attention" else "intermediates", False
 
 
 def input_origin(path: str) -> Origins:
@@ -303,15 +303,15 @@ def _computed(instruction: Instruction, operands: Sequence[Origins]) -> Origins:
     embedding is what its lookup computes in the backward pass. New weights and optimizer state do not count as
     gradients, although they are computed from them."""
     result = union(operands)
-    category = category_of(instruction.op_name)
-    if category == "update" and result & GRADIENT:
+    purpose = purpose_of(instruction.op_name)
+    if purpose == "update" and result & GRADIENT:
         return result & ~(GRADIENT | BATCH) | OPTIMIZER
     is_transposed = pass_of(instruction.op_name) == "backward" and not is_recomputed(instruction.op_name)
-    if category == "embedding" and is_transposed and result & BATCH:
+    if purpose == "embedding" and is_transposed and result & BATCH:
         return result | GRADIENT
     if not dot_flops(instruction):
         return result
-    is_of_weight = is_transposed and category not in ("attention", "all_scores")
+    is_of_weight = is_transposed and purpose not in ("attention", "all_scores")
     if is_of_weight and all(origins & BATCH or not origins for origins in operands):
         return result | GRADIENT
     return result & ~GRADIENT

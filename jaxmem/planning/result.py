@@ -11,8 +11,8 @@ import jax
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
+from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.estimate.memory import predict
-from jaxmem.estimate.parts import PARTS
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.budget import check_size, resolve_remat
@@ -84,14 +84,14 @@ class Plan(Printed):
 
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes of the training step by part. Every part except `other` is a sum of named buffers."""
-        parts = {part: sum(self.breakdown.kinds.get(part, {}).values()) for part in PARTS}
+        """Bytes of the training step by category. Every category except `other` is a sum of named buffers."""
+        categories = {category: sum(self.breakdown.kinds.get(category, {}).values()) for category in CATEGORIES}
         total = self.compiled_step.total
-        return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
+        return {**categories, "other": total - sum(categories.values()) + categories["other"], "total": total}
 
     @cached_property
     def predicted(self) -> dict[str, int | None]:
-        """Bytes of each part by arithmetic alone."""
+        """Bytes of each category by arithmetic alone."""
         return predict(self.program)
 
     @cached_property

@@ -92,8 +92,8 @@ class Candidate:
         """Bytes of a step by kind."""
         if self.cost:
             return dict(self.cost.kinds)
-        parts = {part: size for part, size in self.estimate.parts.items() if part != "activations"}
-        return parts | self.estimate.kinds
+        categories = {name: size for name, size in self.estimate.categories.items() if name != "activations"}
+        return categories | self.estimate.kinds
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:

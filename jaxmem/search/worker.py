@@ -99,7 +99,7 @@ class StepCost:
     total: int  # bytes
     host: int  # bytes of host memory
     seconds: float  # estimated from the compiled program; seconds for CPUs are only comparable with each other
-    kinds: Mapping[str, int]  # bytes by part, and of activations by kind
+    kinds: Mapping[str, int]  # bytes by category, and of activations by kind
     recomputed: int  # number of values that XLA recomputes by itself to stay within memory
 
 
@@ -109,12 +109,12 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDic
     step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
     plan = Plan(built, target, step, 0.0, reserve_gib)
     timed = timeline(step.module, target.gpu or CPU, target.count, target.per_host)
-    parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
+    categories = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     cost = StepCost(
         total=step.total,
         host=plan.host_bytes,
         seconds=timed.seconds,
-        kinds=parts | plan.breakdown.kinds.get("activations", {}),
+        kinds=categories | plan.breakdown.kinds.get("activations", {}),
         recomputed=recomputed_values(step.module),
     )
     return vars(cost)

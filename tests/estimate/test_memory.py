@@ -63,7 +63,7 @@ def on_gpus(count: int, **sections: object) -> Program:
 )
 def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master: str) -> None:
     built = program(config(mesh=mesh, zero=zero, precision={"parameters": parameters, "master": master}))
-    parts = estimate(built.cfg, "cpu").parts
+    parts = estimate(built.cfg, "cpu").categories
     assert parts["parameters"] == bytes_on_device(built.spec.state.params)
     assert parts["master"] + parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
     assert parts["batch"] == bytes_on_device(built.spec.batch)
@@ -73,8 +73,8 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
 def test_the_state_of_adapters_is_exact() -> None:
     built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
     found = estimate(built.cfg, "cpu")
-    assert found.parts["parameters"] + found.parts["quantization"] == bytes_on_device(built.spec.state.params)
-    assert found.parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
+    assert found.categories["parameters"] + found.categories["quantization"] == bytes_on_device(built.spec.state.params)
+    assert found.categories["optimizer"] == bytes_on_device(built.spec.state.opt_state)
     assert found.host == bytes_on_device(built.spec.state.params) + bytes_on_device(built.spec.state.opt_state)
 
 
@@ -161,7 +161,7 @@ def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> 
     """Up to zero 1 each group of rows has its own complete sum."""
     built = program(config(mesh={"fsdp": 4}, zero=zero, batch={"global_size": 32, "accumulate": 4}), jax.devices()[:4])
     sums = 4 * built.model.parameter_count / split
-    assert sums <= estimate(built.cfg, "cpu").parts["gradients"] < 1.3 * sums
+    assert sums <= estimate(built.cfg, "cpu").categories["gradients"] < 1.3 * sums
 
 
 @pytest.mark.exhaustive

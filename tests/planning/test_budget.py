@@ -8,7 +8,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_of
-from jaxmem.estimate.state import ROLE_OF_PART
+from jaxmem.estimate.state import ROLE_OF_CATEGORY
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import budget
 from jaxmem.planning.budget import BYTES_PER_ELEMENT, PolicyCandidate, candidates, largest_that_fits, resolve_remat
@@ -120,7 +120,8 @@ def test_the_share_that_xla_does_not_fill_stays_free(monkeypatch) -> None:
     asked = given(remat="auto")
     target = parse_target("h100-80gb:1")
     resolve_remat(asked, target)
-    state = sum(size for part, size in estimate(given(remat="full"), "gpu").parts.items() if part in ROLE_OF_PART)
+    categories = estimate(given(remat="full"), "gpu").categories
+    state = sum(categories[category] for category in ROLE_OF_CATEGORY)
     usable = usable_memory(target, asked.memory)
     assert limits == [state + round(0.95 * (usable - state))]
 

@@ -47,7 +47,7 @@ def test_the_parts_are_the_whole(planned: Plan) -> None:
     assert sum(parts.values()) == total
     assert total == held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
     assert parts["other"] < 0.05 * total
-    assert sum(item.size for item in planned.breakdown.buffers if item.part == "parameters") == parts["parameters"]
+    assert sum(item.size for item in planned.breakdown.buffers if item.category == "parameters") == parts["parameters"]
 
 
 @pytest.mark.exhaustive

@@ -72,8 +72,8 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     saved = here.kinds["saved for backward"]
     assert away.total <= here.total - saved
     assert away.host == here.host + saved
-    moved = here.parts["optimizer"] - state.parts["optimizer"]
-    assert 0.3 * here.parts["optimizer"] < moved == state.host - here.host
+    moved = here.categories["optimizer"] - state.categories["optimizer"]
+    assert 0.3 * here.categories["optimizer"] < moved == state.host - here.host
     assert both.total < min(away.total, state.total)
     assert both.host == here.host + saved + moved
     found = candidates(config(memory={"remat": "dots"}), EIGHT, allowed(["offload"]))

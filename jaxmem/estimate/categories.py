@@ -1,4 +1,4 @@
-"""The parts into which the memory of a device is divided, and the part that an array of the state belongs to."""
+"""The categories into which the memory of a device is divided, and the category of an array of the state."""
 
 import dataclasses
 import re
@@ -6,7 +6,7 @@ import re
 from jaxmem.optim.master import MasterState
 from jaxmem.quant import QTensor
 
-PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
+CATEGORIES = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
 SAVED = "saved for backward"  # a kind of activations
 
 _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
@@ -15,10 +15,10 @@ _SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata
 _IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
 
 
-def part_of(path: str) -> str:
-    """The part (one of PARTS) that an argument of a step belongs to, from its path in jax.
+def category_of(path: str) -> str:
+    """The category (one of CATEGORIES) that an argument of a step belongs to, from its path in jax.
 
-    >>> [part_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
+    >>> [category_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
     ['parameters', 'quantization', 'master']
     """
     if _IS_MASTER.search(path):
