@@ -26,7 +26,7 @@ from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.state import ROLE_OF_CATEGORY
 from jaxmem.machine.gpus import CPU, Gpu
-from jaxmem.planning.compile import compiled_size
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
@@ -84,9 +84,8 @@ def resolve_remat(
     def needed(candidate: PolicyCandidate) -> int:
         policy = candidate.remat.model_dump() if isinstance(candidate.remat, Save) else candidate.remat
         progress(f"compiling the step with memory.remat={as_yaml(policy)} ...")
-        return compiled_size(
-            program(cfg.replace(memory={"remat": candidate.remat}), devices).lower_step(), here=target.is_here
-        )
+        built = program(cfg.replace(memory={"remat": candidate.remat}), devices)
+        return compile_program(built.lower_step(), here=target.is_here, runs=False).total
 
     full = estimate(resolved.replace(memory={"remat": "full"}), platform)
     other_bytes = full.total - full.kinds[SAVED]

@@ -18,7 +18,14 @@ from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
-from jaxmem.planning.compile import CompiledProgram, check_stages, compile_all, replicated_arrays, total_of
+from jaxmem.planning.compile import (
+    CompiledProgram,
+    check_stages,
+    compile_all,
+    compile_program,
+    replicated_arrays,
+    total_of,
+)
 from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
@@ -277,14 +284,14 @@ def plan(
     built = program(cfg, target_devices(aim, limit))
     progress(f"compiling {cfg.name} for {aim.name} ...")
     with replicated_arrays() as replicated:
-        step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
+        step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here)
         check_stages(step.module, cfg.mesh.stage)
     unlimited = None
     if recomputed_values(step.module) and not aim.is_here:
         progress("compiling the step without a memory limit, at which XLA recomputes values ...")
         with replicated_arrays():  # filters XLA's log
             free = program(cfg, target_devices(aim, 1000 * limit))
-            unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
+            unlimited = compile_program(free.lower_step(), here=False)
     seconds = time.perf_counter() - start
     return Plan(built, aim, step, seconds, reserve_gib, unlimited, replicated, others, remat_why=why)
 
@@ -293,7 +300,7 @@ def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     """Plan a program for its local devices. The step is compiled once, also for the run; other phases are compiled when
     their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
     start = time.perf_counter()
-    step, _ = compile_all(built.lower_step(), {}, here=True)
+    step = compile_program(built.lower_step(), here=True)
     check_stages(step.module, built.cfg.mesh.stage)
     target = local_target(list(built.layout.mesh.devices.flat))
     return Plan(built, target, step, time.perf_counter() - start, remat_why=remat_why)
