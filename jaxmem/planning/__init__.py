@@ -6,7 +6,7 @@ takes hardly more, since every device runs the same program.
 
     compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
     breakdown    the category of each buffer at the peak: by the inputs that it was computed from, its pass and the
-                 purpose in its name; by its shape (`known_shapes`) only if these say nothing
+                 purpose in its name; by its shape only if these say nothing
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline, and the source lines of the largest buffers
     budget       `memory.remat: auto`, from the operations of one traced layer (`estimate.layers`)
@@ -19,8 +19,7 @@ __getattr__, __all__ = lazy_names(
     __name__,
     budget="resolve_remat",
     compile="CompiledProgram",
-    flops="ideal_flops",
-    result="Plan plan plan_program",
+    result="Plan ideal_flops plan plan_program",
     targets="Target parse_target",
     units="format_bytes",
 )

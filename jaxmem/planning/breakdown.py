@@ -7,17 +7,22 @@ categories are sums of buffers, and bytes outside of all buffers (gaps between b
 """
 
 import functools
+import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from jaxmem.estimate.categories import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
+import jax
+
+from jaxmem.estimate.state import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
-from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
+from jaxmem.sharding import Axes, is_axes
+from jaxmem.step import Program
 
 # Names of categories in tables and figures, if they differ from the names in JSON.
 LABELS = {
@@ -33,7 +38,20 @@ Origins = int  # one bit per input
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
 GRADIENT = 16  # the value is the gradient of a weight, or computed from such gradients
 NOWHERE = 0  # literals, and values that are computed from literals only
+Dims = tuple[int, ...]
 Result = tuple[Origins, ...]  # one for each array of an instruction's result
+
+
+@dataclass(frozen=True)
+class KnownShapes:
+    """Shapes of a program's weights and gradients on one device, by which temporaries of the step are recognized."""
+
+    stored: frozenset[Dims]  # weights as they are stored, layers stacked
+    gradients: frozenset[Dims]  # all shapes of gradients: sharded or gathered, of one layer or stacked
+    stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
+    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; without shapes of sharded arrays
+    full_gradients: frozenset[Dims]
+    layers: int | None = None  # number of layers of a stack on one device
 
 
 @dataclass(frozen=True)
@@ -324,3 +342,51 @@ def _uniform(instruction: Instruction, origins: Origins) -> Result:
 def _either(*results: Result) -> Result:
     """The origins of a result that equals one of several results."""
     return tuple(map(union, zip(*results, strict=True)))
+
+
+def sorted_dims(dims: Iterable[int]) -> Dims:
+    """The dimensions above 1, sorted: the same for an array and its transposes.
+
+    >>> sorted_dims((1, 512, 32, 4096))
+    (32, 512, 4096)
+    """
+    return tuple(sorted(d for d in dims if d != 1))
+
+
+def known_shapes(built: Program) -> KnownShapes:
+    """The shapes of a program's weights and gradients, from its layout."""
+    shapes_by_kind: dict[str, set[Any]] = defaultdict(set)
+    params = built.spec.state.params
+
+    def add(axes: Axes, leaf: Any, trainable: Any) -> None:
+        stored, split, used, moments = (
+            built.layout.sharding(role, axes, shape).shard_shape(shape)
+            for role in ("weights", "gradients", "compute", "optimizer")
+            for shape in (built.layout.padded(role, axes, leaf.shape),)
+        )
+        shapes_by_kind["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
+        is_stacked = axes[:1] == ("layer",)
+        has_gradient = trainable is not None
+        if has_gradient:
+            for dims in (stored, split, used, moments, leaf.shape):
+                count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen
+                shapes = ((*count, *dims[1:]), dims[1:]) if is_stacked else (dims,)
+                shapes_by_kind["gradients"].update(map(sorted_dims, shapes))
+        if not is_stacked:
+            return
+        shapes_by_kind["layers"].add(stored[0])
+        shapes_by_kind["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
+        shapes_by_kind["full_weights"].update({sorted_dims(used)} if used != stored else ())
+        if has_gradient:
+            shapes_by_kind["stacked_sizes"].add(math.prod(split))
+            shapes_by_kind["full_gradients"].update({sorted_dims(used)} if used != split else ())
+
+    jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
+    return KnownShapes(
+        frozenset(shapes_by_kind["stored"]),
+        frozenset(shapes_by_kind["gradients"]),
+        frozenset(shapes_by_kind["stacked_sizes"]),
+        frozenset(shapes_by_kind["full_weights"] - shapes_by_kind["sharded"]),
+        frozenset(shapes_by_kind["full_gradients"] - shapes_by_kind["sharded"]),
+        max(shapes_by_kind["layers"], default=None),
+    )

@@ -11,10 +11,10 @@ import jax
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
-from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.estimate.memory import predict
-from jaxmem.estimate.state import bytes_on_device
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.estimate.state import CATEGORIES, bytes_on_device
+from jaxmem.machine.console import Printed
+from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
@@ -26,11 +26,8 @@ from jaxmem.planning.compile import (
     replicated_arrays,
     total_of,
 )
-from jaxmem.planning.flops import ideal_flops
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.known_shapes import known_shapes
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -255,6 +252,27 @@ def evaluate_bytes(built: Program, program_bytes: int) -> int:
     """Bytes of a device while it evaluates: those of the program, and the optimizer state, which stays there."""
     spec = built.spec
     return program_bytes + bytes_on_device(spec.state.opt_state) - bytes_on_device(spec.host_state.opt_state)
+
+
+def ideal_flops(built: Program) -> float:
+    """FLOPs of an update without recomputation: per token, 2 FLOPs per matmul weight in the forward pass and 4 in the
+    backward pass, plus the two matmuls of causal attention, half of which is masked. For images this is a lower bound:
+    a convolution uses its weights once per pixel, which is not counted."""
+    cfg = built.cfg
+    model = built.cfg.model
+    parameters = built.model.active_count
+    if model.family != "decoder":
+        return 6.0 * parameters * cfg.batch.global_size
+    length = cfg.row_length
+    looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
+    seen = [min(window or length, length) for window in model.windows]
+    pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
+    attention = 4 * model.heads * model.head_dim * pairs
+    frozen = parameters - built.model.active_trainable_count if cfg.trainable_patterns else 0  # they have no gradient
+    if looked_up and built.model.select(built.model.shapes)["embedding"]["weight"] is None:
+        frozen -= looked_up  # not in the forward pass either
+    forward = 2.0 * (parameters - looked_up) * length + attention
+    return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
 
 
 def plan(

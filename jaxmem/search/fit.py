@@ -12,9 +12,9 @@ from typing import Any, Unpack
 from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
 from jaxmem.errors import UserError, as_yaml
+from jaxmem.machine.console import Printed
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate

@@ -14,8 +14,8 @@ from pathlib import Path
 from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
+from jaxmem.machine.console import Printed
 from jaxmem.planning import Target, format_bytes
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, candidates

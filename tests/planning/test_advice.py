@@ -19,12 +19,11 @@ from jaxmem.errors import UserError
 from jaxmem.pipeline import Pipeline
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.breakdown import Breakdown, KnownShapes, known_shapes
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import CompiledProgram, compile_program, replicated_arrays, without_cache
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
-from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
 from jaxmem.step import program

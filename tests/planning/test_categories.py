@@ -7,10 +7,9 @@ import jax
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import compile_program
-from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.targets import local_target, parse_target, target_devices
 from jaxmem.step import program
 
