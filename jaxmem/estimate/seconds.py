@@ -15,8 +15,8 @@ from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu
 from jaxmem.machine.links import latency, link_rate
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.sharding.share import DeviceShare, share_of
+from jaxmem.step.context_methods import context_traffic
 from jaxmem.step.execution import repeats_forward
-from jaxmem.step.kernel_choice import context_traffic
 
 _MIN_EXPOSED_SHARE = 0.3  # least share of the communication that is exposed
 _EXPOSED_COPY_SHARE = 0.8  # of copies between a device and its host, from compiled decoders with remat=dots

@@ -235,12 +235,13 @@ def _preflight(cluster: Cluster) -> None:
 
 def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
     """The config with kernels that passed their check on these devices."""
-    from jaxmem.step.kernel_choice.check import checked_kernels, refuse_gpu_kernels
+    from jaxmem.step.kernel_choice import checked_kernels, refuse_gpu_kernels
 
     if devices[0].platform == "cpu":
         refuse_gpu_kernels(cfg)
         return cfg
-    settings, failures = checked_kernels(program(cfg, devices), any_process)
+    built = program(cfg, devices)
+    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, any_process)
     for line in failures:
         say(line)
     for setting, implementation in settings.items():
