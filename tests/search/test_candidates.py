@@ -11,10 +11,10 @@ from jaxmem.config import MESH_AXES, Memory, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, parse_target
-from jaxmem.search.candidates import MAX_SIZE, candidates, pareto_front
+from jaxmem.search.candidates import MAX_SIZE, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed, values
 
-from .conftest import config
+from .conftest import candidates, config
 
 TWO, FOUR, EIGHT = (parse_target(f"h100-80gb:{count}") for count in (2, 4, 8))
 

@@ -19,14 +19,13 @@ from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, format_bytes
 from jaxmem.search import fit, nearest
-from jaxmem.search.candidates import candidates
 from jaxmem.search.comparison import Comparison, compare
 from jaxmem.search.compilers import RefusedError
 from jaxmem.search.fit import search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
 
-from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
+from .conftest import SMALL, FakeCompilers, candidates, config, estimate_once, with_memory
 
 MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
 OPTIONS: dict[str, Any] = {"batch": 2, "devices": 2}
