@@ -76,7 +76,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     width = dtype.itemsize
     sizes = None
     if isinstance(cfg.model, Decoder):
-        sizes = DecoderSizes(cfg, cfg.model, dtype, _fetched_experts(cfg.memory, state, size_of))
+        fetched = _experts_of_layer(state, size_of) if _offloads(cfg.memory, "weights") else 0
+        sizes = DecoderSizes(cfg, cfg.model, dtype, fetched)
     categories, offloaded = _state_bytes(cfg.memory, state, size_of)
     kinds = _activations(cfg, _bytes_of_micro_batch(cfg, passes.saved), state, size_of, sizes)
     activations = sum(kinds.values())
@@ -92,7 +93,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         traffic = size_of.traffic(state.weights, width, gathered)
         time = StepTime(cfg, gpu, per_host, passes, traffic, categories, offloaded["optimizer"], offloaded["weights"])
         seconds = time.seconds
-    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + _saved_bytes(state, size_of)
+    checkpoint = sum(size_of(role, leaves) for role, leaves in state.saved.items())
+    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + checkpoint
     return Estimate(categories, kinds, seconds, host)
 
 
@@ -111,11 +113,6 @@ def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tu
         on_device[category] = size_of(role, leaves) - away
         on_host[role] += away
     return on_device, on_host
-
-
-def _saved_bytes(state: StateLeaves, size_of: DeviceBytes) -> int:
-    """Bytes of the arrays that a checkpoint contains."""
-    return sum(size_of(role, leaves) for role, leaves in state.saved.items())
 
 
 def _activations(
@@ -156,11 +153,6 @@ def _experts_of_layer(state: StateLeaves, size_of: DeviceBytes) -> int:
     """Bytes of the frozen experts of one layer, with their scales."""
     stored = (*state.categories["parameters"], *state.categories["quantization"])
     return _one_layer(size_of, "weights", [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes])
-
-
-def _fetched_experts(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> int:
-    """The same, if they are in host memory; otherwise 0."""
-    return _experts_of_layer(state, size_of) if _offloads(memory, "weights") else 0
 
 
 def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], width: int = 0) -> int:

@@ -22,6 +22,8 @@ from jaxmem.typing import JsonDict
 
 MAX_SLOWDOWN = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 ESTIMATE_ERROR = 0.05  # relative error that an estimate may have
+NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
+Progress = Callable[[str], None]
 
 
 @dataclass
@@ -93,10 +95,6 @@ def save_best(best: Candidate | None, path: str | Path) -> None:
 
 def target_json(target: Target, limit: int) -> JsonDict:
     return {"name": target.name, "devices": target.count, "limit_bytes": limit}
-
-
-NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
-Progress = Callable[[str], None]
 
 
 class Search:
