@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
-from jaxmem.estimate.chunks import head_groups, loss_chunk, mlp_chunk
+from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
 from jaxmem.estimate.state import ROLE_OF_CATEGORY, SAVED, DeviceBytes, StateLeaf, StateLeaves, state_of
@@ -29,7 +29,7 @@ from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.execution import repeats_forward
+from jaxmem.step.execution import chunking, repeats_forward
 
 FLOAT32 = 4  # bytes
 # Layers whose experts are on the device in the forward pass, if experts are in host memory: this and the next one. From
@@ -235,7 +235,16 @@ class DecoderSizes:
 
     @cached_property
     def head_groups(self) -> int:
-        return head_groups(self.cfg.memory, self.share, self.dtype)
+        """`memory.head_groups`, resolved."""
+        model = self.model
+        split = self.share.shards("heads")
+        if model.kv_heads % split:
+            return 1
+        mesh = self.cfg.mesh
+        context = mesh.context if mesh.context_method == "ulysses" else 1
+        return chunking(self.cfg.memory).group_count(
+            self.share.stream(self.dtype), model.heads // split, model.kv_heads // split, model.head_dim, context
+        )
 
     @property
     def queries(self) -> float:
