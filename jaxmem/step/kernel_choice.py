@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import kernels
-from jaxmem.config import Config, Decoder, Optimizer, Precision, Vit
+from jaxmem.config import Config, Decoder, Precision, Vit
 from jaxmem.config.combinations import value_of
 from jaxmem.errors import UserError, one_line, unsupported
 from jaxmem.kernels import triton_launch
@@ -100,7 +100,7 @@ def kernel_choices(
     return KernelChoices(
         attention_choice(cfg, platform, capability, failures.get(ATTENTION, NONE_FAILED)),
         _experts_choice(cfg, platform, capability, failures.get(EXPERTS, NONE_FAILED)),
-        _update_choice(cfg.optimizer, cfg.precision, capability, failures.get(UPDATE, NONE_FAILED)),
+        _update_choice(cfg, capability, failures.get(UPDATE, NONE_FAILED)),
     )
 
 
@@ -198,9 +198,7 @@ def attention_kernel(
     return Choice(named, ATTENTION, call.kind)
 
 
-def _experts_choice(
-    cfg: Config, platform: str, capability: int | None, failed: Mapping[str, str] = NONE_FAILED
-) -> Choice | None:
+def _experts_choice(cfg: Config, platform: str, capability: int | None, failed: Mapping[str, str]) -> Choice | None:
     """The choice for the matmuls of experts, or None if the config has no experts."""
     model = cfg.model
     precision = cfg.expert_precision
@@ -231,17 +229,16 @@ def _expert_blocks(precision: Precision, model: Decoder, tensor: int) -> Iterato
             yield inputs, math.gcd(even_block_size(inputs, limit) or min(limit, inputs), inputs // parts)
 
 
-def _update_choice(
-    optimizer: Optimizer, precision: Precision, capability: int | None, failed: Mapping[str, str] = NONE_FAILED
-) -> Choice | None:
+def _update_choice(cfg: Config, capability: int | None, failed: Mapping[str, str]) -> Choice | None:
     """The choice for updates of 8-bit Adam's state and of int8 weights, or None if the config has neither."""
-    has_state = optimizer.name == "adamw8bit"
+    precision = cfg.precision
+    has_state = cfg.optimizer.name == "adamw8bit"
     has_weights = precision.parameters == "int8"
     if not has_state and not has_weights:
         return None
     kind = " and ".join(["adamw8bit"] * has_state + ["int8 weights"] * has_weights)
-    if optimizer.kernel != "auto":
-        return Choice(optimizer.kernel, UPDATE, kind)
+    if cfg.optimizer.kernel != "auto":
+        return Choice(cfg.optimizer.kernel, UPDATE, kind)
     refusal = failed.get("triton") or triton_refusal(capability)
     if has_weights and not precision.stochastic_rounding:
         refusal = f"triton does not support precision.rounding={precision.rounding}"
