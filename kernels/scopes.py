@@ -1,6 +1,6 @@
 """What a compiled module does not say, written into the names of its operations and read from them again.
 
-`category` names what a value is for, such as logits; whoever counts bytes by category reads it with `category_of`.
+`purpose` names what a value is for, such as logits; whoever counts bytes reads it with `purpose_of`.
 `run_count` names how often a branch is taken or a loop with a traced bound runs; whoever counts FLOPs, bytes or seconds
 reads it with `mean_runs`.
 """
@@ -14,12 +14,12 @@ from typing import Literal
 
 import jax
 
-Category = Literal["embedding", "logits", "attention", "all_scores", "update"]
+Purpose = Literal["embedding", "logits", "attention", "all_scores", "update"]
 
 
 @contextmanager
-def category(name: Category) -> Iterator[None]:
-    """A named scope for operations of a category, also as a decorator of a function.
+def purpose(name: Purpose) -> Iterator[None]:
+    """A named scope for operations of one purpose, also as a decorator of a function.
 
     embedding: the lookup of its rows. logits: the output projection and the loss. attention: any implementation;
     all_scores: the scores of all pairs of positions. update: the optimizer.
@@ -29,10 +29,10 @@ def category(name: Category) -> Iterator[None]:
 
 
 @functools.cache
-def category_of(op_name: str) -> str | None:
-    """The innermost category in an operation's name.
+def purpose_of(op_name: str) -> str | None:
+    """The innermost purpose in an operation's name.
 
-    >>> category_of("jit(step)/transpose(jvp(bytes_of_attention))/bytes_of_all_scores/exp")
+    >>> purpose_of("jit(step)/transpose(jvp(bytes_of_attention))/bytes_of_all_scores/exp")
     'all_scores'
     """
     names: list[str] = re.findall(r"\bbytes_of_([a-z_]+)", op_name)

@@ -16,7 +16,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import partial_eval
 
-from .choice import capability
+from .support import capability
 
 # Largest shared memory of a block in bytes, by compute capability (CUDA programming guide).
 SHARED_MEMORY_BYTES = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}

@@ -32,7 +32,7 @@ PROMPTS = (
     "        raise Type",
     "    try:\n        return int(x)\n    except Value",
 )
-PARTS = ("parameters", "gradients", "optimizer", "activations")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 DEVICES = 2  # as in the run
 CHANGES = ("zero=3", "zero=0", "memory.remat=full")
 MIB = 2**20
@@ -78,9 +78,9 @@ def main(changes: Sequence[str]) -> None:
     count = plan["target"]["devices"]
     total = here["total"]
     print(f"\nMemory per device, on {count}: {total / MIB:.0f} MiB")
-    for part in PARTS:
-        print(bar(part, here[part], total))
-    print(bar("other", total - sum(here[part] for part in PARTS), total))
+    for category in CATEGORIES:
+        print(bar(category, here[category], total))
+    print(bar("other", total - sum(here[category] for category in CATEGORIES), total))
 
     print(f"\nThe same step on {DEVICES} devices, with one line of its config changed", flush=True)
     with ThreadPoolExecutor(2) as pool:

@@ -11,7 +11,7 @@ import jaxmem
 from jaxmem.planning import format_bytes
 from jaxmem.planning.units import format_seconds
 
-PARTS = ("parameters", "gradients", "optimizer", "activations")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
 def row(config: jaxmem.Config, target: str) -> list[str]:
@@ -20,13 +20,13 @@ def row(config: jaxmem.Config, target: str) -> list[str]:
     sizes = plan.bytes_per_device
     seconds = plan.as_json()["estimated_step_seconds"]  # None for CPUs
     fits = "fits" if plan.fits else "does not fit"
-    parts = [format_bytes(sizes[part]) for part in PARTS]
-    return [target, *parts, format_bytes(sizes["total"]), format_seconds(seconds) if seconds else "", fits]
+    cells = [format_bytes(sizes[category]) for category in CATEGORIES]
+    return [target, *cells, format_bytes(sizes["total"]), format_seconds(seconds) if seconds else "", fits]
 
 
 def main(config: str, targets: Sequence[str], overrides: Sequence[str] = (), *, fit: bool = False) -> None:
     cfg = jaxmem.load_config(config, overrides)
-    print("  ".join(f"{name:>14}" for name in ("target", *PARTS, "per device", "step")))
+    print("  ".join(f"{name:>14}" for name in ("target", *CATEGORIES, "per device", "step")))
     for target in targets:
         print("  ".join(f"{cell:>14}" for cell in row(cfg, target)), flush=True)
     if fit:

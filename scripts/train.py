@@ -73,7 +73,7 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
-            state, metrics = plan.step(state, program.place(batch))  # the old state is donated
+            state, metrics = plan.executable(state, program.place(batch))  # the old state is donated
             losses.append(metrics["loss"])  # not read yet: devices run ahead of the host
             if is_first and (step == cfg.steps or step % cfg.train.log_every == 0):
                 print(f"step {step}  loss {float(losses[-1]):.4f}", flush=True)

@@ -25,15 +25,3 @@ def mlp_chunk(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int | Non
     if not isinstance(share.model, Decoder):
         return None
     return chunking(memory).chunk_size(share.stream(dtype), 0 if share.model.experts else share.model.mlp)
-
-
-def head_groups(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int:
-    """`memory.head_groups`, resolved."""
-    model = share.model
-    split = share.shards("heads")
-    if not isinstance(model, Decoder) or model.kv_heads % split:
-        return 1
-    heads = model.heads // split
-    kv_heads = model.kv_heads // split
-    context = share.mesh.context if share.mesh.context_method == "ulysses" else 1
-    return chunking(memory).group_count(share.stream(dtype), heads, kv_heads, model.head_dim, context)

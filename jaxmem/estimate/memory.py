@@ -17,11 +17,10 @@ import numpy as np
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
-from jaxmem.estimate.chunks import head_groups, loss_chunk, mlp_chunk
-from jaxmem.estimate.parts import SAVED
+from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
-from jaxmem.estimate.state import ROLE_OF_PART, DeviceBytes, StateLeaf, StateLeaves, state_of
+from jaxmem.estimate.state import ROLE_OF_CATEGORY, SAVED, DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
@@ -30,7 +29,7 @@ from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
 from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.execution import repeats_forward
+from jaxmem.step.execution import chunking, repeats_forward
 
 FLOAT32 = 4  # bytes
 # Layers whose experts are on the device in the forward pass, if experts are in host memory: this and the next one. From
@@ -42,20 +41,20 @@ EXPERT_BUFFERS = 2 if jax.__version_info__ < (0, 11) else 3
 class Estimate:
     """Bytes of one device in a training step, and the step's time."""
 
-    parts: dict[str, int]
+    categories: dict[str, int]
     kinds: dict[str, int]  # bytes of activations at the peak, by kind
     seconds: float | None  # None if the speed of the device is unknown
     host: int = 0  # bytes of host memory per device: offloaded arrays, and a copy of what a checkpoint saves
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.categories.values())
 
 
 def predict(built: Program) -> dict[str, int | None]:
-    """Bytes of one device by part; None for parts without a formula."""
-    parts = estimate(built.resolved, built.platform).parts
-    known: dict[str, int | None] = {**parts, "total": sum(parts.values())}
+    """Bytes of one device by category; None for categories without a formula."""
+    categories = estimate(built.resolved, built.platform).categories
+    known: dict[str, int | None] = {**categories, "total": sum(categories.values())}
     if not isinstance(built.cfg.model, Decoder):
         known |= {"activations": None, "total": None}
     return known
@@ -77,24 +76,26 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     width = dtype.itemsize
     sizes = None
     if isinstance(cfg.model, Decoder):
-        sizes = DecoderSizes(cfg, cfg.model, dtype, _fetched_experts(cfg.memory, state, size_of))
-    parts, offloaded = _state_bytes(cfg.memory, state, size_of)
+        fetched = _experts_of_layer(state, size_of) if _offloads(cfg.memory, "weights") else 0
+        sizes = DecoderSizes(cfg, cfg.model, dtype, fetched)
+    categories, offloaded = _state_bytes(cfg.memory, state, size_of)
     kinds = _activations(cfg, _bytes_of_micro_batch(cfg, passes.saved), state, size_of, sizes)
     activations = sum(kinds.values())
     if cfg.memory.update == "during":
         gradients = _update_during(cfg, state, size_of, sizes, width, activations)
     else:
         gradients = _update_after(size_of, state, cfg.batch.accumulate, width, activations)
-    parts |= {"gradients": gradients, "activations": activations, "batch": _batch_bytes(cfg)}
+    categories |= {"gradients": gradients, "activations": activations, "batch": _batch_bytes(cfg)}
     seconds = None
     if gpu:
         # Quantized weights are dequantized after the all-gather; others are cast before it.
         gathered = state.stored_bytes if cfg.precision.is_quantized else width
         traffic = size_of.traffic(state.weights, width, gathered)
-        time = StepTime(cfg, gpu, per_host, passes, traffic, parts, offloaded["optimizer"], offloaded["weights"])
+        time = StepTime(cfg, gpu, per_host, passes, traffic, categories, offloaded["optimizer"], offloaded["weights"])
         seconds = time.seconds
-    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + _saved_bytes(state, size_of)
-    return Estimate(parts, kinds, seconds, host)
+    checkpoint = sum(size_of(role, leaves) for role, leaves in state.saved.items())
+    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + checkpoint
+    return Estimate(categories, kinds, seconds, host)
 
 
 def _offloads(memory: Memory, role: Role) -> bool:
@@ -103,20 +104,15 @@ def _offloads(memory: Memory, role: Role) -> bool:
 
 
 def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tuple[dict[str, int], dict[Role, int]]:
-    """Bytes of the state: on the device, by part; in host memory, by role."""
+    """Bytes of the state: on the device, by category; in host memory, by role."""
     on_device: dict[str, int] = {}
     on_host: dict[Role, int] = {"weights": 0, "optimizer": 0}
-    for part, role in ROLE_OF_PART.items():
-        leaves = state.parts[part]
+    for category, role in ROLE_OF_CATEGORY.items():
+        leaves = state.categories[category]
         away = size_of(role, (leaf for leaf in leaves if leaf.can_offload)) if _offloads(memory, role) else 0
-        on_device[part] = size_of(role, leaves) - away
+        on_device[category] = size_of(role, leaves) - away
         on_host[role] += away
     return on_device, on_host
-
-
-def _saved_bytes(state: StateLeaves, size_of: DeviceBytes) -> int:
-    """Bytes of the arrays that a checkpoint contains."""
-    return sum(size_of(role, leaves) for role, leaves in state.saved.items())
 
 
 def _activations(
@@ -130,7 +126,7 @@ def _activations(
         kinds["weights: gathered or cast"] = _experts_of_layer(state, size_of)
     if cfg.memory.update == "during":
         # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
-        transposed = filter(size_of.is_transposed, state.parts["parameters"])
+        transposed = filter(size_of.is_transposed, state.categories["parameters"])
         kinds["weights: copies"] = size_of("weights", transposed)
     return kinds
 
@@ -155,13 +151,8 @@ def _update_after(size_of: DeviceBytes, state: StateLeaves, micro_batches: int, 
 
 def _experts_of_layer(state: StateLeaves, size_of: DeviceBytes) -> int:
     """Bytes of the frozen experts of one layer, with their scales."""
-    stored = (*state.parts["parameters"], *state.parts["quantization"])
+    stored = (*state.categories["parameters"], *state.categories["quantization"])
     return _one_layer(size_of, "weights", [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes])
-
-
-def _fetched_experts(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> int:
-    """The same, if they are in host memory; otherwise 0."""
-    return _experts_of_layer(state, size_of) if _offloads(memory, "weights") else 0
 
 
 def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], width: int = 0) -> int:
@@ -244,7 +235,16 @@ class DecoderSizes:
 
     @cached_property
     def head_groups(self) -> int:
-        return head_groups(self.cfg.memory, self.share, self.dtype)
+        """`memory.head_groups`, resolved."""
+        model = self.model
+        split = self.share.shards("heads")
+        if model.kv_heads % split:
+            return 1
+        mesh = self.cfg.mesh
+        context = mesh.context if mesh.context_method == "ulysses" else 1
+        return chunking(self.cfg.memory).group_count(
+            self.share.stream(self.dtype), model.heads // split, model.kv_heads // split, model.head_dim, context
+        )
 
     @property
     def queries(self) -> float:

@@ -15,8 +15,8 @@ from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu
 from jaxmem.machine.links import latency, link_rate
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.sharding.share import DeviceShare, share_of
+from jaxmem.step.context_methods import context_traffic
 from jaxmem.step.execution import repeats_forward
-from jaxmem.step.kernel_choice import context_traffic
 
 _MIN_EXPOSED_SHARE = 0.3  # least share of the communication that is exposed
 _EXPOSED_COPY_SHARE = 0.8  # of copies between a device and its host, from compiled decoders with remat=dots
@@ -31,14 +31,14 @@ class StepTime:
     per_host: int
     passes: TracedPasses
     weights: Mapping[str, float]  # bytes of weights that are communicated, by `state.TRAFFIC`
-    parts: Mapping[str, int]  # bytes of one device by part
+    categories: Mapping[str, int]  # bytes of one device by category
     offloaded_optimizer: int  # bytes of its optimizer state in host memory
     offloaded_frozen: int  # bytes of its frozen weights in host memory
 
     @property
     def seconds(self) -> float:
         gpu = self.gpu
-        parts = self.parts
+        categories = self.categories
         micro = self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
         communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
@@ -46,14 +46,14 @@ class StepTime:
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded_frozen / gpu.host_rate
         exposed += max(_MIN_EXPOSED_SHARE * copies, copies - compute)
-        memory = 3 * parts["gradients"] / gpu.memory_rate
+        memory = 3 * categories["gradients"] / gpu.memory_rate
         micro_batch = compute + exposed + self._offloaded_activations(compute) + memory
         # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
         # micro-batches; both directions are used at the same time.
         moved = self.offloaded_optimizer / gpu.host_rate
         is_overlapped = self.cfg.memory.update == "during" and (self.cfg.mesh.stage == 1 or micro == 1)
         exposed_state = max(0.0, moved - compute) if is_overlapped else moved
-        state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
+        state = sum(categories[name] for name in ("parameters", "master", "optimizer", "gradients"))
         state += self.offloaded_optimizer + self.offloaded_frozen
         return micro * micro_batch + exposed_state + self._per_update() + 3 * state / gpu.memory_rate
 

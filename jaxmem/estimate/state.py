@@ -1,7 +1,9 @@
 """The exact bytes of the state of one device, by arithmetic: shapes are traced once and divided as they are sharded."""
 
+import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,15 +13,25 @@ import numpy as np
 
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Memory
-from jaxmem.estimate.parts import part_of
 from jaxmem.estimate.passes import on_one_device, shape_of
+from jaxmem.optim.master import MasterState
+from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree
 
-# The parts of the state, and the sharding role of each.
-ROLE_OF_PART: Mapping[str, Role] = {
+# The categories into which the memory of a device is divided.
+CATEGORIES = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
+SAVED = "saved for backward"  # a kind of activations
+
+_IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
+# The arrays of a quantized weight besides its integer codes.
+_SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
+_IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
+
+# The categories of the state, and the sharding role of each.
+ROLE_OF_CATEGORY: Mapping[str, Role] = {
     "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
 }  # fmt: skip
 # Reasons to communicate a weight or its gradient, in this order: the weight is stored sharded, so it is gathered (zero
@@ -45,13 +57,13 @@ class StateLeaf:
 class StateLeaves:
     weights: tuple[StateLeaf, ...]  # all weights, in the dtype of their gradients
     trainable: tuple[StateLeaf, ...]  # the trainable weights, in the dtype of their gradients
-    parts: Mapping[str, tuple[StateLeaf, ...]]  # the arrays of each part; parameters: values or integer codes
+    categories: Mapping[str, tuple[StateLeaf, ...]]  # the arrays of each category; parameters: values or integer codes
     saved: Mapping[Role, tuple[StateLeaf, ...]]  # the arrays that a checkpoint contains, by role
 
     @property
     def stored_bytes(self) -> float:
         """Bytes per weight, scales included."""
-        stored = (*self.parts["parameters"], *self.parts["quantization"])
+        stored = (*self.categories["parameters"], *self.categories["quantization"])
         size = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in stored)
         return size / sum(math.prod(leaf.shape) for leaf in self.weights)
 
@@ -66,7 +78,7 @@ def _state(shape: Config) -> StateLeaves:
     built = on_one_device(shape)
     model = built.model
     spec = built.spec
-    parts: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(ROLE_OF_PART, ())
+    categories: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(ROLE_OF_CATEGORY, ())
     frozen = offloaded_weights(model.axes, model.select(model.axes), spec.param_axes)
     for where, named, arrays, offloadable in (
         ("params", spec.param_axes, spec.state.params, frozen),
@@ -75,8 +87,8 @@ def _state(shape: Config) -> StateLeaves:
         axes = jax.tree.leaves(named, is_leaf=is_axes)
         leaves_there = jax.tree_util.tree_leaves_with_path(arrays)
         for name, (path, leaf), can_offload in zip(axes, leaves_there, jax.tree.leaves(offloadable), strict=True):
-            part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
-            parts[part] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
+            category = category_of(f"state.{where}{jax.tree_util.keystr(path)}")
+            categories[category] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
     proxies = jax.eval_shape(lambda params: differentiable(params, spec.gradient_dtype), spec.state.params)
 
     def leaves(axes: AxesTree, proxies: Any) -> tuple[StateLeaf, ...]:
@@ -87,7 +99,7 @@ def _state(shape: Config) -> StateLeaves:
     return StateLeaves(
         leaves(model.axes, proxies),
         leaves(model.select(model.axes), model.select(proxies)),
-        parts,
+        categories,
         {
             "weights": leaves(checkpoint.saved(spec.param_axes), checkpoint.saved(spec.state.params)),
             "optimizer": leaves(spec.opt_axes, spec.state.opt_state),
@@ -163,3 +175,32 @@ class DeviceBytes:
 def bytes_on_device(tree: Tree) -> int:
     """Bytes of sharded arrays (or their shapes) on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def category_of(path: str) -> str:
+    """The category (one of CATEGORIES) that an argument of a step belongs to, from its path in jax.
+
+    >>> [category_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
+    ['parameters', 'quantization', 'master']
+    """
+    if _IS_MASTER.search(path):
+        return "master"
+    if _IS_SCALE.search(path):
+        return "quantization"
+    if is_weight(path):
+        return "parameters"
+    if is_optimizer_state(path):
+        return "optimizer"
+    return "batch" if is_batch(path) else "other"
+
+
+def is_weight(path: str) -> bool:
+    return path.startswith(("state.params", "params"))
+
+
+def is_optimizer_state(path: str) -> bool:
+    return path.startswith("state.opt_state")
+
+
+def is_batch(path: str) -> bool:
+    return path.startswith("batch")

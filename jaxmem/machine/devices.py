@@ -67,7 +67,7 @@ def simulate(count: int) -> None:
 @contextlib.contextmanager
 def lowering_for(device: jax.Device) -> Iterator[None]:
     """A context for lowering a program for a device that may be absent. Kernels ask the abstract mesh for the GPU
-    (`kernels.choice.capability`): within `jax.shard_map` the mesh has it, elsewhere this context, since jax 0.11."""
+    (`kernels.support.capability`): within `jax.shard_map` the mesh has it, elsewhere this context, since jax 0.11."""
     import jax
 
     if device.platform != "gpu" or jax.__version_info__ < (0, 11):

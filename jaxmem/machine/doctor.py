@@ -41,7 +41,7 @@ _PROBE = """
 import json, sys
 import jax
 from jaxmem.config.methods import run_config
-from jaxmem.kernels.choice import capability
+from jaxmem.kernels.support import capability
 from jaxmem.step.kernel_choice import kernel_choices
 
 cfg = run_config("llama3-8b", ["optimizer.name=adamw8bit"], method="qlora", sequence_length=4096)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem import kernels
-from jaxmem.kernels.scopes import category
+from jaxmem.kernels.scopes import purpose
 from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
 from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_constant
 from jaxmem.models.linear import Linear, apply_linears
@@ -223,7 +223,7 @@ def sharded_attention(
         segment_ids = None  # padding is last, so a causal mask hides it from the tokens that have a loss
     over = () if layout is None else layout.over("activations", "time")
 
-    @category("attention")
+    @purpose("attention")
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, has_window: Any, sinks: Any) -> jax.Array:
         options = {"implementation": execution.attention, "segment_ids": ids, "sinks": sinks}
         options |= spec.options(has_window) | {"max_segments": execution.max_segments}

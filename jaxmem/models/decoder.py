@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmem.config import networks
 from jaxmem.config.names import stack_name
-from jaxmem.kernels.scopes import category
+from jaxmem.kernels.scopes import purpose
 from jaxmem.models.attention import Attention, AttentionSpec, Tokens, context_order
 from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
@@ -223,7 +223,7 @@ class Decoder(Network):
         segment_ids = None if segment_ids is None else prepend(segment_ids[:, :1], segment_ids)
         return prepend(self.prompt.tokens, tokens), positions, segment_ids
 
-    @category("logits")
+    @purpose("logits")
     def logits(self, x: Features) -> Float[Array, "batch time vocab"]:
         x = constrain(x, "vocab_batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)

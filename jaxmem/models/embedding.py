@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem.kernels.scopes import category
+from jaxmem.kernels.scopes import purpose
 from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor, values_of
@@ -72,7 +72,7 @@ def lookup_param(param: nnx.Param, ids: Ids, dtype: DTypeLike) -> Float[Array, "
     return lookup(param.get_value(), ids, param.get_metadata()["axes"], dtype)
 
 
-@category("embedding")
+@purpose("embedding")
 def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
     """Rows of an embedding matrix in the compute dtype, sharded like the residual stream. Only these rows of a
     quantized matrix are dequantized.
@@ -112,7 +112,7 @@ def _lookup_with_gradient(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike
     return looked_up(proxy, stored, ids)
 
 
-@category("embedding")
+@purpose("embedding")
 def separate_lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> VocabOpResult:
     """The lookup, with a function for the gradient of the matrix."""
     stored = stored_of(matrix)
@@ -142,7 +142,7 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
     return values_of(rows, dtype)
 
 
-@category("embedding")
+@purpose("embedding")
 def _matrix_gradient(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
     """The gradient of a matrix of this shape, from the gradient of the rows. A lookup is linear, so the gradient does
     not depend on the values. Ids beyond the last row are ignored."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from jaxmem import kernels
 from jaxmem.errors import UserError, nearest
 from jaxmem.kernels.draws import scramble
-from jaxmem.kernels.scopes import category
+from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
@@ -84,7 +84,7 @@ def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -
     return known
 
 
-@category("update")
+@purpose("update")
 def apply_updates(
     params: Tree,
     updates: Tree,

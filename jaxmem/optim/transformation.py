@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.kernels.scopes import category
+from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding import Axes, is_axes
@@ -65,7 +65,7 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) 
 
 def named_update(tx: Transformation) -> Transformation:
     """The same optimizer; a compiled step shows which values it computes (`kernels.scopes`)."""
-    return Transformation(tx.init, category("update")(tx.update))
+    return Transformation(tx.init, purpose("update")(tx.update))
 
 
 def chain(*parts: optax.GradientTransformation) -> Transformation:

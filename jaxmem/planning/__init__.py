@@ -5,8 +5,8 @@ GPU. A plan of 8 B parameters for 8 GPUs takes about ten seconds of CPU time and
 takes hardly more, since every device runs the same program.
 
     compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
-    breakdown    the part of each buffer at the peak: by the inputs that it was computed from, its pass and the
-                 category in its name; by its shape (`known_shapes`) only if these say nothing
+    breakdown    the category of each buffer at the peak: by the inputs that it was computed from, its pass and the
+                 purpose in its name; by its shape only if these say nothing
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline, and the source lines of the largest buffers
     budget       `memory.remat: auto`, from the operations of one traced layer (`estimate.layers`)
@@ -18,9 +18,8 @@ from jaxmem.lazy import lazy_names
 __getattr__, __all__ = lazy_names(
     __name__,
     budget="resolve_remat",
-    compile="Compiled",
-    flops="ideal_flops",
-    result="Plan plan plan_program",
+    compile="CompiledProgram",
+    result="Plan ideal_flops plan plan_program",
     targets="Target parse_target",
     units="format_bytes",
 )

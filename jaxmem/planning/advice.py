@@ -20,11 +20,10 @@ from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
-from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
+from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES, sorted_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops
-from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.result import Plan, PlanWarning
 from jaxmem.planning.targets import Target, usable_memory
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -118,7 +117,7 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     for buffer in plan.breakdown.buffers:
         dims = sorted_dims(buffer.shape.dims)
         is_weight = buffer.kind == GATHERED and dims in known.full_weights
-        is_gradient = buffer.part == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
+        is_gradient = buffer.category == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
         if (is_weight or is_gradient) and buffer.size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
             text = (
@@ -168,11 +167,11 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
             "memory.offload is set, but the compiled step stores every byte on the device",
             "--target with a GPU, since a CPU offloads nothing; on a GPU, memory.offload=none",
         )
-    for what, parts, kind in (
+    for what, categories, kind in (
         ("optimizer state", ("optimizer", "master"), STATE_COPIES),
         ("frozen weights", ("parameters", "quantization"), COPIES),
     ):
-        on_host = plan.breakdown.on_host(*parts)
+        on_host = plan.breakdown.on_host(*categories)
         copied = plan.breakdown.of_kind(kind)
         if copied > MAX_COPIED_SHARE * on_host > 0:
             yield PlanWarning(

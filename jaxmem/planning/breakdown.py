@@ -1,25 +1,30 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
-computed it, and the category in its name (`kernels.scopes`). A value of the backward pass that has none of these,
-but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the parts
-are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
+computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of these,
+but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the
+categories are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import functools
+import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from jaxmem.estimate.parts import PARTS, SAVED, is_batch, is_optimizer_state, is_weight, part_of
-from jaxmem.kernels.scopes import category_of
+import jax
+
+from jaxmem.estimate.state import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
+from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
-from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
+from jaxmem.sharding import Axes, is_axes
+from jaxmem.step import Program
 
-# Names of parts in tables and figures, if they differ from the names in JSON.
+# Names of categories in tables and figures, if they differ from the names in JSON.
 LABELS = {
     "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
 }  # fmt: skip
@@ -33,13 +38,26 @@ Origins = int  # one bit per input
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
 GRADIENT = 16  # the value is the gradient of a weight, or computed from such gradients
 NOWHERE = 0  # literals, and values that are computed from literals only
+Dims = tuple[int, ...]
 Result = tuple[Origins, ...]  # one for each array of an instruction's result
 
 
 @dataclass(frozen=True)
+class KnownShapes:
+    """Shapes of a program's weights and gradients on one device, by which temporaries of the step are recognized."""
+
+    stored: frozenset[Dims]  # weights as they are stored, layers stacked
+    gradients: frozenset[Dims]  # all shapes of gradients: sharded or gathered, of one layer or stacked
+    stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
+    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; without shapes of sharded arrays
+    full_gradients: frozenset[Dims]
+    layers: int | None = None  # number of layers of a stack on one device
+
+
+@dataclass(frozen=True)
 class NamedBuffer:
-    part: str  # one of PARTS
-    kind: str  # the kind within a part: "logits", "saved for backward", ...
+    category: str  # one of CATEGORIES
+    kind: str  # the kind within a category: "logits", "saved for backward", ...
     size: int
     what: str  # the path of an argument, or the shape of a temporary
     made_by: str  # jax's name of the operation; "" if it has none
@@ -67,11 +85,11 @@ class Breakdown:
 
     @cached_property
     def kinds(self) -> dict[str, dict[str, int]]:
-        """Bytes of each part by kind, largest first; only parts that have bytes."""
-        parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+        """Bytes of each category by kind, largest first; only categories that have bytes."""
+        categories: dict[str, Counter[str]] = {category: Counter() for category in CATEGORIES}
         for buffer in self.buffers:
-            parts[buffer.part][buffer.kind] += buffer.size
-        return {part: dict(kinds.most_common()) for part, kinds in parts.items() if kinds}
+            categories[buffer.category][buffer.kind] += buffer.size
+        return {category: dict(kinds.most_common()) for category, kinds in categories.items() if kinds}
 
     def of_kind(self, kind: str) -> int:
         return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
@@ -81,9 +99,9 @@ class Breakdown:
         """Bytes at the peak that are classified by their shapes."""
         return sum(buffer.size for buffer in self.buffers if buffer.by_shape)
 
-    def on_host(self, *parts: str) -> int:
+    def on_host(self, *categories: str) -> int:
         """Bytes of arguments that are stored in host memory."""
-        return sum(buffer.size for buffer in self.permanent(on_host=True) if buffer.part in parts)
+        return sum(buffer.size for buffer in self.permanent(on_host=True) if buffer.category in categories)
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
@@ -111,7 +129,7 @@ class Breakdown:
                 assert allocation.parameter is not None
                 path = inputs[allocation.parameter].op_name
                 shape = inputs[allocation.parameter].shape
-                yield NamedBuffer(part_of(path), "argument", allocation.size, path, "", shape)
+                yield NamedBuffer(category_of(path), "argument", allocation.size, path, "", shape)
             elif allocation.kind == "output":
                 largest = max(allocation.buffers, key=lambda buffer: buffer.size)
                 made_by = largest.aliases[0][0].op_name
@@ -142,13 +160,13 @@ class Breakdown:
             for instruction, index in places
             if instruction in self._origins
         )
-        part, kind, by_shape = self._part_and_kind(region, maker, shape, origins)
-        return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region, by_shape)
+        category, kind, by_shape = self._category_and_kind(region, maker, shape, origins)
+        return NamedBuffer(category, kind, region.size, str(shape), maker.op_name, shape, region, by_shape)
 
-    def _part_and_kind(
+    def _category_and_kind(
         self, region: Region, maker: Instruction, shape: HloShape, origins: Origins
     ) -> tuple[str, str, bool]:
-        """The part, the kind, and whether it is known only by the shape.
+        """The category, the kind, and whether it is known only by the shape.
 
         Tests are in the order of their certainty, since each sees only what the tests before it left. First, from what
         a value is computed: weights alone, optimizer state alone. Then the scope of the update, before gradients,
@@ -157,24 +175,24 @@ class Breakdown:
         """
         dims = sorted_dims(shape.dims)
         when = pass_of(maker.op_name)
-        category = category_of(maker.op_name)
+        purpose = purpose_of(maker.op_name)
         if origins == WEIGHTS:
             return "activations", COPIES if dims in self.known.stored else GATHERED, False
         if origins and not origins & ~(OPTIMIZER | OTHER):
             return "optimizer", STATE_COPIES, False
-        if category == "update":
+        if purpose == "update":
             return "gradients", UPDATES, False
         kind = "of one backward pass" if when == "backward" else UPDATES if origins & OPTIMIZER else "summed or scaled"
         if when != "forward" and origins & GRADIENT:
             return "gradients", kind, False
         spans = [self.lifetimes.of(buffer) for buffer in region.buffers]
         crosses = min(start for start, _ in spans) < self._backward <= max(end for _, end in spans)
-        if category == "logits":
+        if purpose == "logits":
             return "activations", LOGITS, False
-        if category == "all_scores":
+        if purpose == "all_scores":
             return "activations", ALL_SCORES, False
         has_shape = dims and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
-        may_be_gradient = category is None and when != "forward" and origins & BATCH
+        may_be_gradient = purpose is None and when != "forward" and origins & BATCH
         if has_shape and may_be_gradient and not is_repeated(maker.op_name):
             return "gradients", kind, True
         if when == "update" and origins & OPTIMIZER:
@@ -183,7 +201,7 @@ class Breakdown:
             return ("activations", SAVED, False) if is_saved else ("gradients", UPDATES, False)
         if when == "forward" and max(end for _, end in spans) >= self._backward:
             return "activations", SAVED, False
-        return "activations", "attention" if category == "attention" else "intermediates", False
+        return "activations", "attention" if purpose == "attention" else "intermediates", False
 
 
 def input_origin(path: str) -> Origins:
@@ -303,15 +321,15 @@ def _computed(instruction: Instruction, operands: Sequence[Origins]) -> Origins:
     embedding is what its lookup computes in the backward pass. New weights and optimizer state do not count as
     gradients, although they are computed from them."""
     result = union(operands)
-    category = category_of(instruction.op_name)
-    if category == "update" and result & GRADIENT:
+    purpose = purpose_of(instruction.op_name)
+    if purpose == "update" and result & GRADIENT:
         return result & ~(GRADIENT | BATCH) | OPTIMIZER
     is_transposed = pass_of(instruction.op_name) == "backward" and not is_recomputed(instruction.op_name)
-    if category == "embedding" and is_transposed and result & BATCH:
+    if purpose == "embedding" and is_transposed and result & BATCH:
         return result | GRADIENT
     if not dot_flops(instruction):
         return result
-    is_of_weight = is_transposed and category not in ("attention", "all_scores")
+    is_of_weight = is_transposed and purpose not in ("attention", "all_scores")
     if is_of_weight and all(origins & BATCH or not origins for origins in operands):
         return result | GRADIENT
     return result & ~GRADIENT
@@ -324,3 +342,51 @@ def _uniform(instruction: Instruction, origins: Origins) -> Result:
 def _either(*results: Result) -> Result:
     """The origins of a result that equals one of several results."""
     return tuple(map(union, zip(*results, strict=True)))
+
+
+def sorted_dims(dims: Iterable[int]) -> Dims:
+    """The dimensions above 1, sorted: the same for an array and its transposes.
+
+    >>> sorted_dims((1, 512, 32, 4096))
+    (32, 512, 4096)
+    """
+    return tuple(sorted(d for d in dims if d != 1))
+
+
+def known_shapes(built: Program) -> KnownShapes:
+    """The shapes of a program's weights and gradients, from its layout."""
+    shapes_by_kind: dict[str, set[Any]] = defaultdict(set)
+    params = built.spec.state.params
+
+    def add(axes: Axes, leaf: Any, trainable: Any) -> None:
+        stored, split, used, moments = (
+            built.layout.sharding(role, axes, shape).shard_shape(shape)
+            for role in ("weights", "gradients", "compute", "optimizer")
+            for shape in (built.layout.padded(role, axes, leaf.shape),)
+        )
+        shapes_by_kind["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
+        is_stacked = axes[:1] == ("layer",)
+        has_gradient = trainable is not None
+        if has_gradient:
+            for dims in (stored, split, used, moments, leaf.shape):
+                count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen
+                shapes = ((*count, *dims[1:]), dims[1:]) if is_stacked else (dims,)
+                shapes_by_kind["gradients"].update(map(sorted_dims, shapes))
+        if not is_stacked:
+            return
+        shapes_by_kind["layers"].add(stored[0])
+        shapes_by_kind["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
+        shapes_by_kind["full_weights"].update({sorted_dims(used)} if used != stored else ())
+        if has_gradient:
+            shapes_by_kind["stacked_sizes"].add(math.prod(split))
+            shapes_by_kind["full_gradients"].update({sorted_dims(used)} if used != split else ())
+
+    jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
+    return KnownShapes(
+        frozenset(shapes_by_kind["stored"]),
+        frozenset(shapes_by_kind["gradients"]),
+        frozenset(shapes_by_kind["stacked_sizes"]),
+        frozenset(shapes_by_kind["full_weights"] - shapes_by_kind["sharded"]),
+        frozenset(shapes_by_kind["full_gradients"] - shapes_by_kind["sharded"]),
+        max(shapes_by_kind["layers"], default=None),
+    )

@@ -22,11 +22,10 @@ from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
-from jaxmem.estimate.parts import SAVED
 from jaxmem.estimate.passes import passes_in_memory, passes_of
-from jaxmem.estimate.state import ROLE_OF_PART
+from jaxmem.estimate.state import ROLE_OF_CATEGORY, SAVED
 from jaxmem.machine.gpus import CPU, Gpu
-from jaxmem.planning.compile import compiled_size
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
@@ -84,14 +83,13 @@ def resolve_remat(
     def needed(candidate: PolicyCandidate) -> int:
         policy = candidate.remat.model_dump() if isinstance(candidate.remat, Save) else candidate.remat
         progress(f"compiling the step with memory.remat={as_yaml(policy)} ...")
-        return compiled_size(
-            program(cfg.replace(memory={"remat": candidate.remat}), devices).lower_step(), here=target.is_here
-        )
+        built = program(cfg.replace(memory={"remat": candidate.remat}), devices)
+        return compile_program(built.lower_step(), here=target.is_here, runs=False).total
 
     full = estimate(resolved.replace(memory={"remat": "full"}), platform)
     other_bytes = full.total - full.kinds[SAVED]
     if compiles and not target.is_cpu:
-        state = sum(full.parts[part] for part in ROLE_OF_PART)
+        state = sum(full.categories[category] for category in ROLE_OF_CATEGORY)
         most = state + round(FILLED_SHARE * (limit - state))
         chosen = largest_that_fits(ladder, most, needed, other_bytes, MIN_GAIN * layers)
         why = f"auto: the fastest that fits {format_bytes(limit)}"
@@ -110,8 +108,8 @@ def check_size(cfg: Config, target: Target) -> None:
         return
     if cfg.memory.remat == "auto":
         cfg = cfg.replace(memory={"remat": "none"})  # no policy changes the state
-    parts = estimate(for_devices(cfg, target.count), target.platform).parts
-    size = sum(parts[part] for part in ROLE_OF_PART)
+    categories = estimate(for_devices(cfg, target.count), target.platform).categories
+    size = sum(categories[category] for category in ROLE_OF_CATEGORY)
     if size > target.memory:
         raise UserError(
             f"{cfg.name} needs {format_bytes(size)} per device for weights and optimizer state, more than this machine"

@@ -177,7 +177,8 @@ def _forwarded(value: Instruction, index: Index, user: Instruction) -> Iterator[
 def peak_of(allocation: Allocation, lifetimes: Lifetimes) -> Snapshot:
     """An allocation at the moment at which most of it is in use."""
     spans = [(lifetimes.of(buffer), buffer) for buffer in allocation.buffers if buffer.size]
-    return snapshot(allocation, spans, _busiest(spans))
+    moment, _ = max(bytes_in_use(spans), key=lambda change: change[1], default=(0, 0))
+    return snapshot(allocation, spans, moment)
 
 
 def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time: int) -> Snapshot:
@@ -195,12 +196,6 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
         if uncovered:
             regions.append(Region(uncovered, tuple(buffers)))
     return Snapshot(tuple(regions), allocation.size - sum(region.size for region in regions), time)
-
-
-def _busiest(spans: Iterable[tuple[Span, Buffer]]) -> int:
-    """The moment with the most bytes in use."""
-    moment, _ = max(bytes_in_use(spans), key=lambda change: change[1], default=(0, 0))
-    return moment
 
 
 def bytes_in_use(spans: Iterable[tuple[Span, Buffer]]) -> Iterator[tuple[int, int]]:

@@ -46,7 +46,7 @@ _NO_CACHE = "no-cache-of-kernels"  # the name of the invalid cache file, which X
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledProgram:
     """A program as XLA compiled it. XLA's module and buffer assignment are serialized."""
 
     serialized_module: bytes
@@ -78,28 +78,21 @@ def _sum(sizes: Mapping[str, int]) -> int:
     return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
 
 
+def compile_program(lowered: jax.stages.Lowered, *, here: bool, runs: bool = True) -> CompiledProgram:
+    """Compiles a program. `here`: whether the devices are those of this machine; `runs`: false if it never runs."""
+    with contextlib.nullcontext() if here else without_cache():
+        return _compile(lowered, here, runs)
+
+
 def compile_all(
-    step: jax.stages.Lowered,
-    others: Mapping[str, Callable[[], jax.stages.Lowered]],
-    *,
-    here: bool,
-    code: bool = True,
-) -> tuple[Compiled, dict[str, int]]:
-    """Compiles in threads while jax lowers the next program.
-
-    Args:
-        step: The lowered step.
-        others: Functions that lower other programs, by name.
-        here: Whether the devices are those of this machine.
-        code: False if the programs never run.
-
-    Returns:
-        The compiled step, and bytes per device of the other programs.
-    """
+    step: jax.stages.Lowered, others: Mapping[str, Callable[[], jax.stages.Lowered]], *, here: bool
+) -> tuple[CompiledProgram, dict[str, int]]:
+    """The compiled step, and bytes per device of other programs; `others`: functions that lower them, by name. Compiles
+    in threads while jax lowers the next program."""
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
-        compiled = pool.submit(_compile, step, here, code)
-        sizes = {name: pool.submit(_compile, lower(), here, code) for name, lower in others.items()}
-        return compiled.result(), {name: sizes_of_step.result().total for name, sizes_of_step in sizes.items()}
+        compiled = pool.submit(_compile, step, here, True)
+        programs = {name: pool.submit(_compile, lower(), here, True) for name, lower in others.items()}
+        return compiled.result(), {name: program.result().total for name, program in programs.items()}
 
 
 def check_stages(module: Module, stages: int) -> None:
@@ -120,28 +113,23 @@ def check_stages(module: Module, stages: int) -> None:
         )
 
 
-def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:
-    """Bytes per device of a program that never runs."""
-    return compile_all(lowered, {}, here=here, code=False)[0].total
-
-
 def total_of(executable: Any) -> int:
     """Bytes of device memory that a compiled program needs."""
     return _sum(sizes_of(executable.memory_analysis().serialized_buffer_assignment_proto, on_host=False))
 
 
-def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
+def _compile(lowered: jax.stages.Lowered, here: bool, runs: bool) -> CompiledProgram:
     wants_host = "pinned_host" in lowered.as_text()
     try:
         if not here:
-            return Compiled(*compile_elsewhere(lowered), wants_host)
-        executable: Any = lowered.compile(compiler_options=None if code else _QUICK)
+            return CompiledProgram(*compile_elsewhere(lowered), wants_host)
+        executable: Any = lowered.compile(compiler_options=None if runs else _QUICK)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0] or "it states no reason"
         raise UserError(f"XLA cannot compile this program: {reason}") from error
     module = executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     assignment = executable.memory_analysis().serialized_buffer_assignment_proto
-    return Compiled(module, assignment, wants_host, executable)
+    return CompiledProgram(module, assignment, wants_host, executable)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxmem.estimate.parts import SAVED
-from jaxmem.kernels.scopes import category_of
+from jaxmem.estimate.state import SAVED
+from jaxmem.kernels.scopes import purpose_of
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
     COPIES,
@@ -38,7 +38,7 @@ BANDS = (
 )  # fmt: skip
 COLUMNS = 480  # moments of the history, about the pixels of the page's chart
 LARGEST = 10  # buffers that are listed
-# The band of a buffer: for activations by kind, for other buffers by part.
+# The band of a buffer: for activations by kind, for other buffers by category.
 _BANDS = {
     SAVED: "saved for backward", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",
     LOGITS: "logits", "parameters": "weights", "quantization": "weights", "master": "optimizer",
@@ -108,7 +108,7 @@ def _bytes_in_use(spans: Iterable[Sequence[tuple[Span, Buffer]]]) -> list[tuple[
 
 
 def band(buffer: NamedBuffer) -> str:
-    return _BANDS[buffer.kind if buffer.part == "activations" and buffer.kind in _BANDS else buffer.part]
+    return _BANDS[buffer.kind if buffer.category == "activations" and buffer.kind in _BANDS else buffer.category]
 
 
 def _row(time: float, sizes: Mapping[str, int]) -> list[float]:
@@ -171,7 +171,7 @@ def _pass(instruction: Instruction) -> str | None:
     maker = maker_of(instruction, ())
     if not maker.op_name.startswith("jit("):
         return None
-    return "loss" if category_of(maker.op_name) == "logits" else pass_of(maker.op_name)
+    return "loss" if purpose_of(maker.op_name) == "logits" else pass_of(maker.op_name)
 
 
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[JsonDict]:

@@ -12,18 +12,22 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.estimate.memory import predict
-from jaxmem.estimate.parts import PARTS
-from jaxmem.estimate.state import bytes_on_device
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.estimate.state import CATEGORIES, bytes_on_device
+from jaxmem.machine.console import Printed
+from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
-from jaxmem.planning.compile import Compiled, check_stages, compile_all, replicated_arrays, total_of
-from jaxmem.planning.flops import ideal_flops
+from jaxmem.planning.compile import (
+    CompiledProgram,
+    check_stages,
+    compile_all,
+    compile_program,
+    replicated_arrays,
+    total_of,
+)
 from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.known_shapes import known_shapes
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -44,16 +48,16 @@ class Plan(Printed):
 
     program: Program
     target: Target
-    compiled_step: Compiled
+    compiled_step: CompiledProgram
     seconds: float  # time that planning took
     reserve_gib: float | None = None  # memory of a GPU outside the compiled program; None: the default
-    unlimited: Compiled | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
+    unlimited: CompiledProgram | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
     replicated: Sequence[str] = ()  # arrays that XLA replicates on every device to reshard them
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
     remat_why: str | None = None  # the reason for the policy of `memory.remat: auto`; None: the config names it
 
     @property
-    def step(self) -> jax.stages.Compiled:
+    def executable(self) -> jax.stages.Compiled:
         """The step that `train` runs on local devices."""
         executable = self.compiled_step.executable
         assert executable is not None, f"{self.target.name} is not this machine"
@@ -84,14 +88,14 @@ class Plan(Printed):
 
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes of the training step by part. Every part except `other` is a sum of named buffers."""
-        parts = {part: sum(self.breakdown.kinds.get(part, {}).values()) for part in PARTS}
+        """Bytes of the training step by category. Every category except `other` is a sum of named buffers."""
+        categories = {category: sum(self.breakdown.kinds.get(category, {}).values()) for category in CATEGORIES}
         total = self.compiled_step.total
-        return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
+        return {**categories, "other": total - sum(categories.values()) + categories["other"], "total": total}
 
     @cached_property
     def predicted(self) -> dict[str, int | None]:
-        """Bytes of each part by arithmetic alone."""
+        """Bytes of each category by arithmetic alone."""
         return predict(self.program)
 
     @cached_property
@@ -250,6 +254,27 @@ def evaluate_bytes(built: Program, program_bytes: int) -> int:
     return program_bytes + bytes_on_device(spec.state.opt_state) - bytes_on_device(spec.host_state.opt_state)
 
 
+def ideal_flops(built: Program) -> float:
+    """FLOPs of an update without recomputation: per token, 2 FLOPs per matmul weight in the forward pass and 4 in the
+    backward pass, plus the two matmuls of causal attention, half of which is masked. For images this is a lower bound:
+    a convolution uses its weights once per pixel, which is not counted."""
+    cfg = built.cfg
+    model = built.cfg.model
+    parameters = built.model.active_count
+    if model.family != "decoder":
+        return 6.0 * parameters * cfg.batch.global_size
+    length = cfg.row_length
+    looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
+    seen = [min(window or length, length) for window in model.windows]
+    pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
+    attention = 4 * model.heads * model.head_dim * pairs
+    frozen = parameters - built.model.active_trainable_count if cfg.trainable_patterns else 0  # they have no gradient
+    if looked_up and built.model.select(built.model.shapes)["embedding"]["weight"] is None:
+        frozen -= looked_up  # not in the forward pass either
+    forward = 2.0 * (parameters - looked_up) * length + attention
+    return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
+
+
 def plan(
     source: RunSource,
     target: str | None = None,
@@ -277,14 +302,14 @@ def plan(
     built = program(cfg, target_devices(aim, limit))
     progress(f"compiling {cfg.name} for {aim.name} ...")
     with replicated_arrays() as replicated:
-        step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
+        step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here)
         check_stages(step.module, cfg.mesh.stage)
     unlimited = None
     if recomputed_values(step.module) and not aim.is_here:
         progress("compiling the step without a memory limit, at which XLA recomputes values ...")
         with replicated_arrays():  # filters XLA's log
             free = program(cfg, target_devices(aim, 1000 * limit))
-            unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
+            unlimited = compile_program(free.lower_step(), here=False)
     seconds = time.perf_counter() - start
     return Plan(built, aim, step, seconds, reserve_gib, unlimited, replicated, others, remat_why=why)
 
@@ -293,7 +318,7 @@ def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     """Plan a program for its local devices. The step is compiled once, also for the run; other phases are compiled when
     their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
     start = time.perf_counter()
-    step, _ = compile_all(built.lower_step(), {}, here=True)
+    step = compile_program(built.lower_step(), here=True)
     check_stages(step.module, built.cfg.mesh.stage)
     target = local_target(list(built.layout.mesh.devices.flat))
     return Plan(built, target, step, time.perf_counter() - start, remat_why=remat_why)

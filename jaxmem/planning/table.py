@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxmem.estimate.parts import PARTS
+from jaxmem.estimate.state import CATEGORIES
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.breakdown import LABELS
@@ -18,7 +18,7 @@ from jaxmem.planning.units import format_bytes, format_count, format_seconds
 SAVINGS = ("logits", "float32 adapters")
 MAX_FREE_SHARE = 0.2  # advice that saves memory; not shown if more of it is free
 MIN_ROW_SHARE = 0.02  # of the total; a smaller kind has no row of its own
-MAX_ROW_SHARE = 0.99  # of its part; nor has one that is nearly all of it
+MAX_ROW_SHARE = 0.99  # of its category; nor has one that is nearly all of it
 
 
 class TargetList:
@@ -77,11 +77,11 @@ class PlanTable:
                 cells = format_bytes(predicted), f"{size / predicted - 1:+.1%}" if predicted else ""
             table.add_row(name, format_bytes(size), *cells, f"{size * per_parameter:.2f}")
 
-        for part in PARTS:
-            size = plan.bytes_per_device[part]
-            if size or plan.predicted.get(part):
-                row(LABELS.get(part, part), size, plan.predicted.get(part))
-            kinds = plan.breakdown.kinds.get(part, {})
+        for category in CATEGORIES:
+            size = plan.bytes_per_device[category]
+            if size or plan.predicted.get(category):
+                row(LABELS.get(category, category), size, plan.predicted.get(category))
+            kinds = plan.breakdown.kinds.get(category, {})
             for kind, bytes_of_kind in kinds.items():
                 if MIN_ROW_SHARE * total < bytes_of_kind < MAX_ROW_SHARE * size:
                     row(f"  {kind}", bytes_of_kind)

@@ -11,7 +11,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 
 from jaxmem import __version__
-from jaxmem.estimate.parts import PARTS
+from jaxmem.estimate.state import CATEGORIES
 from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report.figure import COLOURS, MISSING, draw_curves, draw_step, embedded
@@ -50,7 +50,7 @@ def page(plan: JsonView, memory: JsonView, record: RunRecord | None = None) -> s
         "bytes": format_bytes, "seconds": format_seconds, "time": time, "kind": _kind
     }  # fmt: skip
     html, style = (files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css"))
-    parts = _parts(plan)
+    categories = _categories(plan)
     phases = {phase: size for phase, size in plan["phases"].items() if size is not None}
     return environment.from_string(html).render(
         plan=plan,
@@ -62,9 +62,9 @@ def page(plan: JsonView, memory: JsonView, record: RunRecord | None = None) -> s
         tiles=_tiles(plan, memory, record),
         step=embedded(partial(draw_step, plan=plan, memory=memory), 10, 4.5),
         missing=MISSING,
-        parts=parts,
-        most_of_parts=max(size for _, sizes, _ in parts for size in sizes.values()),
-        legend={kind: text for kind, text in LEGEND.items() if any(kind in sizes for _, sizes, _ in parts)},
+        categories=categories,
+        most_of_categories=max(size for _, sizes, _ in categories for size in sizes.values()),
+        legend={kind: text for kind, text in LEGEND.items() if any(kind in sizes for _, sizes, _ in categories)},
         phases=[(phase, {"compiled": size}, [format_bytes(size)]) for phase, size in phases.items()],
         most_of_phases=max(*phases.values(), 1),
         curves=embedded(partial(draw_curves, rows=record.rows), 10, 3) if record and record.rows else None,
@@ -128,15 +128,15 @@ def _kind(buffer: JsonView) -> str:
     return band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
 
 
-def _parts(plan: JsonView) -> list[tuple[str, dict[str, int], list[str]]]:
-    """Name, bytes by origin (predicted, compiled, measured), and bytes per parameter of each part and of the total."""
+def _categories(plan: JsonView) -> list[tuple[str, dict[str, int], list[str]]]:
+    """Name, bytes by origin (predicted, compiled, measured), and bytes per parameter, by category and in total."""
     share = plan["target"]["devices"] / plan["model"]["parameters"]
     rows = []
-    for part in (*PARTS, "total"):
-        sizes = {"predicted": plan["predicted"].get(part), "compiled": plan["bytes_per_device"][part]}
-        if part == "total" and "measured" in plan:
+    for category in (*CATEGORIES, "total"):
+        sizes = {"predicted": plan["predicted"].get(category), "compiled": plan["bytes_per_device"][category]}
+        if category == "total" and "measured" in plan:
             sizes["measured"] = plan["measured"]["peak_bytes"]
         sizes = {origin: size for origin, size in sizes.items() if size is not None}
         if any(sizes.values()):
-            rows.append((LABELS.get(part, part), sizes, [f"{size * share:.2f}" for size in sizes.values()]))
+            rows.append((LABELS.get(category, category), sizes, [f"{size * share:.2f}" for size in sizes.values()]))
     return rows

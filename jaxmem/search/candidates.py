@@ -11,7 +11,7 @@ import math
 import random
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,12 +50,20 @@ class Candidate:
     refusal: str | None = None  # the reason if the config cannot be traced or compiled
     cost: StepCost | None = None  # the cost of the compiled step
     phases: dict[str, int] | None = None  # bytes of each compiled phase besides the step, such as initialise
-    total: float = field(init=False)  # bytes per device in the largest phase
-    seconds: float = field(init=False)  # seconds of a step
+    bytes_ratio: float = 1.0  # compiled / estimated bytes of the most similar compiled configs
+    seconds_ratio: float = 1.0
 
-    def __post_init__(self) -> None:
-        self.total = self.estimate.total
-        self.seconds = self.estimate.seconds or 0.0
+    @property
+    def total(self) -> float:
+        """Bytes per device in the largest phase."""
+        if self.cost is None:
+            return self.bytes_ratio * self.estimate.total
+        return max([self.cost.total, *(self.phases or {}).values()])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.cost.seconds if self.cost else self.seconds_ratio * (self.estimate.seconds or 0.0)
 
     @property
     def changes(self) -> Change:
@@ -92,8 +100,8 @@ class Candidate:
         """Bytes of a step by kind."""
         if self.cost:
             return dict(self.cost.kinds)
-        parts = {part: size for part, size in self.estimate.parts.items() if part != "activations"}
-        return parts | self.estimate.kinds
+        categories = {name: size for name, size in self.estimate.categories.items() if name != "activations"}
+        return categories | self.estimate.kinds
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -128,11 +136,12 @@ def overrides(changes: Change) -> list[str]:
 
 class Space:
     """All configs that differ from one config in the settings of some knobs. Other kernels are tried for the best
-    only. `is_over`: when it is true, no further config is estimated."""
+    only."""
 
     def __init__(
         self, cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
     ) -> None:
+        """`is_over`: when it returns true, no further config is estimated."""
         self._cfg = cfg
         self._target = target
         self._is_over = is_over
@@ -189,20 +198,6 @@ class Space:
                     error = one_line(failure)
                 candidates.append(Candidate(other, self._given, settings, distance, guess, error))
         return candidates
-
-
-def candidates(
-    cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
-) -> list[Candidate]:
-    """The config itself, then the others of its space.
-
-    Args:
-        cfg: The config.
-        target: The devices.
-        knobs: The settings that may change.
-        is_over: When it is true, no further config is estimated.
-    """
-    return Space(cfg, target, knobs, is_over).start()
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
+from jaxmem.machine.console import Printed
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.units import format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool

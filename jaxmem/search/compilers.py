@@ -95,6 +95,9 @@ class CompilerPool:
         """Bytes per device of the phases other than the step."""
         return self._answer("phases", cfg)
 
+    def step_and_phases(self, cfg: Config) -> tuple[StepCost, dict[str, int]]:
+        return self.step(cfg), self.phases(cfg)
+
     def plan(self, cfg: Config) -> JsonDict:
         """The plan of the step as JSON, compiled without a memory limit."""
         return self._answer("plan", cfg)

@@ -22,6 +22,8 @@ from jaxmem.typing import JsonDict
 
 MAX_SLOWDOWN = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 ESTIMATE_ERROR = 0.05  # relative error that an estimate may have
+NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
+Progress = Callable[[str], None]
 
 
 @dataclass
@@ -65,8 +67,8 @@ class Trials:
         }
         for candidate in self.all:
             if candidate.is_pending:
-                candidate.total = candidate.estimate.total * _ratio(candidate, bytes_ratios)
-                candidate.seconds = (candidate.estimate.seconds or 1.0) * _ratio(candidate, time_ratios)
+                candidate.bytes_ratio = _ratio(candidate, bytes_ratios)
+                candidate.seconds_ratio = _ratio(candidate, time_ratios)
 
     def front(self, among: Iterable[Candidate] | None = None, slack: float = 0.0) -> list[Candidate]:
         """The Pareto front of time and memory among candidates that fit (by default compiled ones), fastest first."""
@@ -93,10 +95,6 @@ def save_best(best: Candidate | None, path: str | Path) -> None:
 
 def target_json(target: Target, limit: int) -> JsonDict:
     return {"name": target.name, "devices": target.count, "limit_bytes": limit}
-
-
-NEIGHBOURHOODS = 3  # neighbours are added of this number of configs, the fastest on the estimated front
-Progress = Callable[[str], None]
 
 
 class Search:
@@ -169,8 +167,6 @@ class Search:
     def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
         for candidate, cost in self._compile(chosen, self._compilers.step):
             candidate.cost = cost
-            candidate.total = cost.total
-            candidate.seconds = cost.seconds
         self.trials.update_estimates()
         for candidate in chosen:
             text = f"{format_bytes(candidate.total)}, {format_seconds(candidate.seconds)} per step"
@@ -183,13 +179,12 @@ class Search:
         front, and the phases of its successor are compiled."""
         while unknown := [candidate for candidate in self.trials.front() if candidate.phases is None]:
             for candidate, phases in self._compile(unknown, self._compilers.phases):
-                candidate.phases = phases
                 name, size = max(phases.items(), key=lambda phase: phase[1])
                 if size > candidate.total:
-                    candidate.total = size
                     self._progress(
                         f"{candidate.description}: phase {name} needs more than the step, {format_bytes(size)}"
                     )
+                candidate.phases = phases
             for candidate in unknown:
                 if not self.trials.fits(candidate):
                     self._progress(

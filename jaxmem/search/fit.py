@@ -12,9 +12,9 @@ from typing import Any, Unpack
 from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
 from jaxmem.errors import UserError, as_yaml
+from jaxmem.machine.console import Printed
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate
@@ -26,6 +26,8 @@ from jaxmem.typing import JsonDict
 
 SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
 OTHER_ROWS = 8  # number of rows for configs that are not on the front
+DEFAULT_COMPILES = 12  # steps to compile at most, by default
+KERNEL_SHARE = 4  # one in this number of compiled steps is reserved for other kernels
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,6 @@ class Fit(Printed):
         return Group(*parts)
 
 
-DEFAULT_COMPILES = 12  # steps to compile at most, by default
-KERNEL_SHARE = 4  # one in this number of compiled steps is reserved for other kernels
-
-
 def fit(
     source: RunSource,
     target: str | None = None,
@@ -201,7 +199,7 @@ def fit(
         cfg, _ = resolve_remat(config(), aim, reserve_gib, compiles=False)
         words = DEFAULT_ALLOW if allow is None else allow
         most = DEFAULT_COMPILES if compiles is None else compiles
-        result = search(cfg, aim, words, compilers, compiles=most, progress=progress)
+        result = search(cfg, words, compilers, compiles=most, progress=progress)
         if result.best:
             return result
         progress("nothing fits; comparing other methods of training")
@@ -210,7 +208,6 @@ def fit(
 
 def search(
     cfg: Config,
-    target: Target,
     allow: Sequence[str],
     compilers: CompilerPool,
     *,
@@ -221,13 +218,13 @@ def search(
 
     Args:
         cfg: The config.
-        target: The devices.
         allow: Words for the settings that may change.
         compilers: The processes that compile.
         compiles: The largest number of steps to compile.
         progress: Called with lines of text.
     """
     start = time.perf_counter()
+    target = compilers.target
     if compiles < 1:
         raise UserError(f"compiles={compiles} must be at least 1")
     searched = Search(cfg, allowed(allow), compilers, progress)

@@ -14,11 +14,11 @@ from pathlib import Path
 from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
+from jaxmem.machine.console import Printed
 from jaxmem.planning import Target, format_bytes
-from jaxmem.planning.printed import Printed
 from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
-from jaxmem.search.candidates import Candidate, candidates
+from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.fastest import Trials, save_best, target_json
 from jaxmem.search.knobs import allowed
@@ -221,7 +221,7 @@ class _Search:
             valid: list[Candidate] = []
             try:
                 cfg = load_config(self._raw, [f"{self._key}={value}"])
-                all_candidates = candidates(cfg, self._compilers.target, self._knobs)
+                all_candidates = Space(cfg, self._compilers.target, self._knobs).start()
                 valid = [candidate for candidate in all_candidates if candidate.refusal is None]
                 reason = all_candidates[0].refusal
             except UserError as error:
@@ -245,11 +245,9 @@ class _Search:
             if isinstance(cost, RefusedError):
                 raise UserError(f"{self._key}={value}: {cost}")
             candidate.cost = cost
-            candidate.total = cost.total
-            candidate.seconds = cost.seconds
             if self.trials.fits(candidate):
                 try:
-                    candidate.total = max(candidate.total, *self._compilers.phases(cfg).values())
+                    candidate.phases = self._compilers.phases(cfg)
                 except RefusedError as error:
                     raise UserError(f"{self._key}={value}: {error}") from error
             if not cost.recomputed:

@@ -17,10 +17,9 @@ from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, Target, format_bytes
 from jaxmem.planning.units import format_command, format_seconds, last_overrides
-from jaxmem.search.candidates import Candidate, candidates, difference, overrides
+from jaxmem.search.candidates import Candidate, Space, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
-from jaxmem.search.worker import StepCost
 
 MAX_SUGGESTIONS = 3  # configs to suggest
 MAX_COMPILES = 6  # configs to compile at most
@@ -34,7 +33,7 @@ class Nearest:
     overrides: list[str]
     method: str | None  # another method of training; None: the method of the config
     of_method: list[str]  # overrides in addition to --method
-    total: int  # compiled bytes per device
+    total: float  # compiled bytes per device
     seconds: float | None  # estimated seconds of a step; None for CPUs
 
     def __str__(self) -> str:
@@ -80,28 +79,21 @@ def nearest_fitting(plan: Plan, limit: Limit) -> Iterator[Nearest]:
         timer = threading.Timer(limit.left, compilers.kill)
         timer.daemon = True
         timer.start()
-
-        def compiled(cfg: Config) -> tuple[StepCost, int]:
-            """The cost of a step, and bytes per device in the largest phase."""
-            cost = compilers.step(cfg)
-            return cost, max(cost.total, *compilers.phases(cfg).values())
-
         try:
             while not limit.is_over():
                 chosen = {
                     candidate.cfg: (candidate, method)
                     for candidate, method in itertools.islice(promising, compilers.processes)
                 }
-                for cfg, answer in compilers.ask_all(compiled, chosen):
+                for cfg, answer in compilers.ask_all(compilers.step_and_phases, chosen):
                     if isinstance(answer, RefusedError):
                         continue
-                    cost, total = answer
                     candidate, method = chosen[cfg]
-                    if count < MAX_SUGGESTIONS and _fits(plan, total, cost.host):
+                    candidate.cost, candidate.phases = answer
+                    if count < MAX_SUGGESTIONS and _fits(plan, candidate):
                         changes = overrides(difference(plan.program.cfg, cfg))
-                        yield Nearest(
-                            changes, method, candidate.overrides, total, cost.seconds if plan.target.gpu else None
-                        )
+                        seconds = candidate.seconds if plan.target.gpu else None
+                        yield Nearest(changes, method, candidate.overrides, candidate.total, seconds)
                         count += 1
                 if not chosen or count == MAX_SUGGESTIONS:
                     break
@@ -128,7 +120,7 @@ def _fitting_by_estimate(plan: Plan, limit: Limit) -> Iterator[tuple[Candidate, 
         for group in itertools.combinations(knobs, min(count, len(knobs))):
             if limit.is_over():
                 return
-            ranked = _ranked(plan, candidates(cfg, plan.target, group, limit.is_over))
+            ranked = _ranked(plan, Space(cfg, plan.target, group, limit.is_over).start())
             for rank, candidate in ranked:
                 if candidate.cfg not in seen and (rank == 0 or count == len(knobs)):
                     seen.add(candidate.cfg)
@@ -137,13 +129,12 @@ def _fitting_by_estimate(plan: Plan, limit: Limit) -> Iterator[tuple[Candidate, 
         if limit.is_over():
             return
         try:
-            of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS, limit.is_over)
+            of_method = run_config(cfg, method=name)
+            candidates = Space(of_method, plan.target, MEMORY_KNOBS, limit.is_over).start()
         except UserError:  # the method does not support this config
             continue
-        fitting = [
-            candidate for candidate in of_method if _fits(plan, candidate.estimate.total, candidate.estimate.host)
-        ]
-        if fitting and run_config(cfg, method=name) != cfg:
+        fitting = [candidate for candidate in candidates if _fits(plan, candidate)]
+        if fitting and of_method != cfg:
             yield min(fitting, key=_seconds), name
 
 
@@ -155,15 +146,16 @@ def _ranked(plan: Plan, group: Sequence[Candidate]) -> list[tuple[int, Candidate
     ranks: dict[frozenset[str], int] = {}
     ranked: list[tuple[int, int, float, Candidate]] = []
     for candidate in sorted(others, key=_seconds):
-        if _fits(plan, ratio * candidate.estimate.total, candidate.estimate.host):
+        candidate.bytes_ratio = ratio
+        if _fits(plan, candidate):
             keys = frozenset("mesh" if key.startswith("mesh.") else key for key in candidate.changes)
             ranks[keys] = ranks.get(keys, -1) + 1
             ranked.append((ranks[keys], len(keys), _seconds(candidate), candidate))
     return [(rank, candidate) for rank, *_, candidate in sorted(ranked, key=lambda item: item[:3])]
 
 
-def _fits(plan: Plan, total: float, host: int) -> bool:
-    return 0 < total <= plan.limit and host <= plan.target.host_memory
+def _fits(plan: Plan, candidate: Candidate) -> bool:
+    return 0 < candidate.total <= plan.limit and candidate.host_bytes <= plan.target.host_memory
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -26,7 +26,7 @@ from jaxmem.errors import one_line
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
-from jaxmem.planning.compile import compile_all, compiled_size, replicated_arrays
+from jaxmem.planning.compile import compile_program, replicated_arrays
 from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.result import evaluate_bytes
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
@@ -99,22 +99,22 @@ class StepCost:
     total: int  # bytes
     host: int  # bytes of host memory
     seconds: float  # estimated from the compiled program; seconds for CPUs are only comparable with each other
-    kinds: Mapping[str, int]  # bytes by part, and of activations by kind
+    kinds: Mapping[str, int]  # bytes by category, and of activations by kind
     recomputed: int  # number of values that XLA recomputes by itself to stay within memory
 
 
 def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
     """The fields of `StepCost`. The step is compiled; nothing is allocated and no machine code is generated."""
     built = program(cfg, target_devices(target, usable_memory(target, cfg.memory, reserve_gib)))
-    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    step = compile_program(built.lower_step(), here=target.is_here, runs=False)
     plan = Plan(built, target, step, 0.0, reserve_gib)
     timed = timeline(step.module, target.gpu or CPU, target.count, target.per_host)
-    parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
+    categories = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     cost = StepCost(
         total=step.total,
         host=plan.host_bytes,
         seconds=timed.seconds,
-        kinds=parts | plan.breakdown.kinds.get("activations", {}),
+        kinds=categories | plan.breakdown.kinds.get("activations", {}),
         recomputed=recomputed_values(step.module),
     )
     return vars(cost)
@@ -124,7 +124,7 @@ def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
     """The step in a plan, as JSON, and its `memory` over time; compiled without a memory limit, so that XLA recomputes
     nothing by itself."""
     built = program(cfg, target_devices(target, 1000 * target.memory))
-    step = compile_all(built.lower_step(), {}, here=target.is_here, code=False)[0]
+    step = compile_program(built.lower_step(), here=target.is_here, runs=False)
     plan = Plan(built, target, step, 0.0)
     return {**plan.step_as_json(), "memory": plan.history}
 
@@ -137,7 +137,7 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> Json
     for phase, lower in built.lower_others().items():
         lowered = lower()
         key = program_key(lowered.as_text(), target, reserve_gib)
-        answer = read_answer(key) or {"total": compiled_size(lowered, here=target.is_here)}
+        answer = read_answer(key) or {"total": compile_program(lowered, here=target.is_here, runs=False).total}
         write_answer(key, answer)
         sizes[phase] = answer["total"]
     if "evaluate" in sizes:

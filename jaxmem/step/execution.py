@@ -20,7 +20,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.stack import StackOptions
 
 if TYPE_CHECKING:
-    from jaxmem.step.kernel_choice.choice import KernelChoices
+    from jaxmem.step.kernel_choice import KernelChoices
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,9 @@ def _pairs(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPa
 
 def _last(loss: Callable[[Any, Any, Batch], Sums], _network: Any, batch: Batch) -> list[NetworkPart]:
     """A loss (network, features, batch) -> sums as the last part."""
-    from jaxmem.kernels.scopes import category
+    from jaxmem.kernels.scopes import purpose
 
-    return [Part(category("logits")(lambda network, flow: loss(network, flow.x, batch)))]
+    return [Part(purpose("logits")(lambda network, flow: loss(network, flow.x, batch)))]
 
 
 # (loss of each token, batch) -> sums
@@ -168,7 +168,7 @@ def _token_losses(
     memory: config.Memory, sums_of: TokenSums, terms: dict[str, float], network: Any, batch: Batch
 ) -> list[NetworkPart]:
     """The output projection with the cross entropy of each token, and the sums."""
-    from jaxmem.kernels.scopes import category
+    from jaxmem.kernels.scopes import purpose
 
     labels = batch["targets"]
     chunk = memory.loss_chunk
@@ -176,15 +176,15 @@ def _token_losses(
     def options(x: jax.Array) -> dict[str, Any]:
         return {**terms, "max_entries": max_update_entries(memory.update, x.shape[-1])}
 
-    @category("logits")
+    @purpose("logits")
     def loss(network: Any, flow: Flow) -> Flow:
         return flow._replace(x=vocab_cross_entropy(network, flow.x, labels, chunk, **options(flow.x)))
 
-    @category("logits")
+    @purpose("logits")
     def separate(network: Any, flow: Flow) -> VocabOpResult | None:
         return separate_cross_entropy(network, flow.x, labels, chunk, **options(flow.x))
 
-    @category("logits")
+    @purpose("logits")
     def sums(_: Any, flow: Flow) -> Sums:
         return _with_router(sums_of(flow.x, batch), flow.kept, batch["mask"])
 

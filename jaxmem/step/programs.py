@@ -73,7 +73,7 @@ class Program:
 
     @cached_property
     def model(self) -> ModelSpec:
-        from jaxmem.kernels.choice import capability
+        from jaxmem.kernels.support import capability
 
         device = self.layout.mesh.devices.flat[0]
         return ModelSpec(self.cfg, ExecutionSpec(self.cfg, self.platform, capability(device)))

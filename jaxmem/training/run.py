@@ -182,7 +182,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
             profile.before(step)
-            state, metrics = serialized(plan.step(state, built.place(batch)))
+            state, metrics = serialized(plan.executable(state, built.place(batch)))
             profile.after(step, metrics)
             is_stopped = stop.from_any_process(largest_signal.of(stop.requested or 0))
             last = is_stopped or step == cfg.steps
@@ -235,12 +235,13 @@ def _preflight(cluster: Cluster) -> None:
 
 def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
     """The config with kernels that passed their check on these devices."""
-    from jaxmem.step.kernel_choice.check import checked_kernels, refuse_gpu_kernels
+    from jaxmem.step.kernel_choice import checked_kernels, refuse_gpu_kernels
 
     if devices[0].platform == "cpu":
         refuse_gpu_kernels(cfg)
         return cfg
-    settings, failures = checked_kernels(program(cfg, devices), any_process)
+    built = program(cfg, devices)
+    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, any_process)
     for line in failures:
         say(line)
     for setting, implementation in settings.items():

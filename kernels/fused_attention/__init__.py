@@ -1,18 +1,18 @@
 """Attention with the options that transformers use. `reference.py` defines the results.
 
 A new implementation is a module with `attend` and `gradients` (see `derivative.py`), a line in IMPLEMENTATIONS, and its
-limits in `support.py`. `tests/kernels/test_attention.py` tests all of them.
+limits in `kernels/support.py`. `tests/kernels/test_attention.py` tests all of them.
 """
 
 from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
-from jaxmem.kernels.choice import Operation, capability
+from jaxmem.kernels.operation import Operation
+from jaxmem.kernels.support import Request, attention_refusal, capability
 
 from .arguments import AttentionOptions, QueryHeads, check_arguments
 from .derivative import Implementation
-from .support import OPERATION, PORTABLE, Request, refusal
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("blockwise", "cudnn", "reference", "triton")}
 
@@ -54,9 +54,9 @@ def attention(
     kv_segment_ids = options.get("kv_segment_ids")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not options.get("segment_ids")
     request = Request.of(*arrays[:2], checked, extras, keys_have_own=keys_have_own)
-    return Operation(OPERATION, IMPLEMENTATIONS, PORTABLE).run(
+    return Operation("attention", IMPLEMENTATIONS, "blockwise").run(
         implementation,
         lambda module: Implementation(module).attend(*arrays, checked, extras),
         (arrays, extras),
-        lambda name: refusal(name, request, capability()),
+        lambda name: attention_refusal(name, request, capability()),
     )

@@ -23,13 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.kernels.support import Request, attention_refusal
 from jaxmem.kernels.typing import Tree
 
 from . import ring
 from .arguments import CHECKS, Extras, Options, Residuals, check_arguments
 from .derivative import Implementation, differentiable
 from .ring import ShardedAttention
-from .support import Request, refusal
 
 
 def attention_over(
@@ -49,7 +49,7 @@ def attention_over(
     window = arguments.get("window")
     options = dataclasses.replace(options, window=window)  # the window may be longer than this device's part
     every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
-    why = refusal(implementation, every.over_context(method, devices), None)
+    why = attention_refusal(implementation, every.over_context(method, devices), None)
     CHECKS.require(why is None, why or "")
     kernel = Implementation(importlib.import_module(f"{__package__}.{implementation}"))
     if method == "ring":

@@ -4,12 +4,12 @@ other implementations with it."""
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels.scopes import category
+from jaxmem.kernels.scopes import purpose
 
 from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, visible
 
 
-@category("all_scores")
+@purpose("all_scores")
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp, computed in float32, or in float64 for float64 inputs; zeros and -inf for a row without
     keys."""

@@ -12,7 +12,7 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxmem.kernels.choice import Operation
+from jaxmem.kernels.operation import Operation
 from jaxmem.kernels.typing import Tree
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 

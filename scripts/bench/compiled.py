@@ -26,7 +26,7 @@ import yaml
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, plan
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 from scripts.course.table import Row, Table, gib
@@ -53,7 +53,7 @@ class Step(NamedTuple):
         """The plan of the training step alone, whether it fits on the target or not."""
         aim = parse_target(self.target)
         built = program(self.loaded, target_devices(aim, 1000 * aim.memory))
-        step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+        step = compile_program(built.lower_step(), here=False)
         return Plan(built, aim, step, 0.0)
 
 

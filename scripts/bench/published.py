@@ -28,7 +28,7 @@ from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan
 from jaxmem.planning.accuracy import FILE, kind_of
-from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.compile import CompiledProgram, compile_program
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.report.figure import digest_of
 from jaxmem.step import program
@@ -107,8 +107,8 @@ def planned(row: Published, modules: Path | None) -> Plan:
     key = hashlib.sha256(json.dumps([row.config, row.target, row.gpu], sort_keys=True).encode()).hexdigest()[:16]
     files = None if modules is None else (modules / f"{key}.module", modules / f"{key}.assignment")
     if files and all(file.exists() for file in files):
-        return Plan(built, target, Compiled(*(file.read_bytes() for file in files)), 0.0)
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+        return Plan(built, target, CompiledProgram(*(file.read_bytes() for file in files)), 0.0)
+    step = compile_program(built.lower_step(), here=False)
     if files:
         modules.mkdir(parents=True, exist_ok=True)
         files[0].write_bytes(step.serialized_module)

@@ -27,7 +27,7 @@ def measure(target: str) -> Findings:
     kind = common.require_gpus("batch_size", target, 1)
     aim = parse_target(f"{kind}:1")
     curves = {name: [estimate_batch(aim, policy, batch) for batch in BATCHES] for name, policy in POLICIES.items()}
-    floor = sum(next(iter(curves.values()))[0].parts[part] for part in STATE)
+    floor = sum(next(iter(curves.values()))[0].categories[category] for category in STATE)
     sizes = [
         {"sequences": batch, FLOOR: gib(floor), **{name: gib(curve[n].total) for name, curve in curves.items()}}
         for n, batch in enumerate(BATCHES)

@@ -15,7 +15,7 @@ from jaxmem.config.names import BOUNDARY
 from jaxmem.machine.gpus import CPU
 from jaxmem.models.attention import Tokens
 from jaxmem.models.rope import angles
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
@@ -133,7 +133,7 @@ def backward(
 
     def compiled(argnums: int | tuple[int, ...]) -> Any:
         lowered = jax.jit(jax.grad(loss, argnums)).lower(*arguments)
-        return compile_all(lowered, {}, here=aim.is_here, code=aim.is_here)[0]
+        return compile_program(lowered, here=aim.is_here)
 
     frozen = compiled(1)
     measured = None

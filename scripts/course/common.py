@@ -18,7 +18,7 @@ import yaml
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
-from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.compile import CompiledProgram, compile_program
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding
@@ -63,14 +63,14 @@ def plans(target: str, base: JsonView, rows: Overrides) -> dict[str, JsonDict]:
     return {name: compiled[name] for name in rows}
 
 
-def compile_for(device: Any, run: Callable[..., Any], *arguments: Tree) -> Compiled:
+def compile_for(device: Any, run: Callable[..., Any], *arguments: Tree) -> CompiledProgram:
     """A function of arrays of these shapes, compiled for one device, which may be absent."""
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
     place = first_dim_sharding(mesh, None)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     # Inside `shard_map` kernels know the kind of GPU, from the mesh.
     mapped = jax.shard_map(run, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
-    return compile_all(jax.jit(mapped).lower(*placed), {}, here=device in jax.devices(), code=False)[0]
+    return compile_program(jax.jit(mapped).lower(*placed), here=device in jax.devices(), runs=False)
 
 
 class Outcome(NamedTuple):

@@ -110,7 +110,7 @@ def _chunked(name: str, overrides: Any) -> Row:
     estimated = estimate(for_devices(load_config(BASE, overrides), 1), "gpu")
     return {
         "in chunks": name,
-        "activations, GiB": gib(estimated.parts["activations"]),
+        "activations, GiB": gib(estimated.categories["activations"]),
         "step, GiB": gib(estimated.total),
     }
 

@@ -33,20 +33,21 @@ def measure(target: str, base: JsonView = BASE, bases: common.Overrides = BASES)
 
 def _row(base: JsonView, name: str, overrides: Iterable[str], plan: JsonView) -> Row:
     state = state_of(load_config(dict(base), overrides), "cuda")
-    frozen = [leaf for leaf in (*state.parts["parameters"], *state.parts["quantization"]) if "rank" not in leaf.axes]
+    stored = (*state.categories["parameters"], *state.categories["quantization"])
+    frozen = [leaf for leaf in stored if "rank" not in leaf.axes]
     count = sum(math.prod(leaf.shape) for leaf in state.weights if "rank" not in leaf.axes)
     size = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in frozen)
     vocabulary = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in frozen if "vocab" in leaf.axes)
-    parts = plan["bytes_per_device"]
-    trainable = parts["parameters"] + parts["quantization"] - size + parts["gradients"] + parts["optimizer"]
+    sizes = plan["bytes_per_device"]
+    trainable = sizes["parameters"] + sizes["quantization"] - size + sizes["gradients"] + sizes["optimizer"]
     return {
         "stored as": name,
         "bits per weight": 8 * size / count,
         "frozen layers, GiB": gib(size - vocabulary),
         "embedding and output, GiB": gib(vocabulary),
         "trainable, GiB": gib(trainable),
-        "activations, GiB": gib(parts["activations"]),
-        "total, GiB": gib(parts["total"]),
+        "activations, GiB": gib(sizes["activations"]),
+        "total, GiB": gib(sizes["total"]),
         "FLOP, times the minimum": plan["flops_per_device"] / plan["ideal_flops_per_device"],
     }
 

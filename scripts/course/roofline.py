@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxmem.config import load_config
 from jaxmem.machine.gpus import GPUS, Gpu
 from jaxmem.planning import Target
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import Instruction, dot_flops, is_kernel
 from jaxmem.planning.targets import parse_target, shared_memory, target_devices, threads_and_lanes
 from jaxmem.planning.timeline import moved_bytes, timeline
@@ -157,7 +157,7 @@ def memory_levels(gpu: Gpu) -> list[Row]:
 def kernels(aim: Target) -> Iterator[Kernel]:
     """The kernels of a step, compiled for one GPU."""
     built = program(load_config(STEP), target_devices(aim, 1000 * aim.memory)[:1])
-    module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
+    module = compile_program(built.lower_step(), here=aim.is_here, runs=False).module
     for instruction, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
         if instruction.opcode in ("while", "call", "conditional"):  # their bodies are counted
             continue

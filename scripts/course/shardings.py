@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxmem.config import load_config
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.sharding.layout import Layout, layout_for
@@ -104,7 +104,7 @@ def timed(layout: Layout, case: Case, target: str) -> Timeline:
     ]
     lowered = step(layout, case).lower(*arguments)
     aim = parse_target(target)
-    return timeline(compile_all(lowered, {}, here=False, code=False)[0].module, aim.gpu, aim.count, aim.per_host)
+    return timeline(compile_program(lowered, here=False).module, aim.gpu, aim.count, aim.per_host)
 
 
 def _row(name: str, arrays: Mapping[str, tuple[NamedSharding, tuple[int, int]]], timed: Timeline) -> Row:

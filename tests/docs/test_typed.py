@@ -29,7 +29,7 @@ from jaxmem.config.methods import METHODS
 from jaxmem.data import text
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.planning import budget, result
-from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.compile import CompiledProgram, compile_program
 from jaxmem.planning.estimated import estimated
 from jaxmem.search import candidates, comparison, fit, nearest
 from jaxmem.search.compilers import CompilerPool
@@ -250,7 +250,7 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 
 
-FOR_GPUS: list[Compiled] = []  # the first step that was compiled for GPUs, which is that of base.yaml
+FOR_GPUS: list[CompiledProgram] = []  # the first step that was compiled for GPUs, which is that of base.yaml
 LOWER = Program.lower_step
 
 
@@ -259,13 +259,18 @@ def lower_step(built: Program) -> Any:
     return LOWER(built) if built.platform == "cpu" or not FOR_GPUS else None
 
 
-def compile_step(step: Any, others: Any, *, here: bool, **options: Any) -> tuple[Compiled, dict[str, int]]:
-    """A compiled step, for GPUs the first of all; for each other program half of its bytes, without compiling."""
-    if here or not FOR_GPUS:
-        compiled, _ = compile_all(step, {}, here=here, **options)
-        FOR_GPUS.extend([] if here else [compiled])
-    else:
-        compiled = FOR_GPUS[0]
+def compile_step(step: Any, *, here: bool, runs: bool = True) -> CompiledProgram:
+    """A compiled step, for GPUs the first of all."""
+    if here:
+        return compile_program(step, here=True, runs=runs)
+    if not FOR_GPUS:
+        FOR_GPUS.append(compile_program(step, here=False))
+    return FOR_GPUS[0]
+
+
+def compile_steps(step: Any, others: Any, *, here: bool) -> tuple[CompiledProgram, dict[str, int]]:
+    """A compiled step; for each other program half of its bytes, without compiling."""
+    compiled = compile_step(step, here=here)
     return compiled, dict.fromkeys(others, compiled.total // 2)
 
 
@@ -274,8 +279,9 @@ def plans_are_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/planning compiles the other phases. A plan has bytes for each of them: for a phase without bytes it would
     compile the program of a run, through jax's cache, which cannot hold programs for devices that are not installed."""
     monkeypatch.setattr(Program, "lower_step", lower_step)
-    monkeypatch.setattr(result, "compile_all", compile_step)
-    monkeypatch.setattr(budget, "compiled_size", lambda *_, **__: FOR_GPUS[0].total)
+    monkeypatch.setattr(result, "compile_all", compile_steps)
+    monkeypatch.setattr(result, "compile_program", compile_step)
+    monkeypatch.setattr(budget, "compile_program", compile_step)
 
 
 @pytest.fixture(scope="module")

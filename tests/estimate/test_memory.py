@@ -18,7 +18,7 @@ from jaxmem.estimate.state import bytes_on_device
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import Plan, parse_target
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
 from tests.planning.conftest import config, plan_here
@@ -63,7 +63,7 @@ def on_gpus(count: int, **sections: object) -> Program:
 )
 def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master: str) -> None:
     built = program(config(mesh=mesh, zero=zero, precision={"parameters": parameters, "master": master}))
-    parts = estimate(built.cfg, "cpu").parts
+    parts = estimate(built.cfg, "cpu").categories
     assert parts["parameters"] == bytes_on_device(built.spec.state.params)
     assert parts["master"] + parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
     assert parts["batch"] == bytes_on_device(built.spec.batch)
@@ -73,8 +73,8 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
 def test_the_state_of_adapters_is_exact() -> None:
     built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
     found = estimate(built.cfg, "cpu")
-    assert found.parts["parameters"] + found.parts["quantization"] == bytes_on_device(built.spec.state.params)
-    assert found.parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
+    assert found.categories["parameters"] + found.categories["quantization"] == bytes_on_device(built.spec.state.params)
+    assert found.categories["optimizer"] == bytes_on_device(built.spec.state.opt_state)
     assert found.host == bytes_on_device(built.spec.state.params) + bytes_on_device(built.spec.state.opt_state)
 
 
@@ -135,7 +135,7 @@ def test_the_state_of_adapters_is_exact() -> None:
 )
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     built = on_gpus(count, **sections)
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    step = compile_program(built.lower_step(), here=False)
     expected = estimate(built.resolved, "gpu")
     assert expected.total == pytest.approx(step.total, rel=0.1)
     assert expected.host - bytes_on_device(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
@@ -149,7 +149,7 @@ def test_an_update_during_the_backward_pass_needs_fewer_bytes_with_pipeline_stag
         memory = {"remat": "full", "update": update}
         data, optimizer = {"sequence_length": 256}, {"clip_by": "previous"}
         built = on_gpus(2, mesh={"stage": 2}, batch={"global_size": 1}, data=data, memory=memory, optimizer=optimizer)
-        step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+        step = compile_program(built.lower_step(), here=False)
         assert estimate(built.resolved, "gpu").total == pytest.approx(step.total, rel=0.1)
         totals[update] = step.total
     layer = 4 * (built.model.parameter_count - 2 * WIDE["vocab"] * WIDE["embed"]) / WIDE["layers"]
@@ -161,7 +161,7 @@ def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> 
     """Up to zero 1 each group of rows has its own complete sum."""
     built = program(config(mesh={"fsdp": 4}, zero=zero, batch={"global_size": 32, "accumulate": 4}), jax.devices()[:4])
     sums = 4 * built.model.parameter_count / split
-    assert sums <= estimate(built.cfg, "cpu").parts["gradients"] < 1.3 * sums
+    assert sums <= estimate(built.cfg, "cpu").categories["gradients"] < 1.3 * sums
 
 
 @pytest.mark.exhaustive

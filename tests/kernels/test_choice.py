@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.kernels import choice, triton_launch
-from jaxmem.kernels.choice import Operation, triton_refusal
+from jaxmem.kernels import support, triton_launch
+from jaxmem.kernels.operation import Operation
+from jaxmem.kernels.support import triton_refusal
 from jaxmem.kernels.triton_launch import load_programs
 
 
@@ -39,7 +40,7 @@ def test_triton_needs_a_gpu_from_ampere_on(capability, reason):
 
 
 def test_triton_needs_jax_triton(monkeypatch):
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda _: None)
     assert "requires jax-triton" in triton_refusal(90)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(ValueError, match="grouped_matmul: the triton implementation requires jax-triton"):
@@ -48,7 +49,7 @@ def test_triton_needs_jax_triton(monkeypatch):
 
 @pytest.mark.parametrize(("platform", "number"), [("gpu", 90), ("cpu", None)])
 def test_the_capability_is_that_of_the_device(platform, number):
-    assert choice.capability(SimpleNamespace(platform=platform, compute_capability="9.0")) == number
+    assert support.capability(SimpleNamespace(platform=platform, compute_capability="9.0")) == number
 
 
 def test_both_spellings_of_jax_triton(monkeypatch):

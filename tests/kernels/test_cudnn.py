@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.fused_attention.arguments import pairs
-from jaxmem.kernels.fused_attention.support import Request, choose, refusal
+from jaxmem.kernels.support import Request, attention_refusal
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.step.kernel_choice import attention_kernel
 from tests.support.tiers import exhaustive
 
 # One GPU of each compute capability.
@@ -184,16 +185,16 @@ PACKED = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segment
 )
 def test_refusals_are_known_before_compiling(change, capability, words):
     call = Request(**{**vars(CALL), **change})
-    why = refusal("cudnn", call, capability)
+    why = attention_refusal("cudnn", call, capability)
     assert why is not None
     assert words in why
-    assert choose(call, capability).implementation != "cudnn"
+    assert attention_kernel(call, "auto", capability).implementation != "cudnn"
 
 
 def test_wide_heads_are_compiled_for_a_gpu_that_is_not_installed():
     call = Request("bfloat16", 4096, 4096, 8, 256)
-    assert choose(call, 90).implementation == "cudnn"
-    assert refusal("cudnn", call, None) is None
+    assert attention_kernel(call, "auto", 90).implementation == "cudnn"
+    assert attention_refusal("cudnn", call, None) is None
 
 
 @pytest.mark.parametrize(
@@ -208,11 +209,11 @@ def test_wide_heads_are_compiled_for_a_gpu_that_is_not_installed():
     ],
 )
 def test_the_choice_of_each_gpu(call, chosen):
-    assert {capability: choose(call, capability).implementation for capability in chosen} == chosen
+    assert {capability: attention_kernel(call, "auto", capability).implementation for capability in chosen} == chosen
 
 
 def test_an_implementation_that_failed_its_check_is_replaced_by_the_next():
-    chosen = choose(CALL, 90, {"cudnn": "it is off by 3"})
+    chosen = attention_kernel(CALL, "auto", 90, {"cudnn": "it is off by 3"})
     assert (chosen.implementation, "it is off by 3" in chosen.why) == ("triton", True)
 
 

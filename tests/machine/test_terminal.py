@@ -8,9 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxmem.cli import main
-from jaxmem.machine.console import Console
+from jaxmem.machine.console import Console, Printed
 from jaxmem.machine.terminal import say
-from jaxmem.planning.printed import Printed
 from jaxmem.training.progress import Progress, RunSpec, spinner
 
 HOSTILE, SHOWN = "a\x1b]0;title\x07 \u202e.txt", "a\\x1b]0;title\\x07 \\u202e.txt"

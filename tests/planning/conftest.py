@@ -9,7 +9,7 @@ import pytest
 from jaxmem import planning
 from jaxmem.config import Config, load_config
 from jaxmem.planning import Plan, parse_target
-from jaxmem.planning.compile import Compiled, compile_all
+from jaxmem.planning.compile import CompiledProgram, compile_program
 from jaxmem.planning.hlo import Module, read_module
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
@@ -42,11 +42,11 @@ def plan_here(devices: int = 8, **sections: Any) -> Plan:
     return planning.plan_program(program(config(**sections), jax.devices()[:devices]))
 
 
-def compiled_for(cfg: Config, name: str) -> tuple[Program, Compiled]:
+def compiled_for(cfg: Config, name: str) -> tuple[Program, CompiledProgram]:
     """The step for GPUs that are not here, without the other phases of a plan."""
     target = parse_target(name)
     built = program(cfg, target_devices(target, target.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    step = compile_program(built.lower_step(), here=False)
     return built, step
 
 

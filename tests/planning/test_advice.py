@@ -19,12 +19,11 @@ from jaxmem.errors import UserError
 from jaxmem.pipeline import Pipeline
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.breakdown import Breakdown, KnownShapes, known_shapes
 from jaxmem.planning.buffers import Allocation, Buffer
-from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
+from jaxmem.planning.compile import CompiledProgram, compile_program, replicated_arrays, without_cache
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
-from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
 from jaxmem.step import program
@@ -90,7 +89,7 @@ def test_rows_longer_than_the_model_was_trained_on(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ recomputation that nobody asked for
 
 
-def short_of(usable: int) -> Compiled:
+def short_of(usable: int) -> CompiledProgram:
     """A chain of layers whose activations XLA can compute again, for a GPU with so much memory."""
     place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), usable)[0])
 
@@ -105,7 +104,7 @@ def short_of(usable: int) -> Compiled:
 
     weights = jax.ShapeDtypeStruct((6, 512, 512), jnp.float32, sharding=place)
     x = jax.ShapeDtypeStruct((16384, 512), jnp.float32, sharding=place)
-    return compile_all(jax.jit(step, donate_argnums=0).lower(weights, x), {}, here=False)[0]
+    return compile_program(jax.jit(step, donate_argnums=0).lower(weights, x), here=False)
 
 
 def test_recomputation_by_xla_and_what_it_costs() -> None:
@@ -136,7 +135,7 @@ def test_an_offload_that_moves_nothing() -> None:
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=host)
     lowered = jax.jit(step, out_shardings=host).lower(x)
-    compiled, _ = compile_all(lowered, {}, here=True)
+    compiled = compile_program(lowered, here=True)
     (warned,) = found(advice._offload, compiled_step=compiled, breakdown=NOTHING_THERE)
     assert warned.kind == "nothing offloaded"
     assert "--target with a GPU" in warned.cure
@@ -159,7 +158,7 @@ def test_an_offload_that_moves() -> None:
     place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), 8192 * MIB)[0])
     weights = jax.ShapeDtypeStruct((4, 256, 256), jnp.float32, sharding=place)
     lowered = jax.jit(step).lower(weights, jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=place))
-    compiled, _ = compile_all(lowered, {}, here=False)
+    compiled = compile_program(lowered, here=False)
     assert compiled.wants_host
     assert found(advice._offload, compiled_step=compiled, breakdown=NOTHING_THERE) == []
 

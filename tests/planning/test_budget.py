@@ -8,11 +8,11 @@ from jaxmem.config.devices import for_devices
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_of
-from jaxmem.estimate.state import ROLE_OF_PART
+from jaxmem.estimate.state import ROLE_OF_CATEGORY
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import budget
 from jaxmem.planning.budget import BYTES_PER_ELEMENT, PolicyCandidate, candidates, largest_that_fits, resolve_remat
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.targets import parse_target, target_devices, usable_memory
 from jaxmem.step import program
@@ -80,7 +80,7 @@ def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
     wide = {"family": "mlp", "layers": 8, "embed": 32, "mlp": 128}
     asked = config(model=wide, data={"source": "digits"}, objective="classify", batch={"global_size": 512})
     devices = target_devices(parse_target(target), 2**40)
-    none, _ = compile_all(program(asked, devices).lower_step(), {}, here=False)
+    none = compile_program(program(asked, devices).lower_step(), here=False)
     memory = asked.memory.model_copy(update={"remat": "auto", "budget": 0.9 * none.total / 2**30})
     plan = planning.plan(asked.model_copy(update={"memory": memory}), target)
     assert plan.fits
@@ -120,7 +120,8 @@ def test_the_share_that_xla_does_not_fill_stays_free(monkeypatch) -> None:
     asked = given(remat="auto")
     target = parse_target("h100-80gb:1")
     resolve_remat(asked, target)
-    state = sum(size for part, size in estimate(given(remat="full"), "gpu").parts.items() if part in ROLE_OF_PART)
+    categories = estimate(given(remat="full"), "gpu").categories
+    state = sum(categories[category] for category in ROLE_OF_CATEGORY)
     usable = usable_memory(target, asked.memory)
     assert limits == [state + round(0.95 * (usable - state))]
 

@@ -7,10 +7,9 @@ import jax
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.buffers import read_allocations
-from jaxmem.planning.compile import compile_all
-from jaxmem.planning.known_shapes import known_shapes
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import local_target, parse_target, target_devices
 from jaxmem.step import program
 
@@ -28,7 +27,7 @@ def test_few_bytes_of_a_config_are_classified_by_their_shapes(name: str) -> None
     if cfg.memory.remat == "auto":  # which compiles several steps
         cfg = cfg.replace(memory={"remat": "full"})
     built = program(cfg, target_devices(target, target.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    step = compile_program(built.lower_step(), here=target.is_here, runs=False)
     breakdown = Breakdown(step.module, read_allocations(step.module, step.assignment), known_shapes(built))
     share = breakdown.by_shape / step.total
     print(f"{name}: {share:.2%} of {step.total:,} bytes by shape")

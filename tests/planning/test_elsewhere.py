@@ -10,7 +10,7 @@ import pytest
 from jaxmem.models import vocab_slices
 from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
-from jaxmem.planning.compile import UNTIMED, compile_all, compile_elsewhere, replicated_arrays, without_cache
+from jaxmem.planning.compile import UNTIMED, compile_elsewhere, compile_program, replicated_arrays, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.hlo_proto import HloProto
 from jaxmem.planning.targets import target_devices
@@ -61,7 +61,7 @@ def test_joined_weights_have_a_gradient_on_every_jax(capfd: pytest.CaptureFixtur
 
     lowered = jax.jit(gradient).lower(x, turned, turned, key, key)
     with replicated_arrays():
-        compiled, _ = compile_all(lowered, {}, here=False)
+        compiled = compile_program(lowered, here=False)
     assert total_flops(compiled.module) == 2 * 8192 * 4096 * 6144
     assert "config" not in capfd.readouterr().err
 
@@ -89,7 +89,7 @@ def test_frozen_matrices_that_stages_share_are_drawn_for_host_memory(monkeypatch
     )
     target = parse_target("h100-80gb:2")
     built = program(cfg, target_devices(target, target.memory))
-    compiled, _ = compile_all(built.lower_initialise(), {}, here=False)
+    compiled = compile_program(built.lower_initialise(), here=False)
     stored = jax.tree.leaves(built.spec.host_state.params)
     assert compiled.sizes["outputs"] < compiled.host_total
     assert compiled.host_total >= sum(x.size * x.dtype.itemsize for x in stored) // 2

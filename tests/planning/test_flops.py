@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxmem.planning.flops import ideal_flops
+from jaxmem.planning.result import ideal_flops
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 

@@ -47,7 +47,7 @@ def test_the_parts_are_the_whole(planned: Plan) -> None:
     assert sum(parts.values()) == total
     assert total == held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
     assert parts["other"] < 0.05 * total
-    assert sum(item.size for item in planned.breakdown.buffers if item.part == "parameters") == parts["parameters"]
+    assert sum(item.size for item in planned.breakdown.buffers if item.category == "parameters") == parts["parameters"]
 
 
 @pytest.mark.exhaustive
@@ -118,13 +118,13 @@ import json
 from jaxmem.machine import devices
 devices.use_cpu_without_gpu(only_compile=True)
 import jax
-from jaxmem.planning.compile import UNTIMED, compile_all, without_cache
+from jaxmem.planning.compile import UNTIMED, compile_program, without_cache
 from jaxmem.planning.targets import parse_target, target_devices
 target = parse_target("rtx4090-24gb")
 place = jax.sharding.SingleDeviceSharding(target_devices(target, target.memory)[0])
 x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=place)
 lowered = jax.jit(lambda w, x: (w - jax.nn.softmax(x @ w) @ x).sum(0), donate_argnums=0).lower(x, x)
-planned, _ = compile_all(lowered, {}, here=False)
+planned = compile_program(lowered, here=False)
 with without_cache():
     held = lowered.compile(compiler_options=UNTIMED).memory_analysis()
 made = (f"{part}_size_in_bytes" for part in ("argument", "output", "alias", "temp"))

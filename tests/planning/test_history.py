@@ -9,12 +9,11 @@ import pytest
 
 from jaxmem.models.block import GatedMlp
 from jaxmem.planning import Plan
-from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.breakdown import Breakdown, KnownShapes
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import total_of
 from jaxmem.planning.history import BANDS, PASSES, _passes, history, source_of
 from jaxmem.planning.hlo import read_module
-from jaxmem.planning.known_shapes import KnownShapes
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
 

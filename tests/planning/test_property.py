@@ -1,4 +1,4 @@
-"""Whatever the config: what a plan counts as arguments is what real arrays take, and its parts are the whole."""
+"""Whatever the config: what a plan counts as arguments is what real arrays take, and its categories are the whole."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.estimate.parts import PARTS
+from jaxmem.estimate.state import CATEGORIES
 from tests.planning.conftest import plan_here
 
 MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 1})
@@ -42,8 +42,8 @@ def test_planned_bytes_are_those_of_real_arrays(sections: dict[str, Any]) -> Non
     arrays = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in wanted]
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
     assert plan.compiled_step.sizes["arguments"] == held
-    parts = plan.bytes_per_device
-    assert sum(parts[part] for part in PARTS) == parts["total"]
-    assert all(parts[part] >= 0 for part in PARTS)
+    sizes = plan.bytes_per_device
+    assert sum(sizes[category] for category in CATEGORIES) == sizes["total"]
+    assert all(sizes[category] >= 0 for category in CATEGORIES)
     state = sum(x.addressable_shards[0].data.nbytes for x in arrays[: len(jax.tree.leaves(plan.program.spec.state))])
-    assert parts["parameters"] + parts["master"] + parts["optimizer"] >= state - 4  # all but the count of steps
+    assert sizes["parameters"] + sizes["master"] + sizes["optimizer"] >= state - 4  # all but the count of steps

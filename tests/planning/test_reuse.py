@@ -7,7 +7,7 @@ from jaxmem.estimate import bytes_on_device
 from jaxmem.planning import Plan
 from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
 from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
@@ -22,7 +22,7 @@ def inference(layers: int) -> tuple[int, int]:
         data={"sequence_length": TIME},
         batch={"global_size": ROWS},
     )
-    compiled, _ = compile_all(program(cfg, jax.devices()[:1]).lower_evaluate(), {}, here=True, code=False)
+    compiled = compile_program(program(cfg, jax.devices()[:1]).lower_evaluate(), here=True, runs=False)
     found = read_allocations(compiled.module, compiled.assignment)
     (temporaries,) = [one for one in found if one.kind == "temporary"]
     lives = Lifetimes(compiled.module)

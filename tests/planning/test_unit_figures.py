@@ -9,7 +9,7 @@ import pytest
 
 from jaxmem.config import Config, load_config
 from jaxmem.estimate import bytes_on_device
-from jaxmem.planning.compile import compiled_size
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
 from jaxmem.sharding import is_axes
@@ -104,7 +104,7 @@ def test_70_billion_weights_in_4_bits_are_evaluated_on_one_gpu() -> None:
     """Compiled: codes, a constant for each 256, and less than one layer's values beside them."""
     precision = {"parameters": "nf4", "block_size": 256}
     built = on("h100-80gb", run({"preset": "llama3-70b"}, precision=precision, batch={"global_size": 1}))
-    weights, total = bytes_on_device(built.spec.state.params), compiled_size(built.lower_evaluate(), here=False)
+    weights, total = bytes_on_device(built.spec.state.params), compile_program(built.lower_evaluate(), here=False).total
     assert 8 * weights / built.model.parameter_count == pytest.approx(4.125, rel=0.001)
     assert 35 < weights / GB < total / GB < 38
     assert total - weights < 2 * built.model.parameter_count / 80

@@ -9,12 +9,11 @@ import jax
 import pytest
 
 from jaxmem.optim import in_place
-from jaxmem.planning.breakdown import pass_of
+from jaxmem.planning.breakdown import pass_of, sorted_dims
 from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.communication import collective
-from jaxmem.planning.compile import compile_all, replicated_arrays
+from jaxmem.planning.compile import compile_program, replicated_arrays
 from jaxmem.planning.hlo import dot_flops
-from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
@@ -61,7 +60,7 @@ def compiled(name, **model):
     )  # fmt: skip
     built = program(cfg, target_devices(TARGET, TARGET.memory))
     with replicated_arrays() as arrays:
-        step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+        step = compile_program(built.lower_step(), here=False)
     assert not arrays
     return built, step
 

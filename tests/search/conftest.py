@@ -11,7 +11,9 @@ from jaxmem.config import Config
 from jaxmem.estimate.memory import Estimate
 from jaxmem.planning import Target, parse_target
 from jaxmem.planning.estimated import estimated
+from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool
+from jaxmem.search.knobs import Knob
 from jaxmem.search.worker import StepCost
 from tests.planning.conftest import SMALL as TINY
 from tests.planning.conftest import config as planned
@@ -24,6 +26,10 @@ def config(**sections: Any) -> Config:
     # cuDNN's workspace would be most of the memory of so small a model.
     memory = {"attention": "blockwise", **sections.pop("memory", {})}
     return planned(**{**usual, "memory": memory, **sections})
+
+
+def candidates(cfg: Config, target: Target, knobs: list[Knob]) -> list[Candidate]:
+    return Space(cfg, target, knobs).start()
 
 
 _estimate = functools.cache(estimated)

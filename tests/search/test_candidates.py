@@ -11,10 +11,10 @@ from jaxmem.config import MESH_AXES, Memory, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, parse_target
-from jaxmem.search.candidates import MAX_SIZE, candidates, pareto_front
+from jaxmem.search.candidates import MAX_SIZE, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed, values
 
-from .conftest import config
+from .conftest import candidates, config
 
 TWO, FOUR, EIGHT = (parse_target(f"h100-80gb:{count}") for count in (2, 4, 8))
 
@@ -72,8 +72,8 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     saved = here.kinds["saved for backward"]
     assert away.total <= here.total - saved
     assert away.host == here.host + saved
-    moved = here.parts["optimizer"] - state.parts["optimizer"]
-    assert 0.3 * here.parts["optimizer"] < moved == state.host - here.host
+    moved = here.categories["optimizer"] - state.categories["optimizer"]
+    assert 0.3 * here.categories["optimizer"] < moved == state.host - here.host
     assert both.total < min(away.total, state.total)
     assert both.host == here.host + saved + moved
     found = candidates(config(memory={"remat": "dots"}), EIGHT, allowed(["offload"]))

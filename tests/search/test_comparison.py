@@ -19,14 +19,13 @@ from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, format_bytes
 from jaxmem.search import fit, nearest
-from jaxmem.search.candidates import candidates
 from jaxmem.search.comparison import Comparison, compare
 from jaxmem.search.compilers import RefusedError
 from jaxmem.search.fit import search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
 
-from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
+from .conftest import SMALL, FakeCompilers, candidates, config, estimate_once, with_memory
 
 MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
 OPTIONS: dict[str, Any] = {"batch": 2, "devices": 2}
@@ -116,7 +115,7 @@ def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyP
     assert found["full-int8"].reason == "TypeError: Custom VJP bwd rule"
     assert all(one.fits for name, one in found.items() if name != "full-int8")
     with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
-        fit = search(config(), compilers.target, ["remat"], compilers)
+        fit = search(config(), ["remat"], compilers)
     assert {fit.reason(one) for one in fit.trials.all if one.cfg.memory.remat == "sqrt"} == {
         "TypeError: Custom VJP bwd rule"
     }
@@ -272,12 +271,12 @@ def test_fit_names_a_slow_setting_that_it_does_not_change() -> None:
     raw = {"name": "x", "model": {"preset": "llama3.2-1b"}, "batch": {"global_size": 1}, "train": {"steps": 10}}
     slow = load_config(raw, ["memory.update=during", "memory.remat=full"])
     with FakeCompilers(with_memory("a100-80gb:1", 1 << 40)) as compilers:
-        found = search(slow, compilers.target, ["batch"], compilers)
+        found = search(slow, ["batch"], compilers)
         [line] = found.as_json()["slow_settings"]
         assert line.startswith("optimizer.clip_by=global makes a step")
         assert "optimizer.clip_by=global makes a step" in " ".join(str(found).split())
         changed = slow.replace(optimizer={"clip_by": "previous"})
-        assert not search(changed, compilers.target, ["batch"], compilers).slow_settings
+        assert not search(changed, ["batch"], compilers).slow_settings
         comparison = compare(lambda **_: slow, (), compilers, lambda _: None, methods=["full"])
         [row] = comparison.as_json()["methods"]
         is_during = comparison.results[0].candidate.cfg.memory.update == "during"

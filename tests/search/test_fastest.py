@@ -10,14 +10,13 @@ from rich.console import Console
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
-from jaxmem.search.candidates import candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.fit import Fit, search
 from jaxmem.search.knobs import KERNELS, allowed
 from jaxmem.search.worker import StepCost
 from jaxmem.step import program
 
-from .conftest import FakeCompilers, config, with_memory
+from .conftest import FakeCompilers, candidates, config, with_memory
 
 WORDS = ("mesh", "remat", "batch", KERNELS)
 
@@ -40,7 +39,7 @@ def typical() -> int:
 def found() -> tuple[Fit, FakeCompilers]:
     target = with_memory("h100-80gb:2", typical())
     with FakeCompilers(target, skewed) as compilers:
-        return search(config(), target, WORDS, compilers), compilers
+        return search(config(), WORDS, compilers), compilers
 
 
 @pytest.mark.exhaustive
@@ -97,7 +96,7 @@ def test_a_sampled_space_is_searched_around_its_best(monkeypatch: pytest.MonkeyP
     for most in (10**6, 10):
         monkeypatch.setattr("jaxmem.search.candidates.MAX_SIZE", most)
         with FakeCompilers(target) as compilers:
-            fit = search(config(), target, ["mesh", "batch"], compilers, compiles=2)
+            fit = search(config(), ["mesh", "batch"], compilers, compiles=2)
         assert fit.best is not None
         seconds.append(min(one.estimate.seconds or 0.0 for one in fit.trials.all))
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
@@ -106,7 +105,7 @@ def test_a_sampled_space_is_searched_around_its_best(monkeypatch: pytest.MonkeyP
 def test_where_nothing_fits_the_smallest_is_named() -> None:
     target = with_memory("h100-80gb:8", 1000)
     with FakeCompilers(target) as compilers:
-        fit = search(config(), target, ["remat", "batch"], compilers)
+        fit = search(config(), ["remat", "batch"], compilers)
     assert fit.best is None
     assert fit.front == []
     assert fit.smallest.total == min(one.estimate.total for one in fit.trials.all)
@@ -119,7 +118,7 @@ def test_memory_budget_limits_the_search() -> None:
     target = with_memory("h100-80gb:4", 1 << 40)
     gib = typical() / 2**30
     with FakeCompilers(target) as compilers:
-        fit = search(config(memory={"budget": gib}), target, ["remat", "batch"], compilers)
+        fit = search(config(memory={"budget": gib}), ["remat", "batch"], compilers)
     assert fit.trials.limit == int(gib * 2**30)
     assert fit.best is not None
     assert fit.best.total <= fit.trials.limit
@@ -139,14 +138,14 @@ def test_a_config_that_does_not_compile_is_refused() -> None:
 
     with Failing(target) as compilers:
         compilers.fails = frozenset({"none"})
-        fit = search(config(), target, ["remat"], compilers)
+        fit = search(config(), ["remat"], compilers)
         lost = next(one for one in fit.trials.all if one.cfg.memory.remat == "none")
         assert fit.reason(lost) == "XLA does not compile this program: INTERNAL: no layout"
         assert fit.best is not None
         assert lost not in (*fit.front, *fit.trials.compiled)
         compilers.fails = frozenset({"none", "dots", "full", "sqrt"})
         with pytest.raises(UserError, match=r"all 4 configs failed to compile: XLA does not compile"):
-            search(config(), target, ["remat"], compilers)
+            search(config(), ["remat"], compilers)
 
 
 def test_other_phases_count() -> None:
@@ -158,7 +157,7 @@ def test_other_phases_count() -> None:
             return {"initialise": target.memory + 1 if cfg.memory.remat == "none" else 1}
 
     with Greedy(target) as compilers:
-        fit = search(config(), target, ["remat"], compilers)
+        fit = search(config(), ["remat"], compilers)
     assert fit.best is not None
     assert all(one.cfg.memory.remat != "none" for one in fit.front)
 
@@ -173,8 +172,8 @@ def test_a_small_space_compiled_whole() -> None:
         every = [one.cfg for one in candidates(cfg, target, allowed(words))]
         truth = dict(compilers.ask_all(compilers.step, every))
         limit = sorted(facts.total for facts in truth.values())[len(truth) // 2]
-        compilers.target = tight = with_memory("cpu:1", limit)
-        fit = search(cfg, tight, words, compilers, compiles=3)
+        compilers.target = with_memory("cpu:1", limit)
+        fit = search(cfg, words, compilers, compiles=3)
     assert len(fit.trials.compiled) <= 3 < len(every)
     assert fit.best is not None
     assert fit.best.seconds == min(facts.seconds for facts in truth.values() if facts.total <= limit)

@@ -96,7 +96,7 @@ def kept(kind: Kind, target: str) -> list[Any]:
     from flax import nnx
 
     from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations
-    from jaxmem.planning.compile import compile_all
+    from jaxmem.planning.compile import compile_program
     from jaxmem.planning.targets import parse_target, target_devices
     from jaxmem.stack.apply import stacked
 
@@ -118,7 +118,7 @@ def kept(kind: Kind, target: str) -> list[Any]:
 
     shape = (ROWS, SIDE, SIDE, EMBED) if kind.image else (ROWS, TIME, EMBED)
     lowered = jax.jit(jax.grad(loss, 0 if kind.frozen else (0, 1))).lower(placed(jnp.zeros(shape)), state)
-    compiled, _ = compile_all(lowered, {}, here=aim.is_here, code=False)
+    compiled = compile_program(lowered, here=aim.is_here, runs=False)
     lives = Lifetimes(compiled.module)
     temporaries = [one for one in read_allocations(compiled.module, compiled.assignment) if one.kind == "temporary"]
     shapes = [region.buffers[0].shape for one in temporaries for region in peak_of(one, lives).regions]

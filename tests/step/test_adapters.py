@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxmem.errors import UserError
-from jaxmem.planning.known_shapes import known_shapes
+from jaxmem.planning.breakdown import known_shapes
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
 from tests.step.conftest import Trained, config

@@ -124,7 +124,7 @@ def test_what_is_evaluated_is_what_is_trained(alone):
 @pytest.mark.parametrize("sections", [{}, {"mesh": {"fsdp": 4, "tensor": 2}}])
 def test_their_bytes_are_known_beforehand(sections):
     built = program(config(**INT8, **sections), jax.devices()[: 8 if sections else 1])
-    parts = estimate(built.cfg, "cpu").parts
+    parts = estimate(built.cfg, "cpu").categories
     assert parts["parameters"] + parts["quantization"] == bytes_on_device(built.spec.state.params)
     if not sections:
         codes = [w for w in jax.tree.leaves(built.spec.state.params, is_leaf=is_quantized) if is_quantized(w)]

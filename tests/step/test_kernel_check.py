@@ -10,9 +10,9 @@ from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.kernels import grouped_matmul, quantized_update, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
-from jaxmem.kernels.fused_attention.support import Request
-from jaxmem.step.kernel_choice import check as kernel_check
-from jaxmem.step.kernel_choice.check import checked_kernels, failure
+from jaxmem.kernels.support import Request
+from jaxmem.step import kernel_choice
+from jaxmem.step.kernel_choice import checked_kernels, failure
 from tests.kernels.test_cudnn import emulated
 
 OPTIMIZER = {"optimizer": {"name": "adamw8bit"}, "train": {"steps": 1}}
@@ -28,7 +28,7 @@ def own_state(tmp_path, monkeypatch):
 def test_a_right_kernel_passes_once(monkeypatch):
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)
     assert failure("memory.attention", "cudnn", CALL) is None
-    monkeypatch.setattr(kernel_check, "_difference", lambda *_: pytest.fail("it was remembered"))
+    monkeypatch.setattr(kernel_choice, "_difference", lambda *_: pytest.fail("it was remembered"))
     assert failure("memory.attention", "cudnn", CALL) is None
 
 
@@ -58,9 +58,9 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
 )
 def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, function, output, monkeypatch):
     module = importlib.import_module(module)
-    monkeypatch.setattr(kernel_check, "ROWS", 256)
-    monkeypatch.setattr(kernel_check, "COLUMNS", 256)
-    monkeypatch.setattr(kernel_check, "LENGTH", 64)
+    monkeypatch.setattr(kernel_choice, "ROWS", 256)
+    monkeypatch.setattr(kernel_choice, "COLUMNS", 256)
+    monkeypatch.setattr(kernel_choice, "LENGTH", 64)
     assert failure(setting, "triton", kind) is None
     right = getattr(module, function)
 
@@ -79,9 +79,9 @@ def test_a_kernel_that_raises_has_failed(monkeypatch):
         raise RuntimeError("no engine\nand a page of reasons")
 
     monkeypatch.setattr(cudnn, "ON_CPU", broken)
-    monkeypatch.setattr(kernel_check, "cudnn_remedy", lambda: None)
+    monkeypatch.setattr(kernel_choice, "cudnn_remedy", lambda: None)
     assert failure("memory.attention", "cudnn", CALL) == "RuntimeError: no engine"
-    monkeypatch.setattr(kernel_check, "cudnn_remedy", lambda: "nvidia-cudnn-cu13 is missing")
+    monkeypatch.setattr(kernel_choice, "cudnn_remedy", lambda: "nvidia-cudnn-cu13 is missing")
     assert failure("memory.attention", "cudnn", CALL) == "nvidia-cudnn-cu13 is missing"
 
 
@@ -92,9 +92,7 @@ def config(attention="auto"):
 
 def checked(cfg, **options):
     """`checked_kernels` on a Hopper GPU."""
-    model = SimpleNamespace(execution=SimpleNamespace(capability=90))
-    built = SimpleNamespace(platform="gpu", cfg=cfg, model=model)
-    return checked_kernels(built, **options)
+    return checked_kernels(cfg, "gpu", 90, **options)
 
 
 def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
@@ -103,7 +101,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
         ("memory.attention", "triton"): "it does not compile",
         ("optimizer.kernel", "triton"): "it is off by 2",
     }
-    monkeypatch.setattr(kernel_check, "failure", lambda key, name, _: wrong.get((key, name)))
+    monkeypatch.setattr(kernel_choice, "failure", lambda key, name, _: wrong.get((key, name)))
     settings, lines = checked(config())
     for line, ((key, name), why) in zip(lines, wrong.items(), strict=True):
         assert line == f"warning: {key}={name} failed its check and is not used: {why}"
@@ -111,7 +109,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
 
 
 def test_kernels_that_pass_leave_the_config_as_it_is(monkeypatch):
-    monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
+    monkeypatch.setattr(kernel_choice, "failure", lambda *_: None)
     assert checked(config()) == ({}, [])
 
 
@@ -122,17 +120,17 @@ def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
     )
     monkeypatch.setattr(triton_launch, "INTERPRETER", None)
     with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=auto"):
-        kernel_check.refuse_gpu_kernels(kernels)
+        kernel_choice.refuse_gpu_kernels(kernels)
 
 
 def test_a_failure_in_another_process_counts(monkeypatch):
     answers = iter([True, False, False])
-    monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
+    monkeypatch.setattr(kernel_choice, "failure", lambda *_: None)
     _, (line,) = checked(config(), agree=lambda _: next(answers))
     assert "another process" in line
 
 
 def test_a_kernel_that_is_named_is_not_replaced(monkeypatch):
-    monkeypatch.setattr(kernel_check, "failure", lambda *_: "it is off")
+    monkeypatch.setattr(kernel_choice, "failure", lambda *_: "it is off")
     with pytest.raises(UserError, match=r"memory\.attention=cudnn failed its check .*: it is off; use .*=auto"):
         checked(config("cudnn"))

@@ -4,7 +4,7 @@ import pytest
 
 from jaxmem.config.methods import run_config
 from jaxmem.planning import Plan
-from jaxmem.planning.compile import Compiled
+from jaxmem.planning.compile import CompiledProgram
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 from jaxmem.step.kernel_choice import kernel_choices, resolve_kernels
@@ -82,5 +82,5 @@ def test_the_kernels_of_an_update():
     aim = parse_target("h100-80gb:2")
     built = program(cfg, target_devices(aim, aim.memory))
     assert "@triton_kernel_call" in built.lower_step().as_text()
-    plan = Plan(built, aim, Compiled(b"", b""), seconds=0.0)
+    plan = Plan(built, aim, CompiledProgram(b"", b""), seconds=0.0)
     assert any(line.startswith("optimizer.kernel: triton (") for line in plan.choices)

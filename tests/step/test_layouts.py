@@ -10,9 +10,9 @@ import pytest
 
 from jaxmem.config import MESH_AXES
 from jaxmem.errors import UserError
+from jaxmem.planning.breakdown import sorted_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import read_module
-from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.sharding import Axis, Layout, layout_for, make_rules
 from jaxmem.sharding.leaves import StateArray, axes_of_state
 from jaxmem.sharding.table import assign_mesh_axes

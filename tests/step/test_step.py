@@ -13,7 +13,7 @@ from jaxmem import optim
 from jaxmem.config import Optimizer
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 from jaxmem.step.kernel_choice import attention_choice
@@ -218,5 +218,5 @@ def test_an_update_with_remainders_needs_little_beside_the_gradients(sizes, copi
         "memory": {"remat": "full"},
     }
     built = program(config(**sections), target_devices(target, target.memory))
-    compiled, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    compiled = compile_program(built.lower_step(), here=False)
     assert compiled.sizes["temporaries"] < 2 * (built.model.parameter_count + copies)

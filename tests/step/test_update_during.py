@@ -10,7 +10,7 @@ from jaxmem import optim
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
 from jaxmem.optim.rules import quantized
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.sharding.trees import merge
 from jaxmem.step import nonfinite, program
@@ -198,7 +198,7 @@ def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
         precision={"compute": "bfloat16"},
     )
     aim = parse_target("h100-80gb")
-    step, _ = compile_all(program(cfg, target_devices(aim, aim.memory)).lower_step(), {}, here=False)
+    step = compile_program(program(cfg, target_devices(aim, aim.memory)).lower_step(), here=False)
     assert step.sizes["temporaries"] < 4 * (3 * 32 * 1024 * 4)
 
 

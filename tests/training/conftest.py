@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxmem.planning import result
-from jaxmem.planning.compile import compile_all
+from jaxmem.planning.compile import compile_program
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 
@@ -35,11 +35,9 @@ def kept(name: str, lower: Callable[[Program], Any]) -> Callable[[Program], Any]
     return lowered
 
 
-def compiled_once(step: Any, others: Any, **options: Any) -> Any:
-    if others:
-        return compile_all(step, others, **options)
+def compiled_once(step: Any, **options: Any) -> Any:
     if step not in COMPILED:
-        COMPILED[step] = compile_all(step, others, **options)
+        COMPILED[step] = compile_program(step, **options)
     return COMPILED[step]
 
 
@@ -48,5 +46,5 @@ def programs_are_shared():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("lower_step", "lower_initialise", "lower_evaluate"):
             patch.setattr(Program, name, kept(name, getattr(Program, name)))
-        patch.setattr(result, "compile_all", compiled_once)
+        patch.setattr(result, "compile_program", compiled_once)
         yield

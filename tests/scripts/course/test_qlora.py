@@ -20,7 +20,7 @@ def by_arithmetic(_: str, base: Any, rows: Any) -> dict[str, Any]:
         cfg = load_config(base, overrides)
         held, state = DeviceBytes(cfg), state_of(cfg, "cuda")
         parts = {"activations": 1000, "gradients": held("gradients", state.trainable)}
-        parts |= {part: held("weights", state.parts[part]) for part in ("parameters", "quantization", "optimizer")}
+        parts |= {part: held("weights", state.categories[part]) for part in ("parameters", "quantization", "optimizer")}
         known = {"flops_per_device": 6e9, "ideal_flops_per_device": 4e9}
         all_of = {"bytes_per_device": {**parts, "total": sum(parts.values())}}
         found[name] = {"model": {"trainable": 10_000}, **known, **all_of}

@@ -1,33 +1,62 @@
-"""Which implementations support a call of attention, and which one is chosen, before anything is compiled.
+"""What the implementations of each operation support and refuse, before anything is compiled.
 
-The first of these that supports the call is chosen: cuDNN; `triton` on NVIDIA GPUs from Ampere on; plain JAX.
+Plain JAX (`blockwise`, `reference`) supports every call on every device. `jaxmem.step.kernel_choice` chooses among the
+implementations that support the calls of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxmem.kernels import choice
-from jaxmem.kernels.choice import NONE_FAILED, Choice, triton_refusal
-from jaxmem.kernels.validation import FLOATS
+import jax
 
-from .arguments import Extras, Options
+from .codes import KERNEL_FORMATS
+from .validation import FLOATS
 
-OPERATION = "attention"
-ORDER = {  # the reason to choose each implementation
-    "cudnn": "cuDNN supports this attention",
-    "triton": "the kernel for compute capability 8.0 and newer",
-}
-PORTABLE = "blockwise"  # runs wherever XLA does
+if TYPE_CHECKING:
+    from .fused_attention.arguments import Extras, Options
+
 SIXTEEN_BIT = ("bfloat16", "float16")
 MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed sequences; kernels without workspace are as fast
+# Keys are the names that devices report.
+CAPABILITIES = {
+    r"A100|A30\b": 80,
+    r"A10\b|A40\b|A6000|RTX 30": 86,
+    r"L4\b|L40|RTX 40": 89,
+    r"H100|H200|GH200": 90,
+    r"B200": 100,
+    r"RTX 50|RTX PRO": 120,
+}
+
+
+def capability(device: Any = None) -> int | None:
+    """The compute capability of a device, by default the device to compile for: 90 for 9.0; None for a CPU."""
+    absent = None if device else getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if absent is not None:  # the device to compile for is not installed
+        return next((number for name, number in CAPABILITIES.items() if re.search(name, absent.device_kind)), None)
+    device = device or jax.devices()[0]
+    return round(10 * float(device.compute_capability)) if device.platform == "gpu" else None
+
+
+def triton_refusal(capability: int | None) -> str | None:
+    """The reason why Triton kernels cannot run on GPUs of compute capability `capability` (90 for 9.0; None: not a
+    GPU); None: they can run."""
+    if capability is None:
+        return "no NVIDIA GPU"
+    if capability < 80:
+        return f"compute capability is {capability / 10}; the triton implementation needs 8.0 or newer"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "the triton implementation requires jax-triton; run pip install 'jaxmem[cuda13]'"
+    return None
 
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a call that an implementation may not support."""
+    """The properties of a call of attention that an implementation may not support."""
 
     dtype: str
     queries: int
@@ -74,13 +103,13 @@ class Request:
 Limits = Iterator[tuple[bool, str, str]]  # (whether a rule is broken, the value, the values that are supported)
 
 
-def refusal(name: str, call: Request, capability: int | None) -> str | None:
-    """The reason why an implementation does not support a call on GPUs of compute capability `capability` (90 for 9.0;
-    None: unknown, not checked); None: it supports the call.
+def attention_refusal(name: str, call: Request, capability: int | None) -> str | None:
+    """The reason why an implementation does not support a call of attention on GPUs of compute capability `capability`
+    (90 for 9.0; None: unknown, not checked); None: it supports the call.
 
-    >>> refusal("cudnn", Request("float32", 4096, 4096, 32, 128), 90)
+    >>> attention_refusal("cudnn", Request("float32", 4096, 4096, 32, 128), 90)
     'q is float32; the cudnn implementation supports bfloat16 and float16'
-    >>> refusal("cudnn", Request("bfloat16", 4096, 4096, 32, 128), 90)
+    >>> attention_refusal("cudnn", Request("bfloat16", 4096, 4096, 32, 128), 90)
     """
     for broken, value, allowed in _RULES[name](call, capability) if name in _RULES else ():
         if broken:
@@ -131,7 +160,7 @@ def _cudnn(call: Request, capability: int | None) -> Limits:
 
 def _packed_workspace(call: Request) -> int:
     """Bytes that the backward pass of one head of packed sequences allocates."""
-    from .cudnn import CudnnCall, workspace
+    from .fused_attention.cudnn import CudnnCall, workspace
 
     segments = call.max_segments or 1
     return workspace(CudnnCall(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, segments), 2)
@@ -144,19 +173,17 @@ def _has(capability: int | None) -> str:
 _RULES: dict[str, Callable[[Request, int | None], Limits]] = {"cudnn": _cudnn, "triton": _triton}
 
 
-def choose(call: Request, capability: int | None, failed: Mapping[str, str] = NONE_FAILED) -> Choice:
-    """The implementation of a call that names no implementation, and why. `failed`: implementations that failed their
-    check on this device, and the reasons.
+def experts_refusal(form: str, blocks: Iterable[tuple[int, int]]) -> str | None:
+    """The reason why `grouped_matmul.triton` cannot dequantize the matrices of experts, or None if it can.
 
-    >>> choose(Request("bfloat16", 4096, 4096, 32, 128), 90).implementation
-    'cudnn'
-    >>> documents = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segments=32)
-    >>> choose(documents, None).why
-    'no NVIDIA GPU'
+    Args:
+        form: the format of their codes.
+        blocks: the inputs of each matrix, and the number of values that share a scale.
     """
-
-    def reason(name: str) -> str | None:
-        missing = triton_refusal(capability) if name == "triton" else None
-        return failed.get(name) or missing or refusal(name, call, capability)
-
-    return choice.choose(ORDER, PORTABLE, capability, reason, call.kind)
+    if form not in KERNEL_FORMATS:
+        return f"triton does not dequantize {form}; blockwise dequantizes one expert at a time"
+    together = KERNEL_FORMATS[form].together
+    for inputs, block in blocks:
+        if block % together:
+            return f"triton needs blocks of a multiple of {together} values; {inputs} inputs have {block}"
+    return None

@@ -1,55 +1,20 @@
-"""The call of attention that one device makes, and the methods of communication over `mesh.context`: their bytes and
-their estimated seconds."""
+"""The methods of communication of attention over `mesh.context`: their bytes and their estimated seconds."""
 
 import math
 from typing import Literal
 
-from jaxmem.config import Config, Decoder, Precision, Vit
+from jaxmem.config import Decoder, Precision
 from jaxmem.config.mesh import head_group_counts, unsupported_by_ring
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.kernels.fused_attention.context import METHODS
-from jaxmem.kernels.fused_attention.support import Request
-from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding.share import DeviceShare, share_of
+from jaxmem.kernels.support import Request
+from jaxmem.sharding.share import DeviceShare
 
 # Rates of an H100, to compare methods; the ratios of other GPUs are similar. FLOP/s of kernels: cuDNN, and Triton (as
 # FlashAttention-2) from arXiv:2407.08608. Bytes/s of memory, of NVLink within a host, and of a 400 Gb/s network.
 _FLOPS = {"cudnn": 5.3e14, "triton": 3.3e14}
 _PLAIN, _MEMORY, _NVLINK, _NETWORK = 5e13, 3.3e12, 4.5e11, 5e10
 _HOST = 8  # GPUs of a host
-
-
-def attention_request(cfg: Config, platform: str) -> Request | None:
-    """Attention of a micro-batch for complete sequences and the heads of one device, or None without attention."""
-    model = cfg.model
-    share = share_of(cfg)
-    if not isinstance(model, Decoder | Vit):
-        return None
-    if isinstance(model, Decoder):
-        length = share.row_length
-        dim = model.head_dim
-        window = model.window
-        soft_cap = model.attention_soft_cap
-    else:
-        length = (model.image_size // model.patch) ** 2
-        dim = model.embed // model.heads
-        window = None
-        soft_cap = None
-    is_text = isinstance(model, Decoder)
-    return Request(
-        dtype=compute_dtype(cfg.precision, platform).name,
-        queries=length,
-        keys=length,
-        heads=share.heads_of(model.heads),
-        dim=dim,
-        batch=share.complete_rows,
-        masked=is_text,
-        window=window is not None,
-        soft_cap=soft_cap is not None,
-        deterministic=cfg.train.deterministic,
-        has_segments=is_text and cfg.data.packing,
-        max_segments=cfg.data.max_segments,
-    )
 
 
 def context_methods(share: DeviceShare, head_groups: int | Literal["auto"]) -> list[str]:
