@@ -25,8 +25,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
     """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
     devices."""
-    from jaxmem.config import load_config
     from jaxmem.config.hub import is_gguf
+    from jaxmem.config.load import load_config
     from jaxmem.config.presets import preset_of
 
     is_run = (config / "config.yaml").is_file()
@@ -67,7 +67,7 @@ def joined(cfg: Config | None) -> Iterator[None]:
 
 def run_config(run: Path) -> Config | None:
     """The config of a run; None if there is no run, which the code that opens it reports."""
-    from jaxmem.config import load_config
+    from jaxmem.config.load import load_config
 
     file = run / "config.yaml"
     return load_config(file) if file.is_file() else None

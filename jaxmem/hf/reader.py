@@ -19,8 +19,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from jaxmem import models
-from jaxmem.config import Decoder
+from jaxmem.config import networks
 from jaxmem.config.check_decoder import decoder_errors
 from jaxmem.config.hf_families import text_name, text_settings
 from jaxmem.config.hf_quantized import scheme_of
@@ -38,6 +37,8 @@ from jaxmem.hf.names import (
 )
 from jaxmem.hf.quantized import Encoded, mxfp4_weight, take_quantized
 from jaxmem.hf.tensors import MXFP4, Tensors
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.network import Execution
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST_MEMORY, send_like, to_host, zeros_on_host
@@ -52,8 +53,8 @@ def load(
     *,
     layout: Layout | None = None,
     dtype: DTypeLike = jnp.float32,
-    execution: models.Execution = models.Execution(),
-) -> models.Decoder:
+    execution: Execution = Execution(),
+) -> Decoder:
     """The model of a Hugging Face directory as a network.
 
     Args:
@@ -62,10 +63,10 @@ def load(
         dtype: Of the stored weights.
         execution: How the network is computed.
     """
-    cfg = Decoder(**decoder_fields(str(directory)))
+    cfg = networks.Decoder(**decoder_fields(str(directory)))
     if errors := [*decoder_errors(cfg)]:
         raise UserError("\n".join(f"{directory}: {error}" for error in errors))
-    network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
+    network = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(0), execution))
     graphdef: Any
     graphdef, state = nnx.split(network)
     axes = {path: v.get_metadata()["axes"] for path, v in nnx.to_flat_state(state)}
@@ -83,7 +84,7 @@ def load(
 
 def read_weights(
     directory: str | Path,
-    cfg: Decoder,
+    cfg: networks.Decoder,
     params: Tree,
     axes: AxesTree,
     layout: Layout | None,

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from jaxmem.checkpoint.metrics import parse_row
-from jaxmem.config import load_config
+from jaxmem.config.load import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine.files import write_file
-from jaxmem.planning import Plan
+from jaxmem.planning.result import Plan
 from jaxmem.report.figure import draw
 from jaxmem.report.page import RunRecord, page
 from jaxmem.typing import JsonDict

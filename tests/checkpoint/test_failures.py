@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
-from jaxmem.checkpoint import Checkpoints, DamagedError
-from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
+from jaxmem.checkpoint.manager import ROTATED_DIRECTORY, Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory, move_aside
+from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import abstract, bits, filled, mesh

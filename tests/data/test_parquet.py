@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxmem.config.sections import Config
-from jaxmem.data import Corpus, columns
+from jaxmem.data import columns
 from jaxmem.data.columns import MAX_DECODED_ROW_GROUPS
+from jaxmem.data.corpus import Corpus
 from jaxmem.data.jsonl import JsonRecords, JsonTexts
 from jaxmem.data.records import DocumentPiece, InvalidRecordError
 from jaxmem.errors import UserError

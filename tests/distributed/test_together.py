@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jax._src.lib import _jax
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.distributed import watch
 from jaxmem.distributed.cluster import Cluster
 

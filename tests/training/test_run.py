@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import Evaluator
