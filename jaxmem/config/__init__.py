@@ -33,7 +33,7 @@ from jaxmem.config.sections import (
 )
 from jaxmem.lazy import lazy_names
 
-__getattr__, _ = lazy_names(__name__, load="load_config save_config")
+__getattr__, _ = lazy_names(__name__, load="load_config save_config save_settings")
 __all__ = [
     "LOW_RANK",
     "MESH_AXES",
@@ -66,4 +66,5 @@ __all__ = [
     "Vit",
     "load_config",
     "save_config",
+    "save_settings",
 ]  # fmt: skip

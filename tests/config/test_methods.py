@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxmem.config import load_config, save_config
+from jaxmem.config import load_config, save_config, save_settings
 from jaxmem.config.hugging_face import config_json
-from jaxmem.config.load import save_settings
 from jaxmem.config.methods import METHODS, config_with, is_model, run_config
 from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError
