@@ -88,11 +88,9 @@ def print_text(text: str) -> None:
         print(escaped, end="", flush=True)  # noqa: T201
 
 
-@contextlib.contextmanager
-def only_json(as_json: bool) -> Iterator[None]:
+def only_json(as_json: bool) -> contextlib.AbstractContextManager[Any]:
     """A context for a command with --json: everything that the library prints goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def show(result: Any) -> None:

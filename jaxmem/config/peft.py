@@ -61,7 +61,7 @@ def adapter_fields(directory: str | Path, model: Decoder) -> tuple[JsonDict, lis
         kind = settings.get("peft_type", "LORA")
         if kind not in KINDS:  # the kind decides which keys are known
             raise UnsupportedError(f"peft_type={json.dumps(kind)} is not supported; expected {one_of(KINDS)}")
-        return _prompt_fields(settings) if is_prompt(directory) else _low_rank_fields(directory, settings, model)
+        return _prompt_fields(settings) if kind == "PROMPT_TUNING" else _low_rank_fields(directory, settings, model)
     except UnsupportedError as error:
         raise UserError(f"{file}: {error}") from None
 

@@ -203,5 +203,4 @@ def source_of(path: str) -> str:
 def _reader(source: Source) -> type[RecordSource]:
     """The class that reads a source. Its module is imported when it is used."""
     module, _, name = source.kind.reader.partition(":")
-    reader: type[RecordSource] = getattr(importlib.import_module(f"jaxmem.data.{module}"), name)
-    return reader
+    return getattr(importlib.import_module(f"jaxmem.data.{module}"), name)

@@ -298,8 +298,7 @@ class Encoded:
 
     def weight(self) -> QTensor | Float[Array, "in out"]:
         """The weight [in, out], decoded only if its blocks are not along `in`."""
-        weight: QTensor | jax.Array = self.layout.weight(self.parts)
-        return weight
+        return self.layout.weight(self.parts)
 
 
 def take_quantized(

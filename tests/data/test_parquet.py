@@ -105,7 +105,7 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
     place = saved_dataset(tmp_path / "chats", {"messages": [CHAT] * 4, "note": [None] * 4}, files=1)
     pq.write_table(pa.table({"messages": [CHAT] * 4}), tmp_path / "chats.parquet")
     lines = [open_records(JsonRecords, [path]) for path in (tmp_path / "chats.parquet", *place.glob("*.arrow"))]
-    assert [one.record(2)["messages"] for one in lines] == [CHAT, CHAT]
+    assert [one.rows.record(2)["messages"] for one in lines] == [CHAT, CHAT]
     assert [len(one) for one in lines] == [4, 4]
 
 
