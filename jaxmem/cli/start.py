@@ -10,13 +10,16 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.terminal import say
+from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from jaxmem.config import Config
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
@@ -88,12 +91,12 @@ def print_text(text: str) -> None:
         print(escaped, end="", flush=True)  # noqa: T201
 
 
-def only_json(as_json: bool) -> contextlib.AbstractContextManager[Any]:
+def only_json(as_json: bool) -> contextlib.AbstractContextManager[object]:
     """A context for a command with --json: everything that the library prints goes to standard error."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
-def show(result: Any) -> None:
+def show(result: RenderableType | JsonDict) -> None:
     """Prints a dict as JSON, and anything else through rich. A command to paste may be longer than a line."""
     if isinstance(result, dict):
         say(json.dumps(result, indent=2))

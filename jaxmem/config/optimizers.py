@@ -158,7 +158,7 @@ class Optimizer(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, fields: Any) -> Any:
+    def _with_defaults(cls, fields: object) -> object:
         """Adds the defaults of the named optimizer."""
         if not isinstance(fields, dict):
             return fields

@@ -19,7 +19,7 @@ from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
-from jaxmem.data.records import Document, RecordSource
+from jaxmem.data.records import Document, RecordIndex, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, results_of
 
@@ -58,7 +58,7 @@ class Corpus:
             check_classes(self.sources[0], cfg.model, cfg.objective, cfg.data)
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
-    def documents(self, source: int, record: Any) -> Sequence[Document]:
+    def documents(self, source: int, record: RecordIndex) -> Sequence[Document]:
         return self.sources[source].documents(record)
 
     @contextmanager
@@ -148,7 +148,7 @@ def fingerprint(cfg: Config) -> str:
     return digest.hexdigest()
 
 
-def _update(digest: Any, path: Path, size: int, *, completely: bool) -> None:
+def _update(digest: hashlib.blake2b, path: Path, size: int, *, completely: bool) -> None:
     try:
         with path.open("rb") as file:
             if completely:

@@ -1,18 +1,19 @@
 """Batches of images, and images in a directory of classes: PATH/CLASS/*.png. Each image is one record and one row of a
 batch; `mask` is 0 for rows without an image at the end of a split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmem.config.networks import Model
-from jaxmem.config.sections import Config, Data, Objective
+from jaxmem.config.sections import Config, Data, Objective, Source
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import RecordSource
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, abridge, one_of
 from jaxmem.step.batches import batch_spec
 
@@ -45,9 +46,9 @@ class ImageFolder(ImageSource):
     """Image files below `data.path`. The class of an image is the name of its directory; classes are in the order of
     their names. Images are scaled to the shorter side and cropped at the center."""
 
-    def __init__(self, files: list[Path], *settings: Any) -> None:
-        super().__init__(files, *settings)
-        names = [file.parent.name for file in files]
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        names = [path.parent.name for path in paths]
         self.classes = sorted(set(names))
         self.labels = np.searchsorted(self.classes, names)
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from jaxmem.typing import JsonDict
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
 State = JsonDict  # a position in the data, for JSON
+Value = TypeVar("Value", int, tuple[int, int])
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
 
@@ -285,7 +286,7 @@ def _merged_rows(states: Sequence[State], size: int) -> list[list[int]]:
     return [rows[row] for row in range(size)]
 
 
-def _common(values: Iterable[Any], what: str) -> Any:
+def _common(values: Iterable[Value], what: str) -> Value:
     """The value that all processes have."""
     different = sorted(set(values))
     if len(different) != 1:

@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from jaxmem.config.hub import DatasetFiles
 from jaxmem.config.sections import Data, Source
@@ -54,7 +53,7 @@ class StreamedFiles(RecordSource):
         self.used: dict[tuple[int, int], set[int]] = {}  # the files that each shard still needs
         self.held_out: set[int] = set()  # the files that evaluation needs
         self._opened: dict[int, RecordSource | None] = {}  # None: the file has no records
-        self._orders: dict[int, Any] = {}
+        self._orders: dict[int, RecordOrder] = {}
         self._fetched: dict[int, Future[Path]] = {}
         self._lock = threading.RLock()
         self._fetcher = ThreadPoolExecutor(1, "fetch")
@@ -101,7 +100,7 @@ class StreamedFiles(RecordSource):
                     self._opened[file] = None
             return self._opened[file]
 
-    def training_order(self, file: int, seed: int) -> Any:
+    def training_order(self, file: int, seed: int) -> RecordOrder | Sequence[FileRecord]:
         """The training records of a file in their order; empty if the file has none. `seed`: of all files."""
         with self._lock:
             opened = self.open(file)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +188,7 @@ def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> n
 
 
 @cache
-def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Any:
+def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Callable[..., jax.Array]:
     def convert(x: jax.Array | QTensor, adapter: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
         x = jax.tree.map(lambda x: _take(x, place, depth), x)
         if adapter is not None and depth:  # an A that experts share has a dimension less

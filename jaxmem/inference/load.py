@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +226,6 @@ def _store_as(built: Program, params: Tree) -> Tree:
     return unflatten_dict({path: stored(path) for path in list(left)})
 
 
-def _format_of(w: Tree) -> tuple[Any, ...]:
+def _format_of(w: Tree) -> tuple[object, ...]:
     """Structure, shapes, dtypes and shardings of a weight."""
     return jax.tree.structure(w), [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(w)]
