@@ -94,13 +94,9 @@ def tokenize(
     if len(sources_of(cfg.data)) > 1:
         raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, and mix the caches")
     [source] = sources_of(cfg.data)
-    if source.kind.contents in ("chat", "pairs"):
+    if source.kind.contents != "text":
         texts = one_of(name for name, kind in SOURCES.items() if kind.contents == "text")
         raise UserError(f"jaxmem tokenize does not support data.source={source.source}; use {texts}")
-    if source.kind.contents != "text":
-        raise UserError(
-            f"jaxmem tokenize does not support data.source={source.source}; use text, jsonl, parquet or arrow"
-        )
     tokenizer = tokenizer_for(cfg.data.tokenizer)
     records = open_source(source, cfg.data, tokenizer)
     assert isinstance(records, TokenizedText)

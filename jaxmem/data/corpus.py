@@ -36,7 +36,6 @@ class Corpus:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._sections: Sequence[Source] = sources_of(cfg.data)
-        names = [source.source for source in self._sections]
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         vocab = getattr(cfg.model, "vocab", 0)
         if vocab and self.tokenizer.vocab_size > vocab:
@@ -45,17 +44,16 @@ class Corpus:
                 f"model.vocab={vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
-        opening: list[Callable[[], Any]] = [
+        calls: list[Callable[[], Any]] = [
             partial(opened, source, cfg.data, self.tokenizer) for source in self._sections
         ]
-        template: list[Callable[[], Any]] = []
-        if "chat" in names:
-            template.append(partial(template_for, self.tokenizer, cfg.data.chat_template))
-        self.sources: list[Any] = results_of([*opening, *template])[: len(opening)]
+        if any(source.source == "chat" for source in self._sections):
+            calls.append(partial(template_for, self.tokenizer, cfg.data.chat_template))
+        self.sources: list[Any] = results_of(calls)[: len(self._sections)]
         if not cfg.reads_text:
             from jaxmem.data.images import check_classes
 
-            check_classes(self.sources[0], cfg.model, cfg.objective, cfg.data)
+            check_classes(self.sources[0], cfg)
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
     def documents(self, source: int, record: RecordIndex) -> Sequence[Document]:

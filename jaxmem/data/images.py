@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmem.config.networks import Model
-from jaxmem.config.sections import Config, Data, Objective, Source
+from jaxmem.config.sections import Config, Data, Source
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import RecordSource
@@ -79,19 +78,19 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
     return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
 
 
-def check_classes(source: RecordSource, model: Model, objective: Objective, data: Data) -> None:
+def check_classes(source: RecordSource, cfg: Config) -> None:
     """Refuses a directory whose number of classes is not the number of outputs of the model."""
     if not isinstance(source, ImageFolder):
         return
+    objective = cfg.objective.name
+    outputs = getattr(cfg.model, "outputs", None)
     count = len(source.classes)
-    wanted = getattr(model, "outputs", None)
-    if objective.name == "binary":
-        wanted = 2
+    wanted = 2 if objective == "binary" else outputs
     if wanted is not None and count != wanted:
-        use = "two directories" if objective.name == "binary" else f"model.outputs={count}"
+        use = "two directories" if objective == "binary" else f"model.outputs={count}"
         raise UserError(
-            f"data.path={data.path}: {count} classes ({abridge(source.classes)}), but {objective.name} with "
-            f"model.outputs={getattr(model, 'outputs', 1)} requires {wanted}; use {use}"
+            f"data.path={cfg.data.path}: {count} classes ({abridge(source.classes)}), but {objective} with "
+            f"model.outputs={outputs or 1} requires {wanted}; use {use}"
         )
 
 

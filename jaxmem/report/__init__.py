@@ -64,6 +64,3 @@ def _read(run: Path, name: str) -> JsonDict:
 def _damaged(run: Path, names: str, reason: object) -> UserError:
     use = f"run jaxmem plan {run / 'config.yaml'} --html FILE"
     return UserError(f"{run}: {names}: damaged: {reason}; {use}")
-
-
-__all__ = ["draw", "page", "report_run", "write_figure", "write_page"]
