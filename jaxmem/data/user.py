@@ -24,7 +24,9 @@ from jaxmem.step.batches import batch_spec
 class UserLoader(AbstractContextManager["UserLoader"]):
     """The interface of `Loader` for batches of a script. It is its own `corpus`. `agree`: as in `Loader`."""
 
-    def __init__(self, cfg: Config, split: Split, rows: Sequence[int], agree: Callable[[bool], bool] | None) -> None:
+    def __init__(
+        self, cfg: Config, split: Split, rows: Sequence[int], agree: Callable[[bool], bool] | None = None
+    ) -> None:
         batches = cfg.user.data if split == "train" else cfg.user.held_out
         if batches is None:
             raise UserError(
